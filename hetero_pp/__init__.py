@@ -1,6 +1,6 @@
 """hetero-pp: pre-train one language model on datacenters and groups of home machines in one run.
 
-The way of the data, and where each step stands:
+Path of the data, and the module of each step:
 
     tokens                                        hetero_pp.data.batches
       -> stage: embedding and layers              stages.stage, hetero_pp.model
@@ -8,7 +8,7 @@ The way of the data, and where each step stands:
       -> link: shaped, counted                    hetero_pp.link.shaping, hetero_pp.link.ledger
            in process, or over gRPC               hetero_pp.link.in_process, hetero_pp.rpc.stage_link
       -> reconstruct, next stages, loss           stages.boundary, stages.worker (order: hetero_pp.schedule)
-      <- gradients, the same way back             stages.worker
+      <- gradients, the same path back            stages.worker
       -> inner optimizer step                     hetero_pp.inner
     after H inner steps, per parameter tensor:
       theta_start - theta_local                   replica_groups.outer_round
@@ -21,9 +21,9 @@ The way of the data, and where each step stands:
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.subspace, stages.stage
 
-Who starts what: hetero_pp.program.launch.crew (a process for each member) or hetero_pp.program.launch.in_process
-(a thread for each) has every member of the run (hetero_pp.run.spec) do replica_groups.take_part. In a notebook:
-`from hetero_pp import Run`, which is in hetero_pp.program.notebook.
+hetero_pp.program.launch.crew starts a process for each member; hetero_pp.program.launch.in_process starts a thread for
+each. Every member of the run (hetero_pp.run.spec) runs replica_groups.take_part. In a notebook, use `from hetero_pp
+import Run` (hetero_pp.program.notebook).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Run, imported when it is asked for: nothing that imports only a part of the package waits for torch."""
+    """Import Run on first use, so that importing a part of the package does not wait for torch."""
     if name == "Run":
         from hetero_pp.program.notebook import Run
 

@@ -1,4 +1,4 @@
-"""`hetero-pp` and `python -m hetero_pp`."""
+"""Entry point of `hetero-pp` and `python -m hetero_pp`."""
 
 import os
 
@@ -11,7 +11,7 @@ def main() -> None:
     from hetero_pp.program.cli import app
     from hetero_pp.program.report.encoding import make_printable
 
-    # Else whoever connects and has no certificate writes lines into what is printed, as many as it likes.
+    # Otherwise gRPC prints a line for every client that connects without a certificate, at an unlimited rate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     make_printable()
     try:

@@ -1,7 +1,8 @@
-"""What the papers tried beside the method: parts of a compressed replica that are off by default.
+"""Ablations from the papers: parts of a compressed replica that are off by default.
 
-Source: Het-PP section 2.4 and Table 5; Subspace Networks (Ramasinghe et al. 2025) for the last three. Each is one cell
-of a participant group's `boundary.ablations`. Shapes: V vocabulary, D width, K rank, F any.
+Sources: Het-PP section 2.4 and Table 5; Subspace Networks (Ramasinghe et al. 2025) for weight projection, modified
+AdamW and Grassmann updates. Each is one cell of a participant group's `boundary.ablations`. Shapes: V vocabulary, D
+width, K rank, F any.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from hetero_pp.settings import AddedLater, Ratio, Settings
 
 OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
-"""W_p1 and W_p2 [D, F]: what they add to the residual stream should lie in the subspace. Het-PP names W_p1 alone."""
+"""W_p1 and W_p2 [D, F]. Their outputs, added to the residual stream, should lie in the subspace. Het-PP names only
+W_p1."""
 
 
 class PeerSettings(Settings):
-    """Another's boundary instead of the subspace; `rank` and `bits` or `dtype` of the boundary say what crosses."""
+    """Published boundary method in place of the subspace; `rank` and `bits` or `dtype` of the boundary set its size."""
 
     method: Literal["resbm", "mapl", "tah_quant"] = Field(description="see stages.peers")
     four_bits: Ratio = Field(0.8, description="TAH-Quant: the share of the tiles that get 4 bits, not 3")
@@ -59,7 +61,7 @@ class AblationSettings(Settings):
 
 @torch.no_grad()
 def project_weights(parameters: Mapping[str, nn.Parameter], basis_DK: Tensor, names: tuple[str, ...]) -> None:
-    """W <- U U^T W for the output projections whose names end so."""
+    """Project the output projections whose names end in `names` onto the subspace: W <- U U^T W."""
     for name, parameter in parameters.items():
         if name.endswith(names):
             parameter.copy_(basis_DK @ (basis_DK.T @ parameter))
@@ -68,8 +70,8 @@ def project_weights(parameters: Mapping[str, nn.Parameter], basis_DK: Tensor, na
 class SharedSecondMomentAdamW(torch.optim.Optimizer):
     """AdamW whose second moment is averaged along one dimension of each matrix.
 
-    All entries along `shared_dim` (0 for output projections, 1 for the embedding) are divided by the same number, so
-    an update of a gradient in the subspace stays in it. Groups hold `params`, `lr`, `weight_decay`, `shared_dim`.
+    All entries along `shared_dim` (0 for output projections, 1 for the embedding) are divided by the same number. So an
+    update from a gradient in the subspace stays in it. Groups hold `params`, `lr`, `weight_decay`, `shared_dim`.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -77,7 +79,7 @@ class SharedSecondMomentAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step over all groups."""
+        """Take one step over all groups."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -98,11 +100,11 @@ class SharedSecondMomentAdamW(torch.optim.Optimizer):
 
 
 def grassmann_step(basis_DK: Tensor, gradients_ND: Tensor, size: float = 0.1) -> Tensor:
-    """U after a step on the Grassmann manifold towards the directions that the gradients [N, D] lie in.
+    """Return U after a step on the Grassmann manifold towards the directions of the gradients [N, D].
 
-    The ascent direction of |G U|^2 is (I - U U^T) G^T G U, scaled so that `size` is the tangent of the largest angle
-    by which the subspace turns; QR returns to orthonormal columns. What differs: Subspace Networks tune the step, which
-    Het-PP leaves open.
+    The ascent direction of |G U|^2 is (I - U U^T) G^T G U. It is scaled so that `size` is the tangent of the largest
+    angle by which the subspace turns; QR restores orthonormal columns. Difference from the source: Subspace Networks
+    tune the step, which Het-PP does not specify.
     """
     toward = gradients_ND.T @ (gradients_ND @ basis_DK)
     toward = toward - basis_DK @ (basis_DK.T @ toward)

@@ -1,4 +1,4 @@
-"""Small unsigned numbers packed to a fixed number of bits each, for token ids, positions and codes."""
+"""Packing of small unsigned numbers to a fixed number of bits each, for token ids, positions and codes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from numpy.typing import NDArray
 
 
 def width_of(count: int) -> int:
-    """Bits that tell `count` values apart: ceil(log2 count), at least 1."""
+    """Return the bits that distinguish `count` values: ceil(log2 count), at least 1."""
     return max(1, (count - 1).bit_length())
 
 
 def packed_size(count: int, width: int) -> int:
-    """Bytes that `count` numbers of `width` bits take."""
+    """Return the bytes that `count` numbers of `width` bits take."""
     return -(-count * width // 8)
 
 
 def pack(values: NDArray[np.integer], width: int) -> NDArray[np.uint8]:
-    """Values below 2^width, flattened, most significant bit first; the last byte is filled with zero bits."""
+    """Pack values below 2^width, flattened, most significant bit first; zero bits fill the last byte."""
     flat = values.reshape(-1)
     if width in (1, 2, 4):
         return _pack_few(flat.astype(np.uint8), width)
@@ -28,7 +28,7 @@ def pack(values: NDArray[np.integer], width: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.integer]:
-    """The `count` numbers packed above. ValueError if `packed` is not exactly as long as they need."""
+    """Return the `count` numbers that `pack` packed. Raises ValueError if `packed` does not have exactly their size."""
     if packed.size != packed_size(count, width):
         raise ValueError(f"found {packed.size} bytes for {count} numbers of {width} bits")
     if width in (1, 2, 4):
@@ -41,7 +41,7 @@ def unpack(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.inte
 
 
 def _pack_few(values: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    """Of 1, 2 or 4 bits: whole numbers of values in a byte."""
+    """Pack values of 1, 2 or 4 bits, a whole number of which fits into a byte."""
     if width == 1:
         return np.packbits(values)
     each = 8 // width

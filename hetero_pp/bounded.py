@@ -1,4 +1,4 @@
-"""Reads files and texts that other people may have written, with bounds on size, nesting, aliases and digits.
+"""Reads untrusted files and texts, with bounds on size, nesting, aliases and digits.
 
 Every function raises TooLarge, a ValueError, or another ValueError with a reason that fits behind the file's name.
 """
@@ -21,19 +21,19 @@ from ruamel.yaml.events import AliasEvent, ScalarEvent
 from hetero_pp.control_characters import is_control
 
 DEPTH_MAX = 64
-"""Levels of lists and mappings, one in another. No file of a run has more than 12."""
+"""Levels of nested lists and mappings. No file of a run has more than 12."""
 
 DIGITS_MAX = 400
 """Characters of one number: more than the largest float has."""
 
 INTEGER_DIGITS_MAX = 18
-"""Digits of a whole number in a YAML: all of them fit into 64 bits."""
+"""Digits of a whole number in a YAML; all such numbers fit into 64 bits."""
 
 JSON_BYTES_MAX = 64 * 2**20
 YAML_BYTES_MAX = 4 * 2**20
 
 YAML_VALUES_MAX = 200_000
-"""Keys, values, lists and mappings of a YAML once its aliases are replaced by what they stand for."""
+"""Keys, values, lists and mappings of a YAML with its aliases expanded."""
 
 
 _STREAMS = ("/dev/", "/proc/")
@@ -42,19 +42,19 @@ _NUMBER = re.compile(r"(0[xob])?[0-9a-fA-F.]+")
 
 
 ROUNDS_GAP_MAX = 1000
-"""Rounds that may be lost between two: what comes after a larger gap is of no run, or was made up."""
+"""Rounds that may be missing between two rounds. A larger gap means that the later rounds belong to no run."""
 
 
 class TooLarge(ValueError):
-    """A file or a text exceeds a bound; the text says which."""
+    """A file or a text exceeds a bound; the message says which."""
 
 
 def read_bounded(path: Path, bytes_max: int) -> bytes:
     """Return the bytes of a regular file, or of a stream that a user named (`/dev/stdin`, `<(command)`).
 
-    A symbolic link to a regular file is followed. A pipe elsewhere is not opened, as it may have no writer.
+    A symbolic link to a regular file is followed. A pipe elsewhere is not opened, because it may have no writer.
 
-    Raises OSError, TooLarge for more than `bytes_max` bytes.
+    Raises OSError, or TooLarge for more than `bytes_max` bytes.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not str(path).startswith(_STREAMS):
@@ -72,7 +72,7 @@ def read_bounded_json(path: Path, bytes_max: int = JSON_BYTES_MAX) -> Any:
 
 
 def read_json_object(path: Path, bytes_max: int = JSON_BYTES_MAX) -> dict[str, Any]:
-    """Return the object of a JSON file. Raises OSError, or ValueError for JSON of another type, too."""
+    """Return the object of a JSON file. Raises OSError, or ValueError, also for JSON of another type."""
     value = read_bounded_json(path, bytes_max)
     if not isinstance(value, dict):
         raise ValueError(f"found a JSON {type(value).__name__}, expected an object")
@@ -112,9 +112,9 @@ def _int(digits: str) -> int:
 
 
 def parse_yaml(data: str | bytes, with_lines: bool = False) -> Any:
-    """Return the content of a YAML; `with_lines` as ruamel.yaml's round-trip types, which know where a key stands.
+    """Return the content of a YAML; `with_lines` as ruamel.yaml's round-trip types, which know the line of each key.
 
-    Raises YAMLError (MarkedYAMLError with a line), or ValueError, TooLarge among them.
+    Raises YAMLError (MarkedYAMLError with a line), or ValueError, which includes TooLarge.
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     if len(text) > YAML_BYTES_MAX:
@@ -131,17 +131,17 @@ def parse_yaml(data: str | bytes, with_lines: bool = False) -> Any:
         if "integer string conversion" in str(error):
             raise TooLarge(f"found a number of too many digits, expected at most {DIGITS_MAX}") from None
         raise
-    except (AttributeError, KeyError, TypeError) as error:  # of tags and keys that ruamel.yaml does not expect
+    except (AttributeError, KeyError, TypeError) as error:  # ruamel.yaml raises these for unexpected tags and keys
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def read_yaml(path: Path, with_lines: bool = False) -> Any:
-    """Return the content of a YAML file. Raises OSError, or as `parse_yaml`."""
+    """Return the content of a YAML file. Raises OSError, or the errors of `parse_yaml`."""
     return parse_yaml(read_bounded(path, YAML_BYTES_MAX), with_lines)
 
 
 def before_gap(rounds: Iterable[int]) -> list[int]:
-    """Return the rounds in their order, without those that come after a gap of more than ROUNDS_GAP_MAX."""
+    """Return the rounds in their order, up to the first gap of more than ROUNDS_GAP_MAX."""
     found: list[int] = []
     for round_ in sorted(rounds):
         if found and round_ - found[-1] > ROUNDS_GAP_MAX:
@@ -151,7 +151,7 @@ def before_gap(rounds: Iterable[int]) -> list[int]:
 
 
 def yaml_complaint(path: Path, error: Exception) -> str:
-    """Return one line about a YAML that could not be read: its name, the line if it is known, and what is wrong."""
+    """Return one line about a YAML that could not be read: its name, the line if it is known, and the reason."""
     if isinstance(error, OSError):
         return f"{path}: cannot be read ({error.strerror})"
     if isinstance(error, MarkedYAMLError):
@@ -161,15 +161,15 @@ def yaml_complaint(path: Path, error: Exception) -> str:
 
 
 class BoundedComposer(Composer):
-    """Composes YAML whose nesting, whose numbers and whose size without aliases are bounded."""
+    """Composes YAML with bounds on its nesting, its numbers, and its size with aliases expanded."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader=loader)
         self._depth = 0
         self._values = 0
-        """Nodes so far, those that aliases repeat counted each time."""
+        """Nodes so far; those that aliases repeat count each time."""
         self._values_of: dict[str, int] = {}
-        """The same below each anchor that is complete."""
+        """Nodes below each complete anchor, counted in the same way."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.parser.peek_event()
@@ -203,9 +203,9 @@ class BoundedComposer(Composer):
             self._refuse(event, f"found a number of {len(text):,} digits, expected at most {most}")
 
     def _require_text(self, event: Any) -> None:
-        """Refuse texts that would steer the terminal in which a message or a table names them."""
+        """Refuse texts that would control the terminal in which a message or a table shows them."""
         if isinstance(event, ScalarEvent) and not event.value.isprintable():
-            kept = "\n\t\a" if event.style == ">" else "\n\t"  # ruamel.yaml marks where a folded text was broken by \a
+            kept = "\n\t\a" if event.style == ">" else "\n\t"  # ruamel.yaml marks line breaks of a folded text by \a
             found = next((one for one in event.value if one not in kept and is_control(one)), None)
             if found is not None:
                 self._refuse(event, f"found the control character U+{ord(found):04X} in a text, expected none")

@@ -1,8 +1,8 @@
-"""Keys that were changed when a run went on: from which round each of them has which value, on all hosts.
+"""Keys that were changed when a run was resumed, with their values by round; equal on all hosts.
 
-A run keeps the name and the configuration that it began with. What was changed is kept beside it, in changes.yaml in
-the folder of the exchange, and members hear it when they join: so a configuration holds in every round, whichever
-round a run goes on from, and nobody has to say again what was changed.
+A run keeps the name and the configuration of its start. Changes are stored beside it, in changes.yaml in the folder of
+the exchange, and members receive them when they join. So every round has one configuration, whichever round a run
+resumes from, and a user does not repeat earlier changes.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from hetero_pp.files import write_whole
 from hetero_pp.settings import NotPartOf, Settings, meaning
 
 Values = Mapping[str, Any]
-"""Dotted key -> value, as JSON has it."""
+"""Dotted key -> value, as in JSON."""
 
 REPLICAS = "replicas"
-"""The key of which a list is kept: the entries that there are, as all hosts agree on them."""
+"""Key whose value is a list: the current entries, as all hosts agree on them."""
 
 PENDING = 2**31 - 1
-"""The round from which replicas take part that are to: the run goes on with them before it is known from where."""
+"""First round of replicas that will take part. It stands for a round that is not known yet when the run resumes."""
 
 Config = TypeVar("Config", bound=Settings)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What was changed until now."""
+    """Changes of a run so far."""
 
     history: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
-    """Dotted key -> first round -> value; of every key that was changed, from round 1 on."""
+    """Dotted key -> first round -> value; for every changed key, from round 1 on."""
 
     def at(self, config: Config, round_: int | None) -> Config:
-        """A configuration as it holds in a round; in the last one, if that is None.
+        """Return the configuration of a round; None stands for the last round.
 
         Raises MalformedMessage for values that do not fit.
         """
@@ -63,23 +63,24 @@ class Changes:
             raise MalformedMessage(f"changes of the run: a value does not fit ({reason})") from None
 
     def require_changeable(self, config: Settings) -> None:
-        """Raise MalformedMessage for a key that no run changes, such as a path: others may have written it."""
+        """Raise MalformedMessage for a key that cannot change, such as a path. The changes may come from another
+        host."""
         unknown = sorted(self.history.keys() - {*values_of(config), REPLICAS}) if self.history else []
         if unknown:
             raise MalformedMessage(f"changes of the run: {unknown[0]}: found a key that cannot change in a run")
 
     @cached_property
     def mark(self) -> int:
-        """Another number for other changes; 0 for none."""
+        """Checksum that identifies the changes; 0 if there are none."""
         return zlib.crc32(self.to_json().encode())
 
     @property
     def pending(self) -> Any:
-        """The replicas that are to take part from a round on that is not known yet; None if that is known of all."""
+        """Replicas that will take part from a round that is not known yet; None if there are none."""
         return self.history.get(REPLICAS, {}).get(PENDING)
 
     def settled(self) -> Changes:
-        """Without those."""
+        """Return the changes without pending ones."""
         known = {
             key: {since: value for since, value in values.items() if since != PENDING}
             for key, values in self.history.items()
@@ -88,15 +89,15 @@ class Changes:
 
     @property
     def replicas_since(self) -> Sequence[int]:
-        """The rounds from which other replicas take part, the first round before them."""
+        """Rounds from which other replicas take part; round 1 comes first."""
         return sorted(self.history.get(REPLICAS, {1: None}))
 
     def had(self, key: str, first: Any) -> Sequence[Any]:
-        """All values that a key ever had, the newest last; `first` is that of the run's first configuration."""
+        """Return all values that a key ever had, the newest last; `first` is the value at the run's start."""
         return [first] if key not in self.history else [value for _, value in sorted(self.history[key].items())]
 
     def changed(self, first: Settings, round_: int, values: Values) -> Changes:
-        """These, and from a round on some more; `first` is the run's first configuration."""
+        """Return these changes with new values from a round on; `first` is the run's first configuration."""
         began = values_of(first) | {REPLICAS: replicas_of(first)}
         found = dict(self.history)
         for key, value in values.items():
@@ -106,12 +107,12 @@ class Changes:
         return Changes(found)
 
     def to_json(self) -> str:
-        """As text, empty if there are none."""
+        """Return the changes as JSON; empty if there are none."""
         return json.dumps(self.history, sort_keys=True) if self.history else ""
 
     @staticmethod
     def from_json(text: str) -> Changes:
-        """What `to_json` gave. Raises MalformedMessage for what it never gives."""
+        """Parse the result of `to_json`. Raises MalformedMessage for any other text."""
         try:
             return Changes(_history(parse_json(text))) if text else NO_CHANGES
         except ValueError as error:
@@ -122,25 +123,25 @@ NO_CHANGES = Changes()
 
 
 def values_of(config: Settings) -> dict[str, Any]:
-    """The keys that may change when a run goes on, with their values."""
+    """Return the keys that may change when a run is resumed, with their values."""
     agreed = dict(_leaves(meaning(config, NotPartOf.RUN)))
     lasting = dict(_leaves(meaning(config, NotPartOf.RUN | NotPartOf.PAST)))
     return {key: value for key, value in agreed.items() if key not in lasting}
 
 
 def replicas_of(config: Settings) -> list[Any]:
-    """The entries of `replicas`, as all hosts agree on them."""
+    """Return the entries of `replicas`, as all hosts agree on them."""
     found: list[Any] = meaning(config, NotPartOf.RUN)[REPLICAS]
     return found
 
 
 def with_values(config: Config, values: Values) -> Config:
-    """The same with other values of some keys."""
+    """Return the configuration with other values of some keys."""
     return Changes({key: {1: value} for key, value in values.items()}).at(config, 1)
 
 
 def read_changes(path: Path) -> Changes:
-    """What is in a file; none if there is no such file. Raises ConfigError if it is not what was written."""
+    """Read changes from a file; empty if there is no such file. Raises ConfigError if the content is not valid."""
     if not path.exists():
         return NO_CHANGES
     try:
@@ -152,7 +153,7 @@ def read_changes(path: Path) -> Changes:
 
 
 def write_changes(changes: Changes, path: Path) -> None:
-    """Keep them, whole and on the disk."""
+    """Write the changes atomically, flushed to the disk."""
     yaml = YAML()
     yaml.default_flow_style = False
     text = io.StringIO()
@@ -162,7 +163,7 @@ def write_changes(changes: Changes, path: Path) -> None:
 
 
 def _history(values: Any) -> dict[str, dict[int, Any]]:
-    """Raises ValueError for what is no history."""
+    """Return the history by key and round. Raises ValueError for anything else."""
     history = TypeAdapter(dict[str, dict[int, Any]]).validate_python(values)
     for key, by_round in history.items():
         if min(by_round, default=0) != 1:
@@ -171,7 +172,7 @@ def _history(values: Any) -> dict[str, dict[int, Any]]:
 
 
 def _as_here(config: Settings, own: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Entries in their order, those that a host has just so with all that they say there."""
+    """Return the entries in their order. An entry that this host also has comes with the host's own settings."""
     agreed = replicas_of(config)
     here = [agreed.index(entry) if entry in agreed else None for entry in entries]
     return [entry if index is None else own[index] for index, entry in zip(here, entries, strict=True)]
@@ -184,7 +185,7 @@ def _put(dumped: dict[str, Any], key: Sequence[str], value: Any) -> None:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is no mapping."""
+    """Yield (dotted key, value) of every value that is not a mapping."""
     if isinstance(value, dict):
         for name, below in value.items():
             yield from _leaves(below, f"{key}.{name}" if key else name)

@@ -1,13 +1,13 @@
-"""How the coefficients of a boundary are written on the wire: as floats, or in a few bits with a scale a token.
+"""Formats of a boundary's coefficients on the wire: floats, or a few bits with a scale per token.
 
-Shapes: B sequences, L positions, K rank. A *format* turns coefficients [B, L, K] in fp32 into *symbols* (what a
-receiver can tell apart), symbols into coefficients again, and symbols into tensors for a link and back. Both paths
-use the first two; only a link needs the others.
+Shapes: B sequences, L positions, K rank. A *format* converts coefficients [B, L, K] in fp32 into *symbols*, the values
+that a receiver can distinguish, and back. It also converts symbols into tensors for a link, and back. Replicas with and
+without links use the first two; only a link needs the others.
 
-More rank in fewer bits is this project's own: at equal bytes a boundary should spend them on rank, not on precision.
-Activations are rounded to the nearest level of the uniform quantiser that is best for a Gaussian (Max 1960, table II);
-gradients are rounded up or down at random, so that they are right in the mean, with noise that is a pure function of
-(seed, replica, boundary, step, micro-batch, element), so that every run gives the same bits.
+More rank in fewer bits is this project's own idea: at equal bytes a boundary should spend them on rank, not on
+precision. Activations are rounded to the nearest level of the uniform quantiser that is best for a Gaussian (Max 1960,
+table II). Gradients are rounded up or down at random, so that they are right in the mean. The noise is a pure function
+of (seed, replica, boundary, step, micro-batch, element), so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class CoefficientFormat(Protocol):
     """One way to write coefficients."""
 
     def activation(self, coefficients: Tensor) -> Symbols:
-        """What a receiver will be able to tell of activations."""
+        """Return the symbols of activations."""
 
     def gradient(self, coefficients: Tensor, key: Tensor) -> Symbols:
-        """What a receiver will be able to tell of gradients; `key` (int64, no dimensions) chooses the noise."""
+        """Return the symbols of gradients; `key` (int64, no dimensions) selects the noise."""
 
     def coefficients(self, symbols: Symbols) -> Tensor:
-        """The coefficients [B, L, K] in fp32, in memory of their own."""
+        """Return the coefficients [B, L, K] in fp32, in newly allocated memory."""
 
     def to_wire(self, symbols: Symbols) -> Symbols:
-        """Tensors that a link can carry."""
+        """Return tensors that a link can carry."""
 
     def from_wire(self, wire: Symbols, shape: tuple[int, int, int]) -> Symbols:
-        """The symbols of coefficients of this shape. Raises MalformedMessage if `wire` cannot be that."""
+        """Return the symbols of coefficients of this shape. Raises MalformedMessage if `wire` is not valid."""
 
     def wire_bytes(self, shape: tuple[int, int, int]) -> int:
-        """Bytes that coefficients of this shape take on a link."""
+        """Return the bytes that coefficients of this shape take on a link."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,19 @@ class Floats:
     dtype: torch.dtype
 
     def activation(self, coefficients: Tensor) -> Symbols:
-        """See CoefficientFormat."""
         return (coefficients.to(self.dtype),)
 
     def gradient(self, coefficients: Tensor, key: Tensor) -> Symbols:
-        """See CoefficientFormat. Rounded to the nearest: no noise."""
+        """Round gradients to the nearest number, without noise."""
         return (coefficients.to(self.dtype),)
 
     def coefficients(self, symbols: Symbols) -> Tensor:
-        """See CoefficientFormat."""
         return symbols[0].to(torch.float32, copy=True)
 
     def to_wire(self, symbols: Symbols) -> Symbols:
-        """See CoefficientFormat."""
         return symbols
 
     def from_wire(self, wire: Symbols, shape: tuple[int, int, int]) -> Symbols:
-        """See CoefficientFormat."""
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in wire]
         if found != [(shape, self.dtype)]:
             raise MalformedMessage(f"found {found}, expected one tensor {shape} of {self.dtype}")
@@ -86,45 +82,45 @@ class Floats:
         return wire
 
     def wire_bytes(self, shape: tuple[int, int, int]) -> int:
-        """See CoefficientFormat."""
         return shape[0] * shape[1] * shape[2] * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Bits:
-    """2 to 8 bits a coefficient, one byte a token for its scale, and one fp32 a message for the largest scale.
+    """2 to 8 bits per coefficient, one byte per token for its scale, and one fp32 per message for the largest scale.
 
-    The symbols are codes [B, L, K] (uint8, level code + 1/2 steps above the lowest edge), scale exponents [B, L]
-    (uint8: eighths of an octave below the largest scale) and the largest scale [1] (fp32).
+    The symbols are:
+
+    - codes [B, L, K] (uint8, level code + 1/2 steps above the lowest edge);
+    - scale exponents [B, L] (uint8: eighths of an octave below the largest scale);
+    - the largest scale [1] (fp32).
     """
 
     width: int
 
     def activation(self, coefficients: Tensor) -> Symbols:
-        """See CoefficientFormat. The scale of a token is its root mean square."""
+        """Quantise activations; the scale of a token is proportional to its root mean square."""
         step_share = STEP_OF_BITS[self.width]
         exponents, largest, steps = _scales(coefficients.square().mean(-1).sqrt() * step_share)
         return self._codes(coefficients / steps[..., None]), exponents, largest
 
     def gradient(self, coefficients: Tensor, key: Tensor) -> Symbols:
-        """See CoefficientFormat. The scale of a token covers its largest magnitude, so that nothing is cut off."""
+        """Quantise gradients; the scale of a token covers its largest magnitude, so that nothing is clipped."""
         reach = coefficients.abs().amax(-1) * (2.0 / ((1 << self.width) - 1))
         exponents, largest, steps = _scales(reach, cover=True)
         return self._codes(coefficients / steps[..., None] + noise(key, coefficients)), exponents, largest
 
     def coefficients(self, symbols: Symbols) -> Tensor:
-        """See CoefficientFormat."""
         codes, exponents, largest = symbols
         steps = _scale_table(largest.device)[exponents.long()] * largest
         return (codes.float() + (0.5 - (1 << self.width) / 2)) * steps[..., None]
 
     def to_wire(self, symbols: Symbols) -> Symbols:
-        """See CoefficientFormat. The codes of all tokens are packed to their width."""
+        """Pack the codes of all tokens to their width."""
         codes, exponents, largest = symbols
         return torch.from_numpy(bits.pack(codes.cpu().numpy(), self.width)), exponents.cpu(), largest.cpu()
 
     def from_wire(self, wire: Symbols, shape: tuple[int, int, int]) -> Symbols:
-        """See CoefficientFormat."""
         count = shape[0] * shape[1] * shape[2]
         expected = [
             ((bits.packed_size(count, self.width),), torch.uint8),
@@ -141,7 +137,6 @@ class Bits:
         return torch.from_numpy(codes).view(shape), exponents.clone(), largest.clone()
 
     def wire_bytes(self, shape: tuple[int, int, int]) -> int:
-        """See CoefficientFormat."""
         return bits.packed_size(shape[0] * shape[1] * shape[2], self.width) + shape[0] * shape[1] + 4
 
     def _codes(self, levels: Tensor) -> Tensor:
@@ -150,7 +145,8 @@ class Bits:
 
 
 def _scales(wanted_BL: Tensor, cover: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Round scales to eighths of an octave below the largest; with `cover`, up. (exponents, largest, rounded)."""
+    """Round scales to eighths of an octave below the largest; with `cover`, up. Returns (exponents, largest,
+    rounded)."""
     largest = wanted_BL.amax().reshape(1)
     octaves = torch.log2(largest / wanted_BL.clamp(min=torch.finfo(torch.float32).tiny)) * SCALES_PER_OCTAVE
     octaves = octaves.floor() if cover else octaves.round()
@@ -161,15 +157,15 @@ def _scales(wanted_BL: Tensor, cover: bool = False) -> tuple[Tensor, Tensor, Ten
 
 @cache
 def _scale_table(device: torch.device) -> Tensor:
-    """2^(-n / 8) for every byte n, from float64, so that every device decodes to the same bits."""
+    """Return 2^(-n / 8) for every byte n, from float64, so that every device decodes to the same bits."""
     octaves = torch.arange(256, dtype=torch.float64) / SCALES_PER_OCTAVE
     return torch.pow(2.0, -octaves).float().to(device)
 
 
 def noise(key: Tensor, like: Tensor) -> Tensor:
-    """Uniform in (-1/2, 1/2), the shape of `like`: a hash of the key and each element's index.
+    """Return uniform noise in (-1/2, 1/2) in the shape of `like`: a hash of the key and each element's index.
 
-    Integer arithmetic only, so every device and every path gets the same (SplitMix64's finalizer).
+    Uses only integer arithmetic, so every device and every path gets the same values (SplitMix64's finalizer).
     """
     state = torch.arange(like.numel(), dtype=torch.int64, device=like.device) * -7046029254386353131 + key
     state = (state ^ (state >> 30 & (1 << 34) - 1)) * -4658895280553007687
@@ -187,5 +183,8 @@ def format_of(settings: BoundarySettings) -> CoefficientFormat:
 
 
 def noise_key(seed: int, replica: str, hop: int, step: int, micro_batch: int) -> Tensor:
-    """Chooses the rounding noise of one gradient; `step` counts over the whole run. int64, no dimensions."""
+    """Return the key that selects the rounding noise of one gradient (int64, no dimensions).
+
+    `step` counts over the whole run.
+    """
     return torch.tensor(seed_of(seed, "rounding", replica, hop, step, micro_batch))

@@ -1,4 +1,4 @@
-"""Finds and escapes characters that a terminal would obey, or that reorder what it shows."""
+"""Find and escape characters that control a terminal, or reorder its text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _REORDERING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI",
 
 
 def is_control(character: str) -> bool:
-    """Return whether it is a control character, half of a surrogate pair, or reorders text."""
+    """Return whether a character is a control character, half of a surrogate pair, or reorders text."""
     return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _REORDERING
 
 
 def without_controls(text: str, keeps_lines: bool = False) -> str:
-    """Return a text with escapes in place of control characters; all other characters of any language stay.
+    """Return a text with control characters escaped; all other characters of any language stay.
 
     Line breaks become blanks unless `keeps_lines`.
     """

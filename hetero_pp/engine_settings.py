@@ -1,4 +1,4 @@
-"""Settings of what trains a datacenter replica: where it runs, and how an engine spreads it over ranks."""
+"""Settings of a datacenter replica's engine: its name, and how it distributes the replica over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEEPSPEED_OWNED = (
 
 
 class TorchtitanSettings(Settings):
-    """How torchtitan spreads a replica; what is left of its ranks after both degrees shards parameters (FSDP2)."""
+    """Distribution of a replica by torchtitan. Ranks that remain after both degrees shard the parameters (FSDP2)."""
 
     tensor_parallel: int = Field(1, ge=1, description="ranks that share every matrix product")
     data_parallel_replicate: int = Field(1, ge=1, description="copies of the sharded replica (HSDP)")
@@ -108,11 +108,11 @@ _DEEPSPEED_TOLD: Mapping[str, Any] = {
     "wall_clock_breakdown": (),
     "steps_per_print": (),
 }
-"""Keys of DeepSpeed's JSON that name no path, no address and no code, each with the texts that it may have.
+"""Keys of DeepSpeed's JSON that name no path, no address and no code, each with its allowed texts.
 
 Every other value is a number, true, false or null, or a list of them. DeepSpeed writes files for other sections, such
-as flops_profiler, csv_monitor and aio, and loads code for others. A list of what is allowed stays right when a later
-DeepSpeed gets new sections.
+as flops_profiler, csv_monitor and aio, and loads code for others. A list of allowed keys stays safe when a later
+DeepSpeed adds sections.
 """
 
 

@@ -1,27 +1,27 @@
-"""Every error this program raises on purpose.
+"""Every error that this program raises on purpose.
 
 HeteroPPError
 ├── AskAgain               an answer takes longer than a call may
-├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can mend it
-├── DamagedFile            a file of a run that is not what was written
+├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can correct it
+├── DamagedFile            a file of a run that is not as written
 ├── LinkError
 │   ├── LinkClosed         the other end is gone (a dead peer)
-│   │   └── ExchangeLost   the exchange is gone, or was for a moment
-│   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
+│   │   └── ExchangeLost   the exchange is gone, at least for a moment
+│   └── LinkTimeout        nothing arrived in time (a slow link, or a peer that hangs)
 ├── MalformedMessage       bytes from the network that no honest peer sends
 │   └── MalformedContribution
 ├── Refused                the exchange refused a request: wrong run, wrong round
-│   ├── Forbidden          what is not the caller's to ask, or to tell
-│   ├── NewRun             the exchange is of a later run than this process
-│   └── WrongToken         a stranger's: without a token of the run
-├── ReplicasDiffer         two holders of one parameter do not hold the same bits
-├── RunOver                every round is closed: there is nothing left to train
+│   ├── Forbidden          the caller may not make this request or report
+│   ├── NewRun             the exchange belongs to a later run than this process
+│   └── WrongToken         the caller has no token of the run
+├── ReplicasDiffer         two holders of one parameter have different bits
+├── RunOver                every round is closed: nothing is left to train
 ├── Stopped                this process was asked to save its state and end
-├── StoreError             the store of a run cannot be read or written: it may be tried again
-├── TermOver               somebody else holds this member's place, or will: it has to join again
-├── Suspended              the member's replica has to be formed anew, and train the round again
+├── StoreError             the store of a run cannot be read or written: it may be retried
+├── TermOver               this member's incarnation is over: another process holds its slot, or will
+├── Suspended              the member's replica must be formed again, and repeat the round
 ├── TooMuch                a caller has more open, or unread, than it may
-└── RunFailed              some other member of the run failed; this one only stops
+└── RunFailed              another member of the run failed; this one only stops
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class HeteroPPError(Exception):
 
 
 class AskAgain(HeteroPPError):
-    """What a call waits for has not happened in the time that a call may take: it is made again."""
+    """The event that a call waits for did not happen within the call's time limit; the caller calls again."""
 
 
 class ConfigError(HeteroPPError):
-    """Input that the user can mend.
+    """Input that the user can correct.
 
-    `key` is the path of the offending setting, such as ("replicas", 1, "boundary", "rank"); the loader turns it
-    into a file and a line.
+    `key` is the path of the setting at fault, such as ("replicas", 1, "boundary", "rank"). The loader turns it into a
+    file and a line.
     """
 
     def __init__(self, key: Sequence[str | int], message: str) -> None:
@@ -50,12 +50,12 @@ class ConfigError(HeteroPPError):
         super().__init__(f"{dotted(key)}: {message}" if key else message)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[Sequence[str | int], str]]:
-        """An error of a worker process arrives where it is waited for."""
+        """Pickle by key and message, so that an error of a worker process arrives intact."""
         return type(self), (self.key, self.message)
 
 
 class DamagedFile(HeteroPPError):
-    """A file of a run that is not what was written; the text names it."""
+    """A file of a run is not as written; the message names it."""
 
 
 class LinkError(HeteroPPError):
@@ -67,7 +67,7 @@ class LinkClosed(LinkError):
 
 
 class ExchangeLost(LinkClosed):
-    """The connection to the exchange broke; it may be there again, and not know what it was told."""
+    """The connection to the exchange broke. It may come back, and may have forgotten what it was told."""
 
 
 class LinkTimeout(LinkError):
@@ -75,19 +75,19 @@ class LinkTimeout(LinkError):
 
 
 class MalformedMessage(HeteroPPError):
-    """Bytes from the network that do not follow the wire format."""
+    """Bytes from the network do not follow the wire format."""
 
 
 class MalformedContribution(MalformedMessage):
-    """A contribution that cannot be decoded to valid values."""
+    """A contribution cannot be decoded to valid values."""
 
 
 class Refused(HeteroPPError):
-    """The exchange refused a request; the text says why."""
+    """The exchange refused a request; the message says why."""
 
 
 class Forbidden(Refused):
-    """A request of a member, or of who has started it, that is another's to make."""
+    """A member, or the launcher that started it, made a request that only another may make."""
 
 
 class NewRun(Refused):
@@ -95,7 +95,7 @@ class NewRun(Refused):
 
 
 class WrongToken(Refused):
-    """A request without a token of the run."""
+    """A request came without a token of the run."""
 
 
 class ReplicasDiffer(HeteroPPError):
@@ -103,11 +103,11 @@ class ReplicasDiffer(HeteroPPError):
 
 
 class RunOver(HeteroPPError):
-    """Every round of the run is closed: there is nothing left to train."""
+    """Every round of the run is closed: nothing is left to train."""
 
     @classmethod
     def after(cls, round_: int, rounds: int) -> RunOver:
-        """With the sentence that a user is shown."""
+        """Return the error with the message for users."""
         return cls(f"the run is over (round {round_} of {rounds}); nothing was left to train")
 
 
@@ -119,19 +119,20 @@ class Stopped(HeteroPPError):
 
 
 class StoreError(HeteroPPError):
-    """The place where a run keeps things cannot be read or written; the text names the object, and why."""
+    """The store of a run cannot be read or written; the message names the object and the reason."""
 
 
 class TermOver(HeteroPPError):
-    """A member's term is over: what it sends changes nothing, until it has joined again."""
+    """A member's incarnation (`term`) is over: its messages have no effect until it has joined again."""
 
 
 class Suspended(HeteroPPError):
-    """A member of the replica is gone: the others return to the start of the round, until it is formed anew."""
+    """A member of the replica is gone. The others return to the start of the round until the replica is formed
+    again."""
 
 
 class TooMuch(HeteroPPError):
-    """A caller has more calls open, or more that it has not read, than one may have."""
+    """A caller has more open calls, or more unread data, than it may have."""
 
 
 class RunFailed(HeteroPPError):
@@ -139,7 +140,7 @@ class RunFailed(HeteroPPError):
 
 
 def dotted(key: Sequence[str | int]) -> str:
-    """("replicas", 1, "kind") -> "replicas[1].kind"."""
+    """Format a key: ("replicas", 1, "kind") -> "replicas[1].kind"."""
     text = ""
     for part in key:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)

@@ -1,7 +1,7 @@
-"""What may be done to a process of a run from within, to see what the run survives: by default nothing.
+"""Fault injection into a process of a run, to test what the run survives; by default nothing happens.
 
-Whoever is asked for a phase, an address or a write asks this object first. It is handed from above like any other part,
-so that nothing has to be replaced where it stands.
+Code that reaches a phase, dials an address or writes a file asks this object first. It is passed in as an argument, so
+tests need not patch anything.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from hetero_pp.store.store import Store
 
 
 class Phase(StrEnum):
-    """Of a member in a round, in this order."""
+    """Phases of a member in a round, in this order."""
 
     TRAINING = "training"
-    """From its first inner step on."""
+    """Begins with the first inner step."""
     CONTRIBUTING = "contributing"
     WAITING = "waiting"
-    """For the round's record."""
+    """Waits for the round record."""
     EVALUATING = "evaluating"
     SAVING = "saving"
 
 
 class Faults:
-    """None at all. What does some overrides what it does."""
+    """No faults. A subclass overrides the methods of the faults that it injects."""
 
     missed: frozenset[int] = frozenset()
-    """Rounds whose record is there before the member's contribution arrives."""
+    """Rounds whose record is written before the member's contribution arrives."""
 
     def reached(self, phase: Phase, round_: int) -> None:
-        """The member is at this point of a round; it may be held there."""
+        """Called when the member reaches this phase of a round; may block."""
 
     def touch(self, theta: Mapping[str, Tensor]) -> None:
-        """theta where a round starts, as the member holds it; may be changed."""
+        """Called with the member's parameters at the start of a round; may change them."""
 
     def write(self) -> None:
-        """The member is about to write to its disk. Raises OSError if that is full."""
+        """Called before the member writes to its disk. Raises OSError to simulate a full disk."""
 
     def disk(self, store: Store) -> Store:
-        """The store that the exchange writes to."""
+        """Return the store that the exchange writes to."""
         return store
 
     def route(self, link: str, address: str) -> str:
-        """Where to dial for a link whose other end listens at HOST:PORT."""
+        """Return the address to dial for a link whose other end listens at HOST:PORT."""
         return address
 
 
 class Missed(Faults):
-    """Contributions of some rounds arrive late, and nothing else happens."""
+    """Delays the contributions of some rounds until the rounds are closed."""
 
     def __init__(self, rounds: Iterable[int]) -> None:
         self.missed = frozenset(rounds)

@@ -1,4 +1,4 @@
-"""Files that are whole and durable once they have their name: written beside, flushed to the disk, renamed."""
+"""Atomic and durable file writes: write beside the file, flush to the disk, then rename."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from hetero_pp.errors import StoreError
 from hetero_pp.units import format_bytes
 
 _MODE, _SECRET_MODE = 0o666, 0o600
-"""Before the umask takes its bits away."""
+"""File modes before the umask applies."""
 PART = ".part"
-"""What the name of a file ends in until it is whole."""
+"""Suffix of a file's name until it is complete."""
 
 SAFETENSORS_PART = ".tmp"
-"""What the name of a file begins with while safetensors writes it; a killed process leaves it."""
+"""Prefix of a file's name while safetensors writes it; a killed process leaves such files."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds after which a disk or a store that failed is tried again: at first, and at most."""
+"""Seconds before a failed disk or store is tried again: the first pause, and the longest."""
 
 _STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
-"""Where paths begin that are not to be replaced, though files may be behind them."""
+"""Prefixes of paths that must not be replaced, although they may refer to files."""
 
 OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENODEV})
-"""Numbers of errors for which a message says how much room the disk has."""
+"""Error numbers for which a message shows the free space of the disk."""
 
 OF_FILES = OF_THE_DISK | {errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
-"""Numbers of errors of a file that a user can mend: more room, more open files, another path."""
+"""Error numbers of files that a user can correct: more space, more open files, another path."""
 
 MOST_WAITING = 64 * 2**20
-"""Bytes that wait in memory for a disk to take them."""
+"""Bytes that may wait in memory until a disk takes them."""
 
 T = TypeVar("T")
 
 
 def write_whole(path: Path, data: bytes, is_secret: bool = False) -> None:
-    """Write a file of which no reader ever sees a part, and which a crash of the machine does not take back."""
+    """Write a file atomically and durably: readers never see a part of it, and it survives a crash of the machine."""
     with whole(path, is_secret) as part:
         part.write_bytes(data)
 
 
 @contextmanager
 def whole(path: Path, is_secret: bool = False) -> Iterator[Path]:
-    """A path to write a file at, which becomes `path` if the block ends well. Of several writers the last one wins.
+    """Yield a path to write to, which becomes `path` if the block succeeds. The last of several writers wins.
 
-    The umask decides who may read and write the file, whatever the library that writes it does (safetensors lets the
-    owner alone). Only the owner may read and write a secret. An OSError names `path`, and leaves nothing beside it. A
+    The umask decides who may read and write the file, regardless of the library that writes it (safetensors allows only
+    the owner). Only the owner may read and write a secret. An OSError names `path`, and no partial file is left. A
     device or a pipe is written to, not replaced.
     """
     if str(path).startswith(_STREAMS) or (path.exists() and not path.is_file()):
@@ -74,7 +74,7 @@ def whole(path: Path, is_secret: bool = False) -> Iterator[Path]:
             flush(part)
             part.replace(path)
     finally:
-        with suppress(OSError):  # it is not there any more, or was never made
+        with suppress(OSError):  # already renamed, or never created
             part.unlink()
     with naming(path):
         flush(path.parent)
@@ -82,7 +82,7 @@ def whole(path: Path, is_secret: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError of the block name `path`, unless it names another file than one that becomes `path`."""
+    """Make an OSError of the block name `path`, unless it names another file that is not a partial one."""
     try:
         yield
     except OSError as error:
@@ -93,18 +93,21 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_parts(folder: Path, name: str = "*") -> None:
-    """Remove what writers of such a name that were killed left in a folder and below; nobody else may write there."""
+    """Remove the partial files that killed writers left in a folder and below.
+
+    No other process may write there meanwhile.
+    """
     for part in (*folder.rglob(f"{name}{PART}"), *(folder.rglob(f"{SAFETENSORS_PART}*") if name == "*" else ())):
         part.unlink(missing_ok=True)
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name is one that is not whole."""
+    """Return whether this is the name of a partial file."""
     return name.endswith(PART) or name.startswith(SAFETENSORS_PART)
 
 
 def rename_whole(part: Path, path: Path) -> None:
-    """Give a file or folder that is written its name, once all of it is on the disk."""
+    """Rename a complete file or folder to its final name, after flushing all of it to the disk."""
     for found in part.rglob("*"):
         flush(found)
     flush(part)
@@ -114,7 +117,7 @@ def rename_whole(part: Path, path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk before anything else is done."""
+    """Flush a file, or the names in a folder, to the disk before returning."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -124,7 +127,7 @@ def flush(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes, in hexadecimal digits."""
+    """Return the sha256 of a file's bytes, in hexadecimal digits."""
     with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -133,9 +136,9 @@ def file_sha256(path: Path) -> str:
 
 
 def keep_trying(do: Callable[[], T], say: Callable[[str], object]) -> T:
-    """Do what needs a disk or a store, and again until it can be done; `say` each time why it could not.
+    """Call `do` until the disk or the store works; pass the reason of each failure to `say`.
 
-    FileNotFoundError is an answer, and is raised.
+    FileNotFoundError is a valid answer, and is raised.
     """
     pause = FIRST_PAUSE
     while True:
@@ -150,7 +153,8 @@ def keep_trying(do: Callable[[], T], say: Callable[[str], object]) -> T:
 
 
 def complaint(error: StoreError | OSError) -> str:
-    """One line: `/runs/x/config.yaml: No space left on device (0 B of 24 MB are free on tmpfs, mounted at /runs)`."""
+    """Return one line: `/runs/x/config.yaml: No space left on device (0 B of 24 MB are free on tmpfs, mounted at
+    /runs)`."""
     if isinstance(error, StoreError) or error.errno is None:
         return str(error)
     named = f"{error.filename}: " if error.filename is not None else ""
@@ -159,9 +163,9 @@ def complaint(error: StoreError | OSError) -> str:
 
 
 def free_space(error: OSError, path: Path) -> str:
-    """What to say of the disk on which a file is that could not be written: its room, its device, where it is mounted.
+    """Describe the disk of a file that could not be written: its free space, its device, its mount point.
 
-    Empty for an error that has nothing to do with the disk, and where the system does not say.
+    Returns an empty text for an error unrelated to the disk, and if the system does not provide this.
     """
     if error.errno not in OF_THE_DISK:
         return ""
@@ -180,20 +184,20 @@ def free_space(error: OSError, path: Path) -> str:
 
 
 class LastingLog:
-    """A file that grows. What the disk does not take waits in memory, and is written before whatever comes later."""
+    """Append-only file. Bytes that the disk does not take wait in memory, and are written before any later bytes."""
 
     def __init__(self, path: Path) -> None:
-        """An earlier file of this path is written over, once there is something to write, or `flush` is called."""
+        """Prepare to write to `path`. An earlier file is overwritten at the first write or `flush`."""
         self.path = path
         self.failure: OSError | None = None
-        """Why something waits; None if nothing does."""
+        """Reason why bytes wait; None if none do."""
         self.has_gaps = False
-        """Whether bytes were dropped, as too many waited."""
+        """Whether bytes were dropped because too many waited."""
         self._file: io.FileIO | None = None
         self._waiting = bytearray()
 
     def write(self, data: bytes) -> None:
-        """Add bytes; see `failure`."""
+        """Append bytes; `failure` shows whether they still wait."""
         if len(self._waiting) < MOST_WAITING:
             self._waiting += data
         else:
@@ -202,7 +206,7 @@ class LastingLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Raises OSError if that cannot be done yet."""
+        """Write the waiting bytes. Raises OSError if the disk still fails."""
         try:
             with naming(self.path):
                 if self._file is None:
@@ -217,7 +221,7 @@ class LastingLog:
         self.failure = None
 
     def close(self) -> None:
-        """Take nothing more. Raises OSError if something still waits, which is lost then."""
+        """Close the file. Raises OSError if bytes still wait; they are lost."""
         try:
             if self._waiting:
                 self.flush()
@@ -227,7 +231,7 @@ class LastingLog:
 
 
 class _Unfailing(io.FileIO):
-    """What a process prints to. It drops what the disk behind it does not take."""
+    """Output stream of a process that drops bytes which the disk does not take."""
 
     def write(self, data: Any, /) -> int:
         with suppress(OSError):
@@ -236,7 +240,7 @@ class _Unfailing(io.FileIO):
 
 
 def print_without_fail() -> None:
-    """Have this process go on when its standard output, or error, is a file on a disk that is full."""
+    """Let this process continue if its standard output or error is a file on a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stream is not None:

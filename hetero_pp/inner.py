@@ -1,8 +1,8 @@
-"""The inner loop: how long it is, and its optimizer, with clipping by the norm of the whole replica.
+"""Inner loop: its length, and its optimizer, with clipping by the norm of the whole replica.
 
-AdamW: Het-PP Table 9. Muon trains the matrices of layers, and AdamW all else, at the same learning rate, as Muon's
-steps are made as large as AdamW's (torch.optim.Muon, Jordan et al. 2024; MuLoCo, Therien et al. 2025). An optimizer's
-state is kept across outer rounds. Steps are counted over the whole run, so the learning rate of a step is the same
+AdamW: Het-PP Table 9. Muon trains the matrices of layers, and AdamW everything else. The learning rate is the same, as
+Muon's steps are scaled to the size of AdamW's (torch.optim.Muon, Jordan et al. 2024; MuLoCo, Therien et al. 2025). An
+optimizer's state is kept across outer rounds. Steps are counted over the whole run, so the learning rate is the same
 function of (round, step) in every process (hetero_pp/learning_rates.py).
 """
 
@@ -24,7 +24,7 @@ from hetero_pp.units import format_count, format_seconds
 
 
 class InnerSettings(Settings):
-    """The inner loop of a round: so many steps, or as many as fit into so much time."""
+    """Inner loop of a round: a number of steps, or as many as fit into a given time."""
 
     steps: int | None = Field(
         10, ge=1, description="inner steps between outer rounds, H in the papers; or `seconds`, and then null"
@@ -54,13 +54,14 @@ class InnerSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_what_goes_with_seconds(cls, values: Any) -> Any:
-        """Where `seconds` is said, what counts steps is not."""
+        """Set the fields that count steps to null if `seconds` is given."""
         if not isinstance(values, dict) or values.get("seconds") is None:
             return values
         return {"steps": None, "warmup_steps": None, "warmup_rounds": 1.0, **values}
 
     def check(self) -> None:
-        """Raise ConfigError unless a round has one length, its warm-up goes with that, and all parts fit."""
+        """Raise ConfigError unless a round has one length with a matching warm-up, and the other settings fit the
+        optimizer."""
         if self.momentum is not None and self.optimizer == "adamw":
             found = f"found {self.momentum:g} with `optimizer: adamw`, which has its own in `betas`"
             raise ConfigError(("inner", "momentum"), f"{found}, expected none, or `optimizer: sgd` or `muon`")
@@ -79,47 +80,50 @@ class InnerSettings(Settings):
 
     @property
     def length(self) -> str:
-        """Of a round's inner loop, in words."""
+        """Length of a round's inner loop, in words."""
         if self.steps is not None:
             return format_count(self.steps, "inner step")
         return f"as many inner steps as fit into {format_seconds(self.seconds or 0.0)}"
 
     def require_steps(self, why: str) -> int:
-        """H. Raises ConfigError where a round is time, which is wrong for the reason that is given."""
+        """Return H. Raises ConfigError with the reason `why` if a round lasts a given time."""
         if self.steps is None:
             raise ConfigError(("inner", "seconds"), f"found {self.seconds:g} s, expected `steps`: {why}")
         return self.steps
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """Linear warm-up, then a cosine down to the final share at `total_steps`; `step` counts from 0."""
+        """Return the learning rate of a step, counted from 0: linear warm-up, then a cosine to the final share.
+
+        It reaches the final share at `total_steps`.
+        """
         return self.rates(total_steps).at(step)
 
     def rates(self, total_steps: int) -> LearningRates:
-        """Of a run of so many steps."""
+        """Return the learning rates of a run of `total_steps` steps."""
         assert self.warmup_steps is not None, "a round is time"
         return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
 
     def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
-        """In a round of so many whose rounds are time; see ByRounds."""
+        """Return the learning rates of one of `rounds` rounds of a given time. ByRounds explains the arguments."""
         assert self.warmup_rounds is not None, "a round is so many steps"
         share = self.final_learning_rate_share
         return ByRounds(self.learning_rate, share, self.warmup_rounds, rounds, round_, first, expected)
 
     def first_rates(self, total_steps: int | None) -> LearningRates:
-        """What an optimizer begins with: those of the run's steps, else of its first round."""
+        """Return the initial learning rates: those of the run's steps, or of its first round if these are not known."""
         return self.rates_in(1, 1, 0, None) if total_steps is None else self.rates(total_steps)
 
 
 class InnerOptimizer:
-    """Over the parameters of one replica, or of one stage of it.
+    """Optimizer of the parameters of one replica, or of one stage of it.
 
-    In a replica with compressed boundaries T_perp is fixed during the inner loop, so the embedding's weight decay
-    acts on T_S = TE - T_perp only; set `perpendicular` to T_perp [V, D] after every outer round. `ablations` need the
-    basis U [D, K].
+    In a replica with compressed boundaries T_perp is fixed during the inner loop. So the embedding's weight decay acts
+    only on T_S = TE - T_perp. Set `perpendicular` to T_perp [V, D] after every outer round. `ablations` need the basis
+    U [D, K].
     """
 
     leading_dimensions = 0
-    """Of every parameter, before those of the model."""
+    """Number of dimensions of every parameter before those of the model."""
 
     def __init__(
         self,
@@ -131,16 +135,16 @@ class InnerOptimizer:
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps
-        """None where it is not known: then each round has learning rates of its own, see `follow`."""
+        """None if it is not known. Then each round has its own learning rates, set by `follow`."""
         self.rates = settings.first_rates(total_steps)
         self.defers = False
-        """Whether steps are left to the outer round, where gradients are what is averaged."""
+        """Whether the outer round takes the steps, because gradients are averaged."""
         self._named = parameters
         self._parameters = list(parameters.values())
         self._embedding = parameters.get(EMBEDDING)
         self._perpendicular: Tensor | None = None
         self.basis = basis
-        """U [D, K] of the replica's boundaries, for ablations; it may only change with a new split."""
+        """U [D, K] of the replica's boundaries, for ablations; it may change only with a new split."""
         self._ablations = ablations if ablations is not None and basis is not None else AblationSettings()
         self._coefficients: nn.Parameter | None = None
         if self._ablations.embedding == "coefficients" and self._embedding is not None and basis is not None:
@@ -175,7 +179,7 @@ class InnerOptimizer:
         return optimizers
 
     def _groups(self) -> Iterator[dict[str, Any]]:
-        """Matrices, norms, and what trains the embedding; `shared_dim` marks what modified AdamW treats apart."""
+        """Yield groups of matrices, norms, and the embedding; `shared_dim` marks the groups for modified AdamW."""
         decay = self.settings.weight_decay
         matrices = {name: p for name, p in self._named.items() if self._is_matrix(p) and name != EMBEDDING}
         special = [p for name, p in matrices.items() if name.endswith(OUTPUT_PROJECTIONS)]
@@ -200,7 +204,7 @@ class InnerOptimizer:
 
     @property
     def perpendicular(self) -> Tensor | None:
-        """T_perp [V, D] of the synced embedding; None in a replica without compressed boundaries."""
+        """T_perp [V, D] of the synchronized embedding; None in a replica without compressed boundaries."""
         return self._perpendicular
 
     @perpendicular.setter
@@ -216,26 +220,26 @@ class InnerOptimizer:
                 self._coefficients.copy_(self._embedding @ self.basis)
 
     def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
+        """Use other learning rates from the next step on."""
         self.rates = rates
 
     def state(self) -> list[dict[str, Any]]:
-        """Moments and counts of steps, as tensors that are still in use."""
+        """Return moments and step counts, as tensors that are still in use."""
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load(self, state: list[dict[str, Any]]) -> None:
-        """Go on from what `state` gave, in an optimizer of the same parameters."""
+        """Load the result of `state` into an optimizer of the same parameters."""
         for optimizer, saved in zip(self.optimizers, state, strict=True):
             optimizer.load_state_dict(saved)
 
     def gradient_norm(self) -> Tensor:
-        """The 2-norm of all gradients here."""
+        """Return the 2-norm of all gradients of these parameters."""
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
     def step(self, step: int, replica_norm: Tensor) -> float:
-        """Clip by the whole replica's norm, step, clear the gradients; returns the learning rate.
+        """Clip by the whole replica's norm, step, clear the gradients; return the learning rate.
 
-        If it `defers`, gradients stay as they are: the outer round takes the step.
+        If it `defers`, gradients stay unchanged, because the outer round takes the step.
         """
         if self.defers:
             return self.rates.at(step)
@@ -258,7 +262,7 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def _before(self, rate: float) -> None:
-        """What a replica with compressed boundaries does differently with its embedding's gradient and decay."""
+        """Apply weight decay to T_S, or project the embedding's gradient, in a replica with compressed boundaries."""
         embedding, table = self._embedding, self._perpendicular
         if embedding is None or table is None:
             return

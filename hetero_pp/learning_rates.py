@@ -1,9 +1,9 @@
-"""The learning rate of every inner step: by the steps of the run, or by the share of its rounds that is over.
+"""Learning rate of every inner step, as a function of the steps of the run, or of the share of its rounds that is over.
 
-It rises linearly and then falls as a cosine (Het-PP Table 9). Where a round is so many steps, it follows them. Where it
-is so much time, replicas take unequal numbers of steps, none of which is known beforehand, so it follows the rounds:
-after s of the S steps that a replica expects to take in round t of T, it is that of t - 1 + s / S rounds. With S steps
-in every round of every replica both are the same.
+It rises linearly and then falls as a cosine (Het-PP Table 9). If a round has a number of steps, the rate follows the
+steps. If a round lasts a given time, replicas take different numbers of steps, which are not known beforehand. Then the
+rate follows the rounds. Let a replica expect S steps in round t of T. After s of these steps, the rate is that of t - 1
++ s / S rounds. With S steps in every round of every replica both are the same.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 STEPS_TO_THE_MIDDLE = 10
-"""Where it is not known how many steps fit into a round, it counts as half over after so many."""
+"""Steps after which a round counts as half over, if the number of steps that fit is not known."""
 
 
 class LearningRates(Protocol):
-    """The rate of any step of a round."""
+    """Learning rate of any step of a round."""
 
     def at(self, step: int) -> float:
-        """Of step `step`, which counts the replica's steps over the run, from 0."""
+        """Return the rate of a step; `step` counts the replica's steps over the run, from 0."""
 
 
 @dataclass(frozen=True)
 class BySteps:
-    """Of a run whose rounds are all of so many steps."""
+    """Learning rates of a run whose rounds have a fixed number of steps."""
 
     peak: float
     final_share: float
@@ -33,7 +33,6 @@ class BySteps:
     total_steps: int
 
     def at(self, step: int) -> float:
-        """See LearningRates."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         share = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -42,7 +41,7 @@ class BySteps:
 
 @dataclass(frozen=True)
 class ByRounds:
-    """Of one round of a run whose rounds are so much time."""
+    """Learning rates of one round that lasts a given time."""
 
     peak: float
     final_share: float
@@ -52,12 +51,13 @@ class ByRounds:
     round: int
     """t, from 1."""
     first: int
-    """The number of the round's first step, over the run."""
+    """Number of the round's first step, counted over the run."""
     expected: int | None
-    """S: steps that the replica took in the last round that counted it; None if none did."""
+    """S: steps that the replica took in the last round that included it; None if there is none."""
 
     def at(self, step: int) -> float:
-        """See LearningRates. While it rises it is that of the step's end: the first step has one, too."""
+        """Return the rate of a step. During warm-up it is the rate at the step's end, so that the first step is not
+        0."""
         taken = step - self.first
         over = self._over(taken)
         if over < self.warmup_rounds:
@@ -66,11 +66,11 @@ class ByRounds:
         return _fallen(self.peak, self.final_share, (over - self.warmup_rounds) / left if left > 0 else 1.0)
 
     def _over(self, taken: int) -> float:
-        """Rounds that are over after so many steps of this one, which is not over before it ends."""
+        """Return the rounds that are over after `taken` steps of this one; always less than `round`."""
         share = taken / (self.expected if self.expected is not None else taken + STEPS_TO_THE_MIDDLE)
         return min(self.round - 1 + share, math.nextafter(self.round, 0.0))
 
 
 def _fallen(peak: float, final_share: float, share: float) -> float:
-    """A cosine from the peak down to the final share of it."""
+    """Return the value of a cosine from the peak down to its final share."""
     return peak * (final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))

@@ -1,8 +1,8 @@
-"""Access lines: what joins a machine, or all machines of a site, to everybody else. Data only.
+"""Access lines: the connection of a machine, or of all machines of a site, to all others. Data only.
 
-A machine has one line. All that it sends leaves by `up`, all that it receives comes by `down`, whoever is at the other
-end: neighbouring stages, the exchange. A *link* is a path between two members; it passes the lines of both its ends,
-but for members of one site, who reach each other without.
+A machine has one line. All that it sends leaves by `up`, and all that it receives comes by `down`: to and from
+neighbouring stages and the exchange. A *link* is a path between two members. It passes the lines of both its ends,
+except between members of one site, which reach each other without a line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAYS: tuple[Way, Way] = ("up", "down")
 
 
 class LineSettings(Settings):
-    """A kind of access line. `up` and `down` override `bandwidth` in one direction."""
+    """Kind of access line. `up` and `down` override `bandwidth` in one direction."""
 
     bandwidth: Bandwidth | None = Field(None, gt=0, description="each way; unlimited by default")
     up: Bandwidth | None = Field(None, gt=0, description="of all that its machines send together")
@@ -31,13 +31,13 @@ class LineSettings(Settings):
     jitter: Duration = Field(0.0, ge=0, description="a message takes up to so much longer, drawn evenly")
 
     def limit(self, way: Way) -> float | None:
-        """Bits per second in one direction; None: unlimited."""
+        """Return the bits per second in one direction; None is unlimited."""
         own = self.up if way == "up" else self.down
         return self.bandwidth if own is None else own
 
 
 class SiteSettings(Settings):
-    """Members that share a line, which replaces lines of their own. Between them they need none."""
+    """Members that share a line, which replaces their own lines. They need no line between each other."""
 
     line: str = Field(description="the kind of line, from `lines`")
     members: list[str] = Field(min_length=1, description="members, or replicas with all of theirs")
@@ -45,10 +45,10 @@ class SiteSettings(Settings):
 
 @dataclass(frozen=True)
 class LineSpec:
-    """One line of a run: bits per second each way (None: unlimited), seconds."""
+    """One line of a run: bits per second in each direction (None: unlimited), and seconds."""
 
     name: str
-    """Of its site, or of the member that has it alone."""
+    """Name of its site, or of the only member that has it."""
     kind: str
     members: tuple[str, ...]
     up: float | None
@@ -63,7 +63,7 @@ class LineSpec:
 def line_specs(
     own: Mapping[str, str | None], sites: Mapping[str, SiteSettings], kinds: Mapping[str, LineSettings]
 ) -> Iterator[LineSpec]:
-    """Every line of a run, sites first. `own` has the kind of line of every member, in the order of the run."""
+    """Yield every line of a run, sites first. `own` has the kind of line of every member, in the order of the run."""
     at_sites: set[str] = set()
     for name, site in sites.items():
         members = members_at(site, list(own))
@@ -81,12 +81,12 @@ def _line_spec(name: str, kind: str, members: tuple[str, ...], kinds: Mapping[st
 
 
 def members_at(site: SiteSettings, members: Sequence[str]) -> tuple[str, ...]:
-    """Of all members those that a site names, itself or by their replica (`home` is all of `home.0`, `home.1`, ...)."""
+    """Return the members of a site, which names them or their replica (`home` is all of `home.0`, `home.1`, ...)."""
     return tuple(one for one in members if one in site.members or one.rpartition(".")[0] in site.members)
 
 
 def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds: Mapping[str, LineSettings]) -> None:
-    """Raise ConfigError for kinds that there are not, and for members that there are not or that two sites have."""
+    """Raise ConfigError for unknown kinds of lines, unknown members, and members of two sites."""
     seen: set[str] = set()
     for name, site in sites.items():
         key = ("sites", name)
@@ -105,7 +105,7 @@ def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds
 
 
 def check_kind(kind: str | None, kinds: Mapping[str, LineSettings], key: tuple[str | int, ...]) -> None:
-    """Raise ConfigError at `key` for a kind of line that there is not."""
+    """Raise ConfigError at `key` for an unknown kind of line."""
     if kind is not None and kind not in kinds:
         known = ", ".join(kinds) or "none are defined"
         raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `lines` ({known})")

@@ -1,4 +1,4 @@
-"""What joins two members: kinds of links, and one link of a run. Data only.
+"""Links between two members: kinds of links, and one link of a run. Data only.
 
 Every link has two directions, `forward` (from the first named to the second) and `backward`.
 """
@@ -15,16 +15,16 @@ from hetero_pp.settings import Bandwidth, Duration, Settings
 
 EXCHANGE = "exchange"
 LAUNCHER = "launcher"
-"""Who has started all processes of a run."""
+"""Name of the launcher, which starts all processes of a run."""
 RELAYED = "relay"
-"""The address of a member that nobody can dial: through the exchange."""
+"""Address of a member that cannot be dialled, and is reached through the exchange."""
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class LinkShape:
-    """How one direction of a link behaves: bits per second (None: unlimited), seconds, seconds."""
+    """Behaviour of one direction of a link: bits per second (None: unlimited), seconds, seconds."""
 
     bandwidth: float | None = None
     latency: float = 0.0
@@ -36,7 +36,7 @@ class LinkShape:
 
 
 class DirectionSettings(Settings):
-    """What differs in one direction of a link."""
+    """Settings that may differ in one direction of a link."""
 
     bandwidth: Bandwidth | None = Field(None, gt=0)
     latency: Duration | None = None
@@ -44,13 +44,13 @@ class DirectionSettings(Settings):
 
 
 class LinkSettings(DirectionSettings):
-    """A kind of link. `forward` and `backward` override single values in one direction."""
+    """Kind of link. `forward` and `backward` override single values in one direction."""
 
     forward: DirectionSettings = DirectionSettings()
     backward: DirectionSettings = DirectionSettings()
 
     def shape(self, direction: Direction) -> LinkShape:
-        """The shape of one direction, after the overrides."""
+        """Return the shape of one direction, after the overrides."""
         own = self.forward if direction == "forward" else self.backward
 
         def pick(name: str, otherwise: float | None) -> Any:
@@ -69,21 +69,22 @@ class LinkSpec:
     source: str
     target: str
     forward: LinkShape
-    """The bandwidth of the link itself; latency and jitter with those of the lines."""
+    """Bandwidth of the link itself; latency and jitter include those of the lines."""
     backward: LinkShape
     source_line: LineSpec | None = None
-    """None if the source has none, or the target is at the same site."""
+    """None if the source has no line, or the target is at the same site."""
     target_line: LineSpec | None = None
 
     def shape(self, direction: Direction) -> LinkShape:
         return self.forward if direction == "forward" else self.backward
 
     def counted_by(self, direction: Direction) -> str:
-        """The member that counts what goes in a direction: who sends it, and of the exchange's links both."""
+        """Return the member that counts the bytes of a direction: the sender; on links to the exchange, always the
+        member."""
         return self.source if direction == "forward" or self.target == EXCHANGE else self.target
 
     def lines(self, direction: Direction) -> tuple[LineSpec | None, LineSpec | None]:
-        """The line by which this direction leaves (`up`) and that by which it comes (`down`)."""
+        """Return the lines by which this direction leaves (`up`) and arrives (`down`)."""
         both = (self.source_line, self.target_line)
         return both if direction == "forward" else both[::-1]
 
@@ -92,7 +93,7 @@ class LinkSpec:
         return self.source_line is not None or self.target_line is not None
 
     def bottleneck(self, direction: Direction) -> float | None:
-        """Bits per second that a message gets if it has the link and both lines alone; None: unlimited."""
+        """Return the bits per second of a message that has the link and both lines alone; None is unlimited."""
         up, down = self.lines(direction)
         limits = [self.shape(direction).bandwidth]
         limits += [up.up] if up is not None else []
@@ -101,7 +102,7 @@ class LinkSpec:
 
 
 def stage_link_name(replica: str, hop: int) -> str:
-    """The link between stages `hop` and `hop + 1` of a group."""
+    """Return the name of the link between stages `hop` and `hop + 1` of a group."""
     return f"{replica}.{hop}-{hop + 1}"
 
 
@@ -110,5 +111,5 @@ def exchange_link_name(member: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody but its own machine reaches who listens at a HOST:PORT."""
+    """Return whether a HOST:PORT can be reached only from its own machine."""
     return address.startswith(("127.", "localhost:", "[::1]:"))

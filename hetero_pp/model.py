@@ -1,10 +1,10 @@
-"""The model: a LLaMA decoder in plain PyTorch, with torchtitan's module layout and parameter names.
+"""Model: a LLaMA decoder in plain PyTorch, with torchtitan's module layout and parameter names.
 
 Shapes: B sequences, L positions, D width, N heads, E = D / N head width, F feed-forward width, V vocabulary.
 
-Attributes and names (`tok_embeddings`, `layers.3.attention.wq.weight`, `norm`, `lm_head`) are those that
-torchtitan's parallelisms look for, so the same class serves a whole replica and, with layers left out, one stage
-(what a stage does not own is None; the layers it owns keep their global index in their names).
+Attributes and names (`tok_embeddings`, `layers.3.attention.wq.weight`, `norm`, `lm_head`) are those that torchtitan's
+parallelisms expect. So the same class serves a whole replica and, with layers left out, one stage. Parts that a stage
+does not own are None; its layers keep their global index in their names.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ PRESETS: dict[str, dict[str, int]] = {
     "512m": {"width": 1536, "layers": 12, "heads": 12, "feed_forward": 5440},
     "1b": {"width": 2048, "layers": 16, "heads": 16, "feed_forward": 8192},
 }
-"""The paper's sizes (Het-PP Table 9, read so that the parameter counts come out as named) and a CPU-sized one."""
+"""The paper's sizes (Het-PP Table 9, read so that the parameter counts match their names) and a CPU-sized one."""
 
 
 EMBEDDING = "tok_embeddings.weight"
 
 LAYERS = "layers."
-"""What the names of a layer's parameters begin with."""
+"""Prefix of the names of a layer's parameters."""
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of parameters, by name."""
+"""Shapes of parameters, by name."""
 
 AfterLayer = Callable[[int, Tensor], Tensor]
 """(layer, hidden states [B, L, D] after it) -> hidden states that go on"""
 
 
 class ModelSettings(Settings):
-    """The shape of the model: a preset, with single values overridden."""
+    """Shape of the model: a preset, with single values overridden."""
 
     preset: Literal["micro", "178m", "512m", "1b"] = "micro"
     width: int | None = Field(None, ge=1, description="d_model; the preset's by default")
@@ -64,20 +64,20 @@ class ModelSettings(Settings):
     )
 
     def filled_from(self, shape: ModelShape) -> ModelSettings:
-        """The same, with what of the shape was not given, neither by itself nor by the preset, taken from `shape`."""
+        """Return the settings with missing values taken from `shape`: those that neither a key nor the preset gives."""
         given = set(PRESETS[self.preset]) if "preset" in self.model_fields_set else set()
         given |= {name for name in self.model_fields_set if getattr(self, name) is not None}
         missing = {name: value for name, value in shape.model_dump().items() if name not in given}
         return self.model_copy(update=missing)
 
     def with_absolute_paths(self) -> ModelSettings:
-        """The same, with a path that means the same from any folder."""
+        """Return the settings with an absolute path, valid from any folder."""
         if self.weights is None:
             return self
         return self.model_copy(update={"weights": str(Path(self.weights).expanduser().absolute())})
 
     def resolve(self, vocabulary: int | None) -> ModelShape:
-        """The concrete shape; ConfigError if it cannot be built."""
+        """Return the concrete shape. Raises ConfigError if it cannot be built."""
         values = PRESETS[self.preset] | {
             name: value
             for name in ("width", "layers", "heads", "feed_forward")
@@ -102,7 +102,7 @@ class ModelSettings(Settings):
 
 
 class ModelShape(Settings):
-    """The concrete shape of the model."""
+    """Concrete shape of the model."""
 
     width: int
     layers: int
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
         batch, length, _ = x_BLD.shape
-        # as many heads as came out: under tensor parallelism those of this rank
+        # the number of heads follows from the output: under tensor parallelism, those of this rank
         q, k, v = (w(x_BLD).view(batch, length, -1, self.head_width) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope_LE), rotate(k, rope_LE)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         self._rope_LE: Tensor | None = None
 
     def forward(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
-        """Tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V], or hidden states.
+        """Map tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V] or hidden states.
 
         `after_layer` may change the hidden states after each layer: a boundary inside a whole replica.
         """
@@ -197,26 +197,26 @@ class Transformer(nn.Module):
         return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
 
     def rope(self, length: int, device: torch.device) -> Tensor:
-        """The rotations [L, E / 2, 2], kept between calls."""
+        """Return the rotations [L, E / 2, 2], cached between calls."""
         if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
             self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
         return self._rope_LE[:length]
 
 
 def _empty_embedding(shape: ModelShape) -> nn.Embedding:
-    # nn.Embedding draws its weights, which on the meta device imports a second's worth of torch for nothing.
+    # nn.Embedding initializes its weights. On the meta device that imports a part of torch for a second, needlessly.
     return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 
 def build_part(shape: ModelShape, spec: StageSpec) -> Transformer:
-    """The module of a stage: parameters keep the whole model's names; values are not set."""
+    """Build the module of a stage. Parameters keep the whole model's names; values are not set."""
     return Transformer(shape, spec.layers, embeds=spec.is_first, predicts=spec.is_last)
 
 
 def build_filled(
     shape: ModelShape, values: Mapping[str, Tensor], stage: StageSpec | None = None, device: torch.device | None = None
 ) -> Transformer:
-    """The whole model, or a stage's part of it, with these values of its parameters, by name; by default on the CPU."""
+    """Build the whole model, or a stage's part, with the parameter values given by name; by default on the CPU."""
     with torch.device("meta"):
         module = Transformer(shape) if stage is None else build_part(shape, stage)
     module.to_empty(device=device or "cpu")
@@ -227,12 +227,12 @@ def build_filled(
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The module's parameters by name, in a fixed order."""
+    """Return the module's parameters by name, in a fixed order."""
     return dict(sorted(module.named_parameters()))
 
 
 def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
+    """Return cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
@@ -241,7 +241,7 @@ def rope_table(length: int, head_width: int, theta: float, device: torch.device 
 def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
     """Rotate neighbouring pairs of a head's dimensions by the position's angles, [L, E / 2, 2].
 
-    In real numbers, with the bits of complex ones: a compiler can fuse these.
+    Uses real numbers, with the same bits as complex ones, because a compiler can fuse them.
     """
     even, odd = x_BLNE.float().unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = rope_LE[:, None].unbind(-1)
@@ -249,12 +249,12 @@ def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Mean cross entropy in nats."""
+    """Return the mean cross entropy in nats."""
     return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
 
 
 def block_of(parameter: str) -> str:
-    """The layer block that a parameter belongs to, the unit in which contributions are grouped and fetched."""
+    """Return the layer block of a parameter, the unit in which contributions are grouped and fetched."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
@@ -264,7 +264,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
-    """Parameter shapes grouped by the layer block they belong to, in block order."""
+    """Group parameter shapes by layer block, in block order."""
     blocks: dict[str, Shapes] = defaultdict(dict)
     for name, shape in sorted(shapes.items()):
         blocks[block_of(name)][name] = shape
@@ -274,8 +274,8 @@ def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
 def initialise(model: Transformer, seed: int) -> None:
     """Draw every parameter from (seed, its name), so that a stage's weights equal the whole model's.
 
-    Embedding 0.05, matrices 0.8 / sqrt(d), output projections 0.04 / sqrt(2 layers) (found to train well at small
-    width; at the paper's widths they are close to the usual 0.02).
+    Standard deviations: embedding 0.05, matrices 0.8 / sqrt(d), output projections 0.04 / sqrt(2 layers). They were
+    found to train well at small width; at the paper's widths they are close to the usual 0.02.
     """
     width, layers = model.shape.width, model.shape.layers
     with torch.no_grad():

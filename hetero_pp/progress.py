@@ -1,19 +1,19 @@
-"""How far something long is, told to whoever shows it."""
+"""Progress of long operations, reported to a callback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 OnProgress = Callable[[str, float], None]
-"""(what is done, the share of it that is done, from 0 to 1). Called often: whoever shows it leaves most of them out."""
+"""(operation, share that is done, from 0 to 1). Called often; a callback that shows progress skips most calls."""
 
 
 def untold(what: str, share: float) -> None:
-    """Where nobody wants to know."""
+    """Ignore progress."""
 
 
 class NowAndThen:
-    """Hands on what is told after `first` seconds, and then when as many have passed again as `later` makes of them."""
+    """Forwards progress after `first` seconds, then after pauses that `later` computes from the previous pause."""
 
     def __init__(
         self, tell: OnProgress, first: float, later: Callable[[float], float], clock: Callable[[], float]
@@ -23,7 +23,7 @@ class NowAndThen:
         self._due = clock() + first
 
     def __call__(self, doing: str, share: float) -> None:
-        """See OnProgress."""
+        """Report progress if it is due."""
         now = self._clock()
         if now >= self._due:
             self._tell(doing, share)

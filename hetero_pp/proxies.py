@@ -1,6 +1,6 @@
-"""Decides whether a connection uses a proxy of the environment: never to this machine or to a private network.
+"""Decide whether a connection uses a proxy of the environment: never to this machine or to a private network.
 
-gRPC, urllib and object stores each read `http_proxy` and its relatives, and would send even loopback through a proxy.
+gRPC, urllib and object stores each read `http_proxy` and its relatives, and would use a proxy even for loopback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRIVATE_NETWORKS = (
 
 _NETWORKS = tuple(ipaddress.ip_network(network) for network in PRIVATE_NETWORKS)
 _GRPC_VARIABLES = ("grpc", "https", "http")
-"""`grpc_proxy` wins over `https_proxy`, which wins over `http_proxy`: the order of gRPC."""
+"""Order of gRPC: `grpc_proxy` wins over `https_proxy`, which wins over `http_proxy`."""
 _SERVER_ERROR = re.compile(r"Tunnel connection failed: 5\d\d ")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -44,11 +44,11 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy that an environment variable names."""
+    """Proxy that an environment variable names."""
 
     variable: str
     url: str
-    """As gRPC takes it: `http://[USER:PASSWORD@]HOST:PORT`."""
+    """URL in gRPC's form: `http://[USER:PASSWORD@]HOST:PORT`."""
 
     def __str__(self) -> str:
         """Return the URL without the password, and the variable, for messages."""
@@ -57,7 +57,7 @@ class Proxy:
         return f"{parts.scheme}://{user}{parts.netloc.rpartition('@')[2]} ({self.variable})"
 
     def connect(self, address: str, seconds: float) -> socket.socket:
-        """Open a tunnel to HOST:PORT. Raises OSError; each step has so many seconds."""
+        """Open a tunnel to HOST:PORT. Raises OSError. Each step may take `seconds`."""
         parts, (host, port) = urlsplit(self.url), _split(address)
         if parts.scheme != "http":
             raise OSError("is not an `http://` proxy, the only kind that gRPC uses")
@@ -79,11 +79,11 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Route:
-    """How connections to one address are made."""
+    """Route of connections to one address."""
 
     proxy: Proxy | None = None
     note: str = ""
-    """What an error adds, with a blank before it, if the environment names a proxy for the address."""
+    """Text that errors append, with a leading blank, if the environment names a proxy for the address."""
 
     def connect(self, address: str, seconds: float) -> socket.socket:
         """Open a connection to HOST:PORT on this route. Raises OSError."""
@@ -98,7 +98,7 @@ DIRECT = Route()
 def route_to(address: str) -> Route:
     """Decide how gRPC reaches HOST:PORT, or a Unix socket: through the environment's proxy only if that works.
 
-    Tries the proxy, which takes up to PROBE_SECONDS for each step; without a proxy it does nothing.
+    Tries the proxy, which takes up to PROBE_SECONDS for each step; does nothing if no proxy is set.
     """
     if address.startswith("unix"):
         return DIRECT
@@ -117,7 +117,7 @@ def is_private(host: str) -> bool:
 
 
 def needs_no_proxy(url: str) -> bool:
-    """Return whether a URL is of a private host, though the environment names proxies."""
+    """Return whether a URL has a private host although the environment names proxies."""
     return bool(getproxies_environment()) and is_private(urlsplit(url).hostname or "")
 
 
@@ -155,14 +155,17 @@ def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None
 
 
 def _failure(proxy: Proxy, address: str) -> str:
-    """Return why a proxy brings nobody to an address; empty if it does, or says only that nobody is there now."""
+    """Return why a proxy does not reach an address.
+
+    Empty if it does, or if it only reports that nothing answers there now.
+    """
     try:
         with closing(proxy.connect(address, PROBE_SECONDS)):
             return ""
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
     if _SERVER_ERROR.match(reason) and not _is_reached(address):
-        return ""  # the exchange may come up later, and then only the proxy reaches it
+        return ""  # the exchange may start later, and then only the proxy reaches it
     return reason
 
 
@@ -176,7 +179,7 @@ def _is_reached(address: str) -> bool:
 
 
 def _addresses(host: str) -> list[_Address]:
-    """Return the addresses of a host; none if its name is not known here."""
+    """Return the addresses of a host; empty if its name is not known here."""
     numeric = _numeric(host)
     if numeric is not None:
         return [numeric]

@@ -1,4 +1,4 @@
-"""What was not let in: counted by kind, and told at a bounded rate, so that who sends much of it costs little."""
+"""Refused messages: counted by kind and reported at a bounded rate, so that a flood of them costs little."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from hetero_pp.messages.messages_pb2 import Refusal
 
 TOLD_AT_ONCE = 20
 SECONDS_BETWEEN = 1.0
-"""From the twenty-first on, of all kinds together."""
+"""Seconds between reports after the first TOLD_AT_ONCE, for all kinds together."""
 
 
 class Kind(StrEnum):
-    """Why something was not let in."""
+    """Reason of a refusal."""
 
     STRANGER = "of a stranger"
-    """Its sender has not shown who it is."""
+    """The sender is not authenticated."""
     FORBIDDEN = "forbidden"
-    """It is not its sender's to ask or to tell."""
+    """The sender may not make this request or report."""
     MALFORMED = "malformed"
     """No honest peer sends it."""
     UNEXPECTED = "unexpected"
-    """It fits neither the run nor its round: another configuration, version or epoch, a second contribution."""
+    """It does not fit the run or its round: another configuration, version or generation, or a second contribution."""
 
 
 class Refusals:
-    """Of one process. Safe to use from many threads."""
+    """Refusals of one process. Thread-safe."""
 
     def __init__(self, tell: Callable[[Refusal], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`tell` is called with one, or with the last of so many of a kind that were not told."""
+        """Create an empty count. `tell` receives one refusal, or the last of several of its kind with their count."""
         self.counts: Counter[Kind] = Counter()
         self._tell, self._clock = tell, clock
         self._untold: dict[Kind, Refusal] = {}
@@ -40,7 +40,7 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, sender: str, reason: str, kind: Kind) -> None:
-        """Something was not let in of a sender."""
+        """Count a refusal of a sender's message, and report it if the rate allows."""
         with self._lock:
             self.counts[kind] += 1
             before = self._untold.pop(kind, Refusal())
@@ -51,7 +51,7 @@ class Refusals:
         self._tell(refusal)
 
     def flush(self) -> None:
-        """Tell what was not told."""
+        """Report the refusals that were held back."""
         with self._lock:
             left, self._untold = list(self._untold.values()), {}
         for refusal in left:

@@ -1,6 +1,6 @@
-"""The range of every number that a member may put into a report.
+"""Range of every number that a member may put into a report.
 
-The exchange refuses a report outside these ranges. Whoever reads recorded reports leaves it out: an earlier version of
+The exchange refuses a report outside these ranges. Readers of recorded reports skip it, because an earlier version of
 the exchange may have recorded it.
 """
 
@@ -17,20 +17,20 @@ from hetero_pp.messages.messages_pb2 import Report
 MOST_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary, about 12; one that diverges has more."""
 MOST_NORM = 1e30
-"""Of a gradient: below the largest fp32 number, 3e38."""
+"""Norm of a gradient: below the largest fp32 number, 3e38."""
 MOST_RATE = 1e6
-"""Of a learning rate."""
+"""Learning rate."""
 MOST_SECONDS = 1e8
 """Three years."""
 MOST_BYTES = 1 << 50
-"""On one direction of one link in one round: 1 PiB."""
+"""Bytes on one direction of one link in one round: 1 PiB."""
 MOST_MESSAGES = 1 << 40
 MOST_TOKENS = 1 << 40
-"""Of one inner step or one evaluation, where the batch is not known."""
+"""Tokens of one inner step or one evaluation, if the batch is not known."""
 MOST_REFUSED = 1_000_000
-"""Messages that one report of refusals may stand for. They are reported once a second."""
+"""Messages that one report of refusals may stand for. They are reported once per second."""
 MOST_STEPS = 1 << 30
-"""Inner steps of a round, where neither their number nor the duration of a round is known."""
+"""Inner steps of a round, if neither their number nor the duration of a round is known."""
 
 _SECONDS = (0.0, MOST_SECONDS)
 _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -57,7 +57,7 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
 """Event that a member may report -> field -> smallest and largest number, both allowed."""
 
 _DIVERGING = ("loss", "gradient_norm")
-"""Fields that are not finite in an honest report of a run that diverges: such a number counts as unknown."""
+"""Fields that are not finite in an honest report of a run that diverges; such a number counts as unknown."""
 
 _FIRST_ROUND: Mapping[str, int] = {
     "inner_step": 1,
@@ -66,21 +66,24 @@ _FIRST_ROUND: Mapping[str, int] = {
     "member_round": 1,
     "state_saving": 0,
 }
-"""Events that name a round, and the first one that they may name."""
+"""Events that name a round, and the first round that they may name."""
 
 
 @dataclass(frozen=True)
 class ReportBounds:
-    """What a run allows."""
+    """Bounds of one run."""
 
     steps: int = MOST_STEPS
     """Inner steps of one round."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Replica -> tokens of one inner step, where it is known."""
+    """Replica -> tokens of one inner step, if it is known."""
 
 
 def complaint(report: Report, last_round: int, bounds: ReportBounds) -> str | None:
-    """Say which field of a member's report is out of range: the first, or None. `last_round`: the newest of the run."""
+    """Return a message on the first field of a member's report that is out of range; None if there is none.
+
+    `last_round` is the newest round of the run.
+    """
     event = report.WhichOneof("event")
     if event not in _RANGES:
         return None
@@ -97,9 +100,9 @@ def complaint(report: Report, last_round: int, bounds: ReportBounds) -> str | No
 
 
 def drop_unknown(report: Report) -> bool:
-    """Clear the losses and norms of an inner step that are not finite, as those of a run that diverges are not.
+    """Clear losses and norms of an inner step that are not finite, as happens in a run that diverges.
 
-    Return False for an evaluation whose loss is not finite: nothing is left of it.
+    Return False for an evaluation whose loss is not finite, because nothing is left of it.
     """
     if report.HasField("inner_step"):
         step = report.inner_step
@@ -110,7 +113,7 @@ def drop_unknown(report: Report) -> bool:
 
 
 def _has_diverged(told: Message, name: str) -> bool:
-    """Whether a number is what a loss or a norm becomes when training diverges."""
+    """Return whether a loss or a norm has a value that occurs when training diverges: NaN or infinity."""
     return name in _DIVERGING and (math.isnan(getattr(told, name)) or getattr(told, name) == math.inf)
 
 

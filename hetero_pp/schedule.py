@@ -1,8 +1,8 @@
-"""1F1B as a pure list of events: the stage workers run it, the simulator times it.
+"""1F1B schedule as a pure list of events: the stage workers run it, the simulator times it.
 
-A stage with r hops to the last one runs r + 1 micro-batches' forwards before its first backward in the textbook
-(Narayanan et al. 2021, figure 4), which cannot hide a link: a message to the last stage and back takes longer than
-the stages' compute. `extra_in_flight` micro-batches more per remaining hop fill that time, at the price of memory.
+In the textbook (Narayanan et al. 2021, figure 4), r + 1 forwards precede the first backward of a stage with r hops to
+the last one. That cannot hide a link: a message to the last stage and back takes longer than the
+stages' compute. `extra_in_flight` more micro-batches per remaining hop fill that time, at the price of memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What a stage does with one micro-batch. Sends return at once and run beside the compute."""
+    """Action of a stage on one micro-batch. Sends return at once and run beside the compute."""
 
     RECEIVE_ACTIVATION = "receive activation"
     FORWARD = "forward"
@@ -29,10 +29,10 @@ class Event:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_in_flight: int = 1) -> list[Event]:
-    """The events of one inner step on one stage, in order.
+    """Return the events of one inner step on one stage, in order.
 
-    Every stage ends its last backward before it sends that gradient, so what rides on the last message (the
-    squared gradient norm) is complete.
+    Every stage ends its last backward before it sends that gradient. So the squared gradient norm, which travels with
+    the last message, is complete.
     """
     remaining = stages - 1 - stage
     warm_up = min(micro_batches, remaining * (1 + extra_in_flight))
@@ -48,12 +48,13 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_
 
 
 def forward_only(stage: int, stages: int, micro_batches: int) -> list[Event]:
-    """The events of an evaluation on one stage."""
+    """Return the events of an evaluation on one stage."""
     return [event for index in range(micro_batches) for event in forward_events(stage, stages, index)]
 
 
 def forward_events(stage: int, stages: int, index: int) -> list[Event]:
-    """Receive, compute and send one micro-batch's activation; the ends of the pipeline leave out what they lack."""
+    """Receive, compute and send one micro-batch's activation. The first stage receives nothing, the last sends
+    nothing."""
     events = [Event(Action.FORWARD, index)]
     if stage > 0:
         events.insert(0, Event(Action.RECEIVE_ACTIVATION, index))

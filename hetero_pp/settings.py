@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: the base class, types with units; and what a section means."""
+"""Base class, annotations and types with units for all sections of the configuration, and the meaning of a section."""
 
 from __future__ import annotations
 
@@ -18,39 +18,43 @@ class Settings(BaseModel):
 
 
 class NotPartOf(Flag):
-    """Marks a field, in its annotation: with another value it may be the same run, or come to the same outcome."""
+    """Mark of a field, in its annotation: another value may give the same run, or the same outcome."""
 
     RUN = auto()
-    """The run stays the same: hosts need not agree on where each keeps its files, listens, or how it computes."""
+    """The run stays the same. Hosts need not agree on where each keeps its files or listens, or how it computes."""
     OUTCOME = auto()
-    """What the run comes to stays the same but for rounding, if it reads the same tokens."""
+    """The outcome of the run stays the same up to rounding, if it reads the same tokens."""
     PAST = auto()
-    """What the run has done, and what it goes on with, stay what they are: it may change when the run goes on."""
+    """The finished rounds and the state of the run stay valid, so the value may change when the run is resumed."""
     EITHER = RUN | OUTCOME
 
 
 class AddedLater:
-    """Marks a field, in its annotation, without which settings meant what they mean with its default: runs that do not
-    say it keep their names."""
+    """Mark of a field, in its annotation: settings without the field have the meaning that its default has.
+
+    So runs that do not set it keep their ids.
+    """
 
 
 class WhomItConcerns:
-    """Marks a mapping by names, in its annotation: its entries concern members or replicas, by their keys or by what
-    they say. Entries of others are kinds, of links for example, and do nothing unless something else names them."""
+    """Mark of a mapping by names, in its annotation: its entries concern members or replicas, by key or by content.
+
+    Entries of other mappings are kinds, such as kinds of links, which have no effect unless something refers to them.
+    """
 
 
 def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> dict[str, Any]:
-    """What settings say, as JSON, without the fields that are marked so (or with one of several marks).
+    """Return the content of settings as JSON, without the fields that have one of the marks `without`.
 
-    Without `defaults`, fields that say what they would say if they were left out are left out. A field that is added
-    to a section later, with a default that changes nothing, then changes no meaning. With them, it does unless it is
-    marked as AddedLater.
+    Without `defaults`, fields that have their default value are left out. A field that is added to a section later,
+    with a default that changes nothing, then does not change the meaning. With `defaults` it does, unless it is marked
+    AddedLater.
     """
     return _without(without, defaults, settings, settings.model_dump(mode="json"))
 
 
 def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
-    """Of a value and the same as JSON, what of the JSON is left."""
+    """Return the part of `dumped`, the JSON of `value`, that remains without marked fields."""
     if isinstance(value, Settings):
         return {
             name: _without(marked, defaults, getattr(value, name), dumped[name])
@@ -92,7 +96,7 @@ def _quantity(units: dict[str, float], base_unit: str, example: str) -> tuple[ob
 
 
 def _seconds(value: Any) -> float:
-    """A number as it is, as the key says its unit."""
+    """Return a number unchanged, because the key names its unit; parse a text as a duration."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else parse_quantity(value, SECONDS, "5 min")
 
@@ -105,7 +109,7 @@ Seconds = Annotated[
     PlainSerializer(lambda value: f"{value!r} s", return_type=str),
     WithJsonSchema({"type": ["number", "string"], "examples": ["5 min"], "description": "seconds, or such as `5 min`"}),
 ]
-"""Of a key whose name says the unit."""
+"""Seconds, for a key whose name has the unit."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
 Ratio = Annotated[

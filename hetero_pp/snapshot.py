@@ -1,7 +1,7 @@
-"""A snapshot: all parameters, the subspace's basis U and the outer momentum after a round, one safetensors file.
+"""Snapshot: all parameters, the subspace's basis U and the outer momentum after a round, in one safetensors file.
 
-Snapshot 0 carries the initial weights and U; neither is ever drawn again, as random numbers and QR may differ
-between machines.
+Snapshot 0 has the initial weights and U. Neither is ever drawn again, because random numbers and QR may differ between
+machines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUND, DIGEST = "round", "tensors_sha256"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Parameters by name in fp32, the basis [D, K] (None if no boundary is compressed), and the round they follow.
+    """Parameters by name in fp32, the basis [D, K] (None if no boundary is compressed), and the round that they follow.
 
     `momentum` is the outer optimizer's, by parameter; empty if the method has none.
     """
@@ -44,7 +44,7 @@ class Snapshot:
     momentum: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name."""
+        """Return all tensors by name."""
         basis = {} if self.basis is None else {BASIS: self.basis}
         momentum = {MOMENTUM + name: tensor for name, tensor in self.momentum.items()}
         return {**self.parameters, **basis, **momentum}
@@ -53,7 +53,10 @@ class Snapshot:
 def initial_snapshot(
     shape: ModelShape, rank: int | None, seed: int, parameters: Mapping[str, Tensor] | None = None
 ) -> Snapshot:
-    """The snapshot every run starts from; `rank` is the largest of its boundaries, `parameters` replace drawn ones."""
+    """Return the snapshot that a run starts from.
+
+    `rank` is the largest of its boundaries; `parameters` replace random ones.
+    """
     if parameters is None:
         model = Transformer(shape)
         initialise(model, seed)
@@ -62,7 +65,7 @@ def initial_snapshot(
 
 
 def save_snapshot(snapshot: Snapshot, path: Path) -> None:
-    """Write a snapshot whole, with the digest of its parameters and that of all its tensors."""
+    """Write a snapshot atomically, with the digest of its parameters and the digest of all its tensors."""
     tensors = {name: tensor.contiguous() for name, tensor in snapshot.tensors().items()}
     hashes = {name: parameter_sha256(tensor) for name, tensor in tensors.items()}
     of_parameters = parameters_sha256({name: hashes[name] for name in snapshot.parameters})
@@ -77,9 +80,9 @@ def save_snapshot(snapshot: Snapshot, path: Path) -> None:
 
 
 def load_snapshot(path: Path, called: str = "") -> Snapshot:
-    """Read a snapshot back. Errors call it by its path, or `called`.
+    """Read a snapshot. Errors call it `called`, by default its path.
 
-    Raises DamagedFile if it is not what was written, StoreError if the disk does not give it.
+    Raises DamagedFile if it is not as written, StoreError if the disk cannot read it.
     """
     with open_snapshot(path, called) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -90,7 +93,7 @@ def load_snapshot(path: Path, called: str = "") -> Snapshot:
 
 
 def _round_of(metadata: Mapping[str, str], called: str) -> int:
-    """Raises DamagedFile: who wrote the file may have made up its digest, too."""
+    """Return the round in the metadata. Raises DamagedFile: a forged file may have a valid digest."""
     text = metadata.get(ROUND, "")
     if not text.isdecimal() or len(text) > INTEGER_DIGITS_MAX:
         raise DamagedFile(f"{called} is damaged: its round is not a number")
@@ -99,7 +102,7 @@ def _round_of(metadata: Mapping[str, str], called: str) -> int:
 
 @contextmanager
 def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
-    """A snapshot to read tensors from, one at a time. Raises as `load_snapshot` does."""
+    """Open a snapshot to read tensors one at a time. Raises the errors of `load_snapshot`."""
     called = called or str(path)
     try:
         with safe_open(path, "pt") as file:
@@ -109,7 +112,7 @@ def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
     except OSError as error:  # nothing says that the file is damaged: it may be read later
         raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
-    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # also of types that torch cannot compute
+    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # also for types that torch cannot compute
         raise DamagedFile(f"{called} is damaged: {error}") from None
     if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
         raise DamagedFile(f"{called} is damaged: its tensors do not match its digest")
@@ -118,5 +121,5 @@ def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
 
 
 def _digest(round_: str, hashes: Mapping[str, bytes]) -> str:
-    """Over the round, and name and content of every tensor, in hexadecimal digits."""
+    """Return the digest of the round and of every tensor's name and content, in hexadecimal digits."""
     return parameters_sha256({**hashes, ROUND: round_.encode()}).hex()

@@ -1,4 +1,4 @@
-"""Where Unix sockets lie: in a private folder whose path is short, as the system takes about a hundred bytes."""
+"""Folder of Unix sockets: private, with a short path, because the system allows about a hundred bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 _LONGEST_PARENT = 64
-"""Bytes of the folder for temporary files, so that its sockets' paths fit: 103 bytes on macOS, 107 on Linux."""
+"""Longest path in bytes of the folder for temporary files, so that socket paths fit: 103 on macOS, 107 on Linux."""
 _SHORT = "/tmp"
 
 
@@ -18,9 +18,10 @@ def socket_folder() -> Path:
 
 
 def place_sockets_of_multiprocessing() -> None:
-    """Have multiprocessing keep its sockets where their paths fit; it removes them at the end. May be called again.
+    """Make multiprocessing keep its sockets where their paths fit; it removes them at the end. May be called again.
 
-    It makes one folder in a process's life, in `tempfile.tempdir`: TMPDIR, which clusters and builds make long.
+    multiprocessing makes one folder per process, in `tempfile.tempdir`: TMPDIR, which is long on clusters and in
+    builds.
     """
     kept = tempfile.tempdir
     tempfile.tempdir = _parent()

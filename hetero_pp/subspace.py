@@ -1,9 +1,9 @@
-"""The subspace: the basis U, projection and reconstruction at a boundary, the split of the token embedding.
+"""Subspace: the basis U, projection and reconstruction at a boundary, the split of the token embedding.
 
 Shapes: B sequences, L positions, D width d, K rank k, V vocabulary. Source: Het-PP sections 2.2 and 2.4.
 
-With P = U U^T, the token embedding TE splits into T_S = TE P (inside the subspace) and T_perp = TE (I - P). As
-T_perp U = 0 in fp32, the paper's (X - T_perp[x]) U is X U, so a sender needs no table; the receiver adds T_perp[x].
+With P = U U^T, the token embedding TE splits into T_S = TE P (inside the subspace) and T_perp = TE (I - P). As T_perp U
+= 0 in fp32, the paper's (X - T_perp[x]) U is X U, so a sender needs no table; the receiver adds T_perp[x].
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hetero_pp.seeds import seed_of
 
 
 def random_basis(width: int, rank: int, seed: int) -> Tensor:
-    """U [D, K], orthonormal columns: QR of a Gaussian matrix.
+    """Return U [D, K] with orthonormal columns: QR of a Gaussian matrix.
 
-    The first k columns are the basis of rank k, so replicas and runs of different ranks share one U. Drawn once, for
-    the first snapshot: random numbers and QR may differ between machines, so nobody draws it again.
+    The first k columns are the basis of rank k, so replicas and runs of different ranks share one U. It is drawn only
+    once, for the first snapshot, because random numbers and QR may differ between machines.
     """
     generator = torch.Generator().manual_seed(seed_of(seed, "subspace"))
     directions = torch.randn(rank, width, generator=generator, dtype=torch.float64)  # rows: a larger rank adds some
@@ -27,28 +27,29 @@ def random_basis(width: int, rank: int, seed: int) -> Tensor:
 
 
 def columns_of(basis: Tensor | None, rank: int | None) -> Tensor | None:
-    """Of a run's basis [D, K'], as many columns as one boundary uses; None if that is not compressed."""
+    """Return the columns of a run's basis [D, K'] that one boundary uses; None if the boundary is not compressed."""
     return None if rank is None or basis is None else basis[:, :rank].contiguous()
 
 
 def project(x_BLD: Tensor, basis_DK: Tensor) -> Tensor:
-    """Coefficients X U [B, L, K] of activations, or of their gradient."""
+    """Return the coefficients X U [B, L, K] of activations, or of their gradient."""
     return x_BLD @ basis_DK
 
 
 def reconstruct(coefficients_BLK: Tensor, basis_DK: Tensor, perpendicular_VD: Tensor, tokens_BL: Tensor) -> Tensor:
-    """C U^T + T_perp[x] [B, L, D]; its gradient with respect to C is G U."""
+    """Return C U^T + T_perp[x] [B, L, D]; its gradient with respect to C is G U."""
     rows = perpendicular_VD[tokens_BL.flatten()]
     flat = torch.addmm(rows, coefficients_BLK.flatten(0, 1), basis_DK.T)
     return flat.view(*tokens_BL.shape, -1)
 
 
 def expand_gradient(gradient_BLK: Tensor, basis_DK: Tensor) -> Tensor:
-    """The sender's gradient (G U) U^T [B, L, D] from the coefficients of it."""
+    """Return the sender's gradient (G U) U^T [B, L, D] from its coefficients."""
     return gradient_BLK @ basis_DK.T
 
 
 def perpendicular(embedding_VD: Tensor, basis_DK: Tensor) -> Tensor:
-    """T_perp = TE - TE U U^T, [V, D] in fp32 (equations 3 and 4 solved for the split, from the synced TE)."""
+    """Return T_perp = TE - TE U U^T, [V, D] in fp32 (equations 3 and 4 solved for the split, from the synchronized
+    TE)."""
     table = embedding_VD.float()
     return table - (table @ basis_DK) @ basis_DK.T

@@ -1,4 +1,4 @@
-"""One key at several values, in one piece of text: `inner.steps=5,20`, or a range, `links.home.latency=1ms..1s`."""
+"""Parser of one key with several values: `inner.steps=5,20`, or a range, `links.home.latency=1ms..1s`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.units import BITS_PER_SECOND, BYTES, SECONDS, parse_quantity
 
 POINTS = 13
-"""Of a range, evenly on a logarithmic scale."""
+"""Points of a range, evenly spaced on a logarithmic scale."""
 
 _UNITS = ((BITS_PER_SECOND, "bit/s", "100 Mbit/s"), (SECONDS, "s", "20 ms"), (BYTES, "B", "512 MiB"))
 
 
 def parse_sweep(option: str, text: str, expected: str, ranges: bool = False) -> tuple[str, list[str]]:
-    """The key, and its values as the YAML would say them: those of KEY=A,B,C, with `ranges` also of KEY=FROM..TO.
+    """Return the key, and its values as in the YAML: those of KEY=A,B,C, with `ranges` also of KEY=FROM..TO.
 
-    Raises ConfigError naming the `option` that the text was given with, and what was `expected`.
+    Raises ConfigError that names the `option` of the text, and the `expected` form.
     """
     key, _, values = (part.strip() for part in text.partition("="))
     low, dots, high = values.partition("..")
@@ -31,13 +31,13 @@ def parse_sweep(option: str, text: str, expected: str, ranges: bool = False) -> 
 
 
 def changes_nothing(outcomes: Iterable[object]) -> bool:
-    """Whether what several values of a key came to is all the same."""
+    """Return whether several values of a key all had the same outcome."""
     first, *others = outcomes
     return bool(others) and all(one == first for one in others)
 
 
 def quantity_of(value: str) -> tuple[float, str] | None:
-    """A bandwidth, a time or a size in base units, and their name; None if it is none of them."""
+    """Return a bandwidth, a time or a size in base units, and the unit; None if it is none of them."""
     spaced = re.sub(r"^\s*([0-9._]+)\s*", r"\1 ", value)
     for units, base, example in _UNITS:
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Tensors as files. A disk that fails is an OSError that names the file, whichever library writes it."""
+"""Tensors as files. A disk failure is an OSError that names the file, for every library that writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero_pp.files import naming
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file. Raises OSError if the disk does not take it."""
+    """Write a safetensors file. Raises OSError if the disk fails."""
     try:
         with naming(path):
             safetensors.torch.save_file(dict(tensors), path, None if metadata is None else dict(metadata))
@@ -29,11 +29,11 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def save_object(content: object, path: Path) -> None:
-    """Write what torch.save can. Raises OSError if the disk does not take it."""
+    """Write an object with torch.save. Raises OSError if the disk fails."""
     with naming(path), path.open("wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # it tells of a write that failed only that the file has another length now
+        except RuntimeError as error:  # torch reports a failed write only as a changed file length
             cause = error.__context__
             if isinstance(cause, OSError):
                 raise OSError(cause.errno or errno.EIO, cause.strerror, str(path)) from error

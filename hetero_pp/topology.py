@@ -1,8 +1,8 @@
-"""What a run is made of: replicas and their stages. Data only.
+"""Topology of a run: replicas and their stages. Data only.
 
-A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), or one stage of a participant
-group (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), or a member and the exchange
-(`home.0-exchange`); see hetero_pp.links. What all links of a machine share is its *line*; see hetero_pp.lines.
+A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), or one stage of a participant group
+(`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), or a member and the exchange
+(`home.0-exchange`), see hetero_pp.links. All links of a machine share its *line*, see hetero_pp.lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero_pp.units import parse_fraction
 
 
 def _parse_rank(value: Any) -> Any:
-    """`full`, a number of dimensions (8), or a ratio of the model's width (`1/8`)."""
+    """Parse `full`, a number of dimensions (8), or a ratio of the model's width (`1/8`)."""
     if value == "full" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     ratio = parse_fraction(value)
@@ -40,14 +40,14 @@ Rank = Annotated[
 
 
 def dimensions_of(rank: Literal["full"] | int | float, width: int) -> int | None:
-    """A rank in a model of this width; None if it is full."""
+    """Return a rank in dimensions for a model of this width; None if it is full."""
     if rank == "full":
         return None
     return max(1, round(rank * width)) if isinstance(rank, float) else rank
 
 
 def parse_address(value: Any) -> str:
-    """Return HOST:PORT, or [IPV6]:PORT, as it is. Raises ValueError for another value."""
+    """Return HOST:PORT, or [IPV6]:PORT, unchanged. Raises ValueError for another value."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"found `{value}`, expected HOST:PORT such as `127.0.0.1:47500` or `[::1]:47500`")
@@ -59,7 +59,7 @@ def parse_address(value: Any) -> str:
 
 
 def _is_host(host: str) -> bool:
-    """Whether it is an IPv6 address in brackets, or has none of the characters that only such an address has."""
+    """Return whether it is an IPv6 address in brackets, or a name or IPv4 address without brackets and colons."""
     in_brackets = host.startswith("[") and host.endswith("]")
     return _is_ipv6(host[1:-1]) if in_brackets else not set(host) & set("[]:")
 
@@ -80,7 +80,7 @@ StageAddress = Annotated[str, BeforeValidator(_parse_stage_address)]
 
 
 class AnchorSettings(Settings):
-    """Tables by token that receiving sides of boundaries learn by themselves, and nobody sends (stages/anchors.py)."""
+    """Tables by token that receivers of boundaries learn locally, and that are never sent (stages/anchors.py)."""
 
     rank: Rank = Field(description="columns of a table; `full`: as many as the model is wide")
     fade: Annotated[tuple[Ratio, Ratio] | None, AddedLater()] = Field(
@@ -96,24 +96,25 @@ class AnchorSettings(Settings):
         return self
 
     def weight(self, round_: int, rounds: int) -> float:
-        """Of what they add in a round, and in the evaluation after it: 1 before they fade, 0 after."""
+        """Return the weight of anchors in a round and in the evaluation after it: 1 before they fade, 0 after."""
         if self.fade is None:
             return 1.0
         begin, end = (share * rounds for share in self.fade)
         return min(1.0, max(0.0, (end - round_) / (end - begin)))
 
     def dimensions(self, width: int) -> int | None:
-        """Columns in a model of this width; None if they are as many."""
+        """Return the columns of a table for a model of this width; None if they equal the width."""
         return dimensions_of(self.rank, width)
 
     def numbers(self, vocabulary: int, width: int) -> int:
-        """At one boundary: of the table, and of what makes its rows as wide as the model."""
+        """Return the numbers of one boundary's anchors: the table, and the matrix that expands its rows to the
+        width."""
         rank = self.dimensions(width)
         return vocabulary * width if rank is None else rank * (vocabulary + width)
 
 
 class BoundarySettings(Settings):
-    """What crosses between neighbouring stages (k in the paper is `rank`)."""
+    """Content of messages between neighbouring stages (k in the paper is `rank`)."""
 
     rank: Rank = "full"
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -124,7 +125,7 @@ class BoundarySettings(Settings):
     )
 
     def dimensions(self, width: int) -> int | None:
-        """k for a model of this width d; None if the boundary is not compressed."""
+        """Return k for a model of this width d; None if the boundary is not compressed."""
         return dimensions_of(self.rank, width)
 
 
@@ -149,7 +150,7 @@ class StageSettings(Settings):
 
 
 class StagesSettings(Settings):
-    """Stages of machines that are alike; layers are split evenly."""
+    """Stages of equal machines; layers are split evenly."""
 
     count: int = Field(ge=1)
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
@@ -180,12 +181,12 @@ class _Replica(Settings):
 
     @property
     def accelerators_of_member(self) -> int:
-        """How many accelerators compute as one member."""
+        """Number of accelerators that compute as one member."""
         raise NotImplementedError
 
 
 class DatacenterReplica(_Replica):
-    """A replica that holds the whole model at one well-connected site."""
+    """Replica that holds the whole model at one well-connected site."""
 
     kind: Literal["datacenter"]
     engine: EngineName = Field("torch", description="`torch` is one process; the others spread over ranks")
@@ -216,12 +217,12 @@ class DatacenterReplica(_Replica):
 
     @property
     def accelerators_of_member(self) -> int:
-        """As the YAML says, or one a rank."""
+        """Number in the YAML, or one per rank."""
         return self.world if self.accelerators is None else self.accelerators
 
     @property
     def data_parallel(self) -> int:
-        """Into how many parts a micro-batch is cut."""
+        """Number of parts that a micro-batch is split into."""
         return self.world // (self.torchtitan.tensor_parallel if self.engine == "torchtitan" else 1)
 
     @property
@@ -230,7 +231,7 @@ class DatacenterReplica(_Replica):
 
 
 class ParticipantsReplica(_Replica):
-    """A replica held together by S low-bandwidth machines, one pipeline stage each."""
+    """Replica of S low-bandwidth machines with one pipeline stage each."""
 
     kind: Literal["participants"]
     count: Annotated[str | int | None, AddedLater()] = Field(
@@ -252,7 +253,7 @@ class ParticipantsReplica(_Replica):
 
     @property
     def accelerators_of_member(self) -> int:
-        """Of every stage."""
+        """Number of accelerators of every stage."""
         return self.accelerators
 
     @property
@@ -277,12 +278,12 @@ class ParticipantsReplica(_Replica):
         return None if own is None else own.listen
 
     def line_of(self, stage: int) -> str | None:
-        """The kind of line of a stage's machine."""
+        """Return the kind of line of a stage's machine."""
         own = self.stages if isinstance(self.stages, StagesSettings) else self.stage_settings(stage)
         return self.line if own is None or own.line is None else own.line
 
     def layer_ranges(self, layers: int) -> list[range]:
-        """The layers of each stage: as the YAML says, or split evenly with earlier stages taking the remainder."""
+        """Return the layers of each stage: as in the YAML, or split evenly with earlier stages taking the remainder."""
         if isinstance(self.stages, list):
             counts = [stage.layers for stage in self.stages]
         else:
@@ -296,7 +297,7 @@ ReplicaSettings = Annotated[DatacenterReplica | ParticipantsReplica, Field(discr
 
 
 class GraceSettings(Settings):
-    """How long a round waits for the others once a quorum has contributed: so many times as late as they came."""
+    """Wait for the other replicas after a quorum has contributed: `factor` times their recent delays."""
 
     factor: float = Field(3.0, gt=0)
     least: Duration = Field(10.0, gt=0)
@@ -304,7 +305,7 @@ class GraceSettings(Settings):
 
 
 class LeaseSettings(Settings):
-    """How long a member may be silent: so many times as long as it was before."""
+    """Longest allowed silence of a member: `factor` times its longest recent silence."""
 
     factor: float = Field(5.0, gt=0)
     least: Duration = Field(15.0, gt=0)
@@ -312,7 +313,7 @@ class LeaseSettings(Settings):
 
 
 class HangSettings(Settings):
-    """How long a member may compute without getting on: so many times as long as it did before."""
+    """Longest time of a member without progress: `factor` times its longest recent one."""
 
     factor: float = Field(20.0, gt=0)
     least: Duration = Field(300.0, gt=0)
@@ -320,14 +321,14 @@ class HangSettings(Settings):
 
 
 class MagnitudeSettings(Settings):
-    """How much larger a contribution may be than others of its round, and than the replica's own before."""
+    """Largest size of a contribution, relative to others of its round and to earlier ones of its replica."""
 
     scale: float = Field(5.0, gt=1, description="so many times as large it is scaled down to that")
     leave_out: float = Field(50.0, gt=1, description="so many times as large it is not counted")
 
 
 class ExchangeSettings(Settings):
-    """Where contributions are exchanged, and when a round closes."""
+    """Address of the exchange, and the conditions under which a round closes."""
 
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
     insecure: Annotated[bool, AddedLater()] = Field(
@@ -352,7 +353,7 @@ class ExchangeSettings(Settings):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Which part of the model this is: stage `index` of `count`, owning the layers of `layers`."""
+    """Part of the model of one stage: stage `index` of `count`, with the layers `layers`."""
 
     index: int
     count: int

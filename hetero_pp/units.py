@@ -1,6 +1,6 @@
-"""Quantities as people write them: `100 Mbit/s`, `20 ms`, `512 MiB`, `1/8`.
+"""Quantities with units as users write them: `100 Mbit/s`, `20 ms`, `512 MiB`, `1/8`.
 
-Everything inside the program is a plain number in base units: bits per second, seconds, bytes.
+Inside the program every quantity is a plain number in base units: bits per second, seconds, bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FRACTION = re.compile(r"-?[0-9]{1,30}(/[0-9]{1,30}|(\.[0-9]{0,30})?([eE][+-]?[0
 
 
 def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
-    """Parse `value` ("100 Mbit/s") to base units; ValueError names what was expected."""
+    """Parse `value` ("100 Mbit/s") to base units. Raises ValueError that names the expected form."""
     expected = f"expected a number and a unit such as `{example}`"
     match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
     if match is None or not match[2]:
@@ -71,7 +71,7 @@ def parse_any(value: Any) -> float:
 
 
 def format_bits_per_second(value: float | None) -> str:
-    """1e8 -> "100 Mbit/s"; None -> "unlimited"."""
+    """Format bits per second: 1e8 -> "100 Mbit/s"; None -> "unlimited"."""
     if value is None:
         return "unlimited"
     for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
@@ -81,7 +81,7 @@ def format_bits_per_second(value: float | None) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """1536 -> "1.54 kB"."""
+    """Format bytes: 1536 -> "1.54 kB"."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g} {unit}"
@@ -89,27 +89,27 @@ def format_bytes(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """0.125 -> "12.5%"; next to nothing is "0.0%", below zero, too."""
+    """Format a share: 0.125 -> "12.5%"; values near zero are "0.0%", also below zero."""
     return f"{round(value, 3) + 0.0:.1%}"
 
 
 def format_ratio(value: float) -> str:
-    """0.03125 -> "1/32"."""
+    """Format a ratio: 0.03125 -> "1/32"."""
     return str(Fraction(value).limit_denominator(4096))
 
 
 def format_count(count: int, one: str) -> str:
-    """(1, "replica") -> "1 replica"; (2000, "replica") -> "2,000 replicas"."""
+    """Format a count: (1, "replica") -> "1 replica"; (2000, "replica") -> "2,000 replicas"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
 def format_times(count: int) -> str:
-    """1 -> "once"; 2,000 -> "2,000 times"."""
+    """Format a number of times: 1 -> "once"; 2,000 -> "2,000 times"."""
     return "once" if count == 1 else format_count(count, "time")
 
 
 def format_seconds(value: float) -> str:
-    """0.02 -> "20 ms"; 95 -> "1:35"."""
+    """Format seconds: 0.02 -> "20 ms"; 95 -> "1:35"."""
     if value < 1:
         return f"{value * 1e3:.4g} ms"
     if value < 60:
@@ -120,7 +120,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_duration(value: float) -> str:
-    """Seconds in the unit that fits: 0.02 -> "20 ms", 90 -> "1.5 min", 6500 -> "1.81 h", 1e6 -> "11.6 days"."""
+    """Format seconds in the unit that fits: 0.02 -> "20 ms", 90 -> "1.5 min", 6500 -> "1.81 h", 1e6 -> "11.6 days"."""
     for seconds, least, unit in (
         (86400 * 365.0, 2, "years"),
         (86400.0, 2, "days"),
@@ -136,7 +136,7 @@ def format_duration(value: float) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """So many digits and never an exponent: 5123 -> "5,120", 14.25 -> "14.2", 0.00123 -> "0.00123"."""
+    """Format a number with `digits` digits and no exponent: 5123 -> "5,120", 14.25 -> "14.2", 0.00123 -> "0.00123"."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = digits - 1 - math.floor(math.log10(abs(value)))

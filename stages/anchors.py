@@ -1,14 +1,16 @@
-"""What a receiving stage learns by itself of what its boundary dropped: a table by token, which nobody ever sends.
+"""Anchors: a table by token that a receiving stage learns for what its boundary dropped, and that is never sent.
 
-Shapes: B sequences, L positions, D width, R rank, V vocabulary. The receiver knows every token, so part of what
-compression dropped can be told from the tokens alone:
+Shapes: B sequences, L positions, D width, R rank, V vocabulary. The receiver knows every token, so it can estimate a
+part of what compression dropped from the tokens alone:
 
     x_hat = P x + T_perp[t] + w A[t] W
 
-T_perp tells it of the embedding, and decays with depth; A [V, R] and W [R, D] learn the rest, by the gradient at x_hat,
-which the receiver has. The idea of factorised anchors is MAPL's (arXiv 2606.05484), which sends and synchronises them
-on boundaries that it learns, too. Here they are local: not contributed, not averaged, no part of the synced model. w is
-1, or falls to 0 towards the end of a run (`fade`), so that the synced model learns to do without them.
+T_perp gives the embedding's part, which decays with depth. A [V, R] and W [R, D] learn the rest from the gradient at
+x_hat, which the receiver has. The idea of factorized anchors is MAPL's (arXiv 2606.05484), which also sends and
+synchronizes them, on boundaries that it learns too.
+
+Here they are local: not contributed, not averaged, no part of the synchronized model. w is 1, or falls to 0 towards the
+end of a run (`fade`), so that the synchronized model learns to do without them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def anchors_of(
     rounds: int,
     *of: object,
 ) -> Anchors | None:
-    """Those at the receiving side of a hop; `of`: the run's seed, the replica, and the hop, counted from its first."""
+    """Return the anchors at the receiver of a hop; None without settings.
+
+    `of` is the run's seed, the replica, and the hop, counted from its first.
+    """
     if settings is None:
         return None
     rank = settings.dimensions(shape.width)
@@ -45,14 +50,15 @@ def anchors_of(
 
 
 class Anchors(OwnParameters):
-    """A [V, R] and W [R, D] of one boundary: AdamW as the inner loop's, without weight decay. They begin with adding
-    nothing.
+    """A [V, R] and W [R, D] of one boundary, trained by AdamW with the inner loop's settings but no weight decay.
+
+    Initially they add nothing.
     """
 
     def __init__(
         self, vocabulary: int, width: int, rank: int | None, inner: InnerSettings, total_steps: int | None, seed: int
     ) -> None:
-        """`rank` None: A [V, D] alone."""
+        """Create the parameters. If `rank` is None, there is only A [V, D]."""
         self.weight = 1.0
         """w."""
         self.weight_in: Callable[[int], float] = lambda round_: 1.0
@@ -66,12 +72,12 @@ class Anchors(OwnParameters):
         super().__init__(parameters, inner.model_copy(update={"weight_decay": 0.0}), total_steps)
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
-        """What was received, and what its tokens tell."""
+        """Return the received activations plus the weighted estimate from their tokens."""
         if self.weight == 0:
             return x_BLD
         told = F.embedding(tokens_BL, self.table)
         return x_BLD + self.weight * (told if self.expansion is None else told @ self.expansion)
 
     def enter_round(self, round_: int) -> None:
-        """Have the weight of a round, until the next."""
+        """Use the weight of this round, until the next."""
         self.weight = self.weight_in(round_)

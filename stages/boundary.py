@@ -1,7 +1,7 @@
-"""What crosses the link between two neighbouring stages, and what it becomes on the other side.
+"""Boundary between two neighbouring stages: what crosses the link, and its reconstruction on the other side.
 
-Shapes: B sequences, L positions, D width, K rank, V vocabulary. Compressed, the coefficients X U cross, and back
-come the coefficients G U of the gradient; uncompressed, X and G themselves. Source: Het-PP section 2.2.
+Shapes: B sequences, L positions, D width, K rank, V vocabulary. With compression, the coefficients X U cross, and the
+coefficients G U of the gradient come back. Without it, X and G themselves cross. Source: Het-PP section 2.2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero_pp.topology import BoundarySettings
 
 
 def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) -> Boundary:
-    """The boundary of a model of this width; `basis` [D, K'] has at least the columns that it needs."""
+    """Return the boundary of a model of this width; `basis` [D, K'] has at least the columns that it needs."""
     own = columns_of(basis, settings.dimensions(width))
     ablations = settings.ablations
     return Boundary(
@@ -41,12 +41,13 @@ class Boundary:
     perpendicular: Tensor | None = None
     """T_perp [V, D], at a receiver of compressed activations."""
     is_stale: bool = False
-    """Whether T_perp stays that of the first split (an ablation)."""
+    """Whether T_perp stays as in the first split (an ablation)."""
     discards: bool = False
-    """Whether replicas also drop what the synced embedding has gained outside the subspace since (an ablation)."""
+    """Whether replicas also drop what the synchronized embedding has since gained outside the subspace (an
+    ablation)."""
     keeps_gradient: bool = False
     last_gradient: Tensor | None = None
-    """The newest gradient [B, L, D] that crossed, if `keeps_gradient` (for Grassmann updates of U, an ablation)."""
+    """Newest gradient [B, L, D] that crossed, if `keeps_gradient` (for Grassmann updates of U, an ablation)."""
 
     @property
     def dimensions(self) -> int:
@@ -54,13 +55,13 @@ class Boundary:
         return self.width if self.basis is None else self.basis.shape[1]
 
     def split(self, embedding: Tensor) -> None:
-        """Derive T_perp from the synced token embedding [V, D]."""
+        """Derive T_perp from the synchronized token embedding [V, D]."""
         if self.basis is not None and not (self.is_stale and self.perpendicular is not None):
             self.perpendicular = perpendicular(embedding.detach(), self.basis)
 
     @torch.no_grad()
     def discard(self, embedding: Tensor) -> None:
-        """Change the split embedding [V, D], in place, to what a replica starts a round with, if it `discards`."""
+        """Replace the embedding [V, D], in place, by its projected form at the start of a round, if it `discards`."""
         if self.discards and self.basis is not None and self.perpendicular is not None:
             embedding.copy_(self.perpendicular + (embedding @ self.basis) @ self.basis.T)
 
@@ -69,29 +70,29 @@ class Boundary:
         self.basis, self.perpendicular, self.last_gradient = basis_DK, None, None
 
     def encode_activation(self, x_BLD: Tensor) -> Symbols:
-        """What the receiver will be able to tell of the sender's output."""
+        """Encode the sender's output [B, L, D] for the receiver."""
         x_BLD = x_BLD.detach()
         return self.format.activation(x_BLD if self.basis is None else project(x_BLD, self.basis))
 
     def decode_activation(self, symbols: Symbols, tokens_BL: Tensor) -> Tensor:
-        """The receiver's input [B, L, D], in memory of its own."""
+        """Return the receiver's input [B, L, D], in newly allocated memory."""
         coefficients = self.format.coefficients(symbols)
         if self.basis is None or self.perpendicular is None:
             return coefficients
         return reconstruct(coefficients, self.basis, self.perpendicular, tokens_BL)
 
     def encode_gradient(self, gradient_BLD: Tensor, key: Tensor) -> Symbols:
-        """What goes back of the gradient at the receiver's input; `key` chooses the noise of rounding."""
+        """Encode the gradient at the receiver's input; `key` selects the noise of rounding."""
         coefficients = gradient_BLD if self.basis is None else project(gradient_BLD, self.basis)
         return self.format.gradient(coefficients, key)
 
     def decode_gradient(self, symbols: Symbols) -> Tensor:
-        """The gradient [B, L, D] at the sender's output."""
+        """Return the gradient [B, L, D] at the sender's output."""
         coefficients = self.format.coefficients(symbols)
         return coefficients if self.basis is None else expand_gradient(coefficients, self.basis)
 
     def cross(self, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """Both sides at once, for a replica that is not cut up: the same arithmetic without a link."""
+        """Apply both sides at once, for a replica that is not split: the same arithmetic without a link."""
         return _Crossing.apply(x_BLD, self, tokens_BL, key)
 
 

@@ -1,7 +1,4 @@
-"""What a replica trains beside the synced model: parameters that are no part of it, and the AdamW that trains them.
-
-That is so whatever trains the model.
-"""
+"""Parameters that a replica trains beside the synchronized model, always with AdamW, whatever trains the model."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hetero_pp.learning_rates import LearningRates
 
 
 class OwnParameters:
-    """Parameters by name, clipped by their own norm. What `remember` kept can be gone back to with `restore`."""
+    """Parameters by name, clipped by their own norm. `restore` returns to the values that `remember` kept."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], inner: InnerSettings, total_steps: int | None) -> None:
         self.parameters = parameters
@@ -25,43 +22,43 @@ class OwnParameters:
         self._remembered: dict[str, Tensor] = {}
 
     def to(self, device: torch.device) -> None:
-        """Onto a device, before the first step."""
+        """Move the parameters to a device, before the first step."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
 
     def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
+        """Use other learning rates from the next step on."""
         self.optimizer.follow(rates)
 
     def step(self, step: int) -> None:
-        """One step of the gradients that have gathered, which are then gone."""
+        """Take one step with the accumulated gradients, and clear them."""
         self.optimizer.step(step, self.optimizer.gradient_norm())
 
     def drop(self) -> None:
-        """Forget the gradients of a step that does not end."""
+        """Drop the gradients of an unfinished step."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Keep what they are now; what the optimizer keeps is not copied."""
+        """Copy the current values; the optimizer's state is not copied."""
         for name, parameter in self.parameters.items():
             self._remembered.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to what was kept, if something was."""
+        """Restore the copied values, if there are any."""
         for name, kept in self._remembered.items():
             self.parameters[name].copy_(kept)
 
     def state(self) -> dict[str, Any]:
-        """Values and moments, as tensors that are still in use."""
+        """Return values and moments, as tensors that are still in use."""
         values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         return {"values": values, "optimizer": self.optimizer.state()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, of parameters of the same sizes."""
+        """Load the result of `state`, from parameters of the same shapes."""
         for name, parameter in self.parameters.items():
             parameter.copy_(state["values"][name])
         self.optimizer.load(state["optimizer"])

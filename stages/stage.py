@@ -1,7 +1,7 @@
 """One stage's share of the model: forward and backward of one micro-batch, without links or schedule.
 
-Shapes: B sequences, L positions, D width. `tokens` are always the ids [B, L + 1]; inputs are all but the last,
-targets all but the first.
+Shapes: B sequences, L positions, D width. `tokens` are always the ids [B, L + 1]; inputs are all but the last, targets
+all but the first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from stages.boundary import Boundary
 
 @dataclass
 class _InFlight:
-    """What a forward leaves for its backward."""
+    """Tensors that a forward keeps for its backward."""
 
     received: Tensor | None
     output: Tensor
 
 
 class Stage:
-    """A part of the model that computes one micro-batch at a time."""
+    """Part of the model that computes one micro-batch at a time."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Stage:
         ablations: AblationSettings | None = None,
         anchors: Anchors | None = None,
     ) -> None:
-        """`anchors`: of the boundary before this stage."""
+        """Create a stage. `anchors` are those of the boundary before it."""
         self.spec = spec
         self.module = module
         self.boundary = boundary
@@ -59,7 +59,7 @@ class Stage:
         return self.boundary.basis is not None and not self.spec.is_first
 
     def split_embedding(self, embedding: Tensor) -> None:
-        """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
+        """Derive T_perp [V, D] from the synchronized token embedding, after every outer round."""
         if self.follows_embedding:
             self.boundary.split(embedding)
         elif self.boundary.basis is not None and EMBEDDING in self.parameters and self.spec.count > 1:
@@ -68,7 +68,7 @@ class Stage:
             self.optimizer.perpendicular = self.boundary.perpendicular
 
     def forward(self, micro_batch: int, tokens: Tensor, came: Symbols | None, micro_batches: int) -> Tensor:
-        """Forward one micro-batch; returns the output [B, L, D], or the loss on the last stage.
+        """Run the forward of one micro-batch; return the output [B, L, D], or the loss on the last stage.
 
         `came` is from the stage before (None on the first). The loss is divided by `micro_batches`.
         """
@@ -82,9 +82,9 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, came: Symbols | None, key: Tensor) -> Symbols | None:
-        """Backward one micro-batch; returns what goes to the stage before (None on the first).
+        """Run the backward of one micro-batch; return the message to the stage before (None on the first).
 
-        `came` is from the stage after (None on the last), `key` chooses the rounding noise of what goes on.
+        `came` is from the stage after (None on the last); `key` selects the rounding noise of the message.
         """
         kept = self._in_flight.pop(micro_batch)
         gradient = None if came is None else self.boundary.decode_gradient(came)
@@ -94,35 +94,35 @@ class Stage:
         return self.boundary.encode_gradient(kept.received.grad, key)
 
     def enter_round(self, round_: int) -> None:
-        """Before its first step, and before it is evaluated."""
+        """Prepare for a round, before its first step and before its evaluation."""
         if self.anchors is not None:
             self.anchors.enter_round(round_)
 
     def _input(self, received: Tensor | None, tokens: Tensor) -> Tensor:
-        """What the first layer here gets."""
+        """Return the input of this stage's first layer."""
         if received is None:
             return tokens
         return received if self.anchors is None else self.anchors.add(received, tokens)
 
     def step(self, step: int, replica_norm: Tensor) -> float:
-        """The optimizer's step, and that of the anchors; returns the learning rate."""
+        """Step the optimizer and the anchors; return the learning rate."""
         if self.anchors is not None:
             self.anchors.step(step)
         return self.optimizer.step(step, replica_norm)
 
     def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
+        """Use other learning rates from the next step on."""
         self.optimizer.follow(rates)
         if self.anchors is not None:
             self.anchors.follow(rates)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """All that keep moments."""
+        """All optimizers with moments."""
         return self.optimizer.optimizers + ([] if self.anchors is None else self.anchors.optimizer.optimizers)
 
     def drop(self) -> None:
-        """Forget micro-batches and gradients of a step that does not end."""
+        """Drop the micro-batches and gradients of an unfinished step."""
         self._in_flight.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -130,13 +130,13 @@ class Stage:
             self.anchors.drop()
 
     def state(self) -> dict[str, Any]:
-        """What its next step depends on beside the synced parameters, as tensors that are still in use."""
+        """Return what the next step needs beside the synchronized parameters, as tensors that are still in use."""
         perpendicular = self.boundary.perpendicular if self.boundary.is_stale else None
         anchors = {} if self.anchors is None else {"anchors": self.anchors.state()}
         return {"optimizer": self.optimizer.state(), "perpendicular": perpendicular} | anchors
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave; the embedding has to be split after that."""
+        """Load the result of `state`; the embedding has to be split after that."""
         self.optimizer.load(state["optimizer"])
         if self.anchors is not None:
             self.anchors.load(state["anchors"])
@@ -145,7 +145,7 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, came: Symbols | None) -> Tensor:
-        """Forward without keeping anything: the output [B, L, D], or the loss on the last stage."""
+        """Run a forward without keeping anything; return the output [B, L, D], or the loss on the last stage."""
         inputs = tokens[:, :-1]
         received = None if came is None else self.boundary.decode_activation(came, inputs)
         output = self.module(self._input(received, inputs))

@@ -107,7 +107,7 @@ def equivalent_rank(rank: float, bits: int | None) -> float:
 
 
 def penalty_of(equivalent: float, share: float) -> Penalty:
-    """Return the expected rise of the loss if `share` of the replicas compresses; linear between the tabulated shares."""
+    """Return the expected rise of the loss if `share` of the replicas compresses; linear between the tables' shares."""
     paper = _at(PAPER, PAPER_UNCOMPRESSED, equivalent, share)
     assert paper is not None  # the ladder ends where the paper's table does
     return Penalty(paper, _at(MEASURED, MEASURED_UNCOMPRESSED, equivalent, share))

@@ -22,7 +22,7 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
     Raises ConfigError if the corpus is too small; for a streamed corpus, only the validation rows can be checked.
     """
     data, replica = spec.config.data, member.replica
-    for round_ in spec.shared_out_since[1:] if data.clusters is not None else ():  # before it begins
+    for round_ in spec.shared_out_since[1:] if data.clusters is not None else ():  # fail before the run begins
         _batches(spec, member, source, spec.share_of(replica.name, round_))
     rows = replica.batch_size // replica.micro_batches
     batches = SharedBatches(spec.share_of(replica.name, 1), lambda share: _batches(spec, member, source, share))

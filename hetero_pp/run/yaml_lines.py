@@ -71,7 +71,7 @@ class YamlLines:
                 line = _line(node.lc, part, line)
             else:
                 known = keys_beside(key[: position + 1], model)
-                if part in known or (not known and isinstance(node, CommentedMap)):  # else it names a union kind
+                if part in known or (not known and isinstance(node, CommentedMap)):  # others are kinds of a union
                     found.append(part)
                 continue
             found.append(part)

@@ -1,8 +1,8 @@
 """Time of an outer round (contribute, exchange, apply) on the clocks of all members.
 
-A member's own links transfer one message after the other. Shared lines (of a site, or of the exchange) are never idle
-while a member could use them, so the round closes exactly when the last byte has arrived (simulator.sharing). Latency
-is the exception: it adds the longest one of those that share.
+A member's own links transfer one message after the other. Lines that several members share (of a site, or of the
+exchange) are never idle while a member could use them. So the round closes exactly when the last byte has arrived
+(simulator.sharing). Latency is the exception: it adds the longest one of those that share.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Boundaries of others, which `beyond/boundaries` sets beside ours. Only the fast path has them."""
+"""Published boundary methods that `beyond/boundaries` compares with ours. Only the vectorized trainer has them."""

@@ -1,17 +1,20 @@
-"""MAPL: a projection for each boundary that stays orthogonal while it learns, and factorised tables by token.
+"""MAPL: a projection for each boundary that stays orthogonal while it learns, and factorized tables by token.
 
     sender    Z = (X - E_p[t] W_p) A_p                receiver  X_hat = Z A_p^T + E_(p+1)[t] W_(p+1)
 
-E [V, K] is trained, one for each stage; W [K, D] is fixed, with orthonormal rows; A [D, K] has orthonormal columns and
-takes a step of SPEL each inner step:
+E [V, K] is trained, one for each stage. W [K, D] is fixed, with orthonormal rows. A [D, K] has orthonormal columns and
+takes a SPEL step in each inner step:
 
     g <- g - A sym(A^T g),   m <- beta m + (1 - beta) g,   A <- polar(A - alpha polar(m))
 
-Source: MAPL (arXiv 2606.05484), of which code, beta and initial values are not published. What is ours: beta 0.95, E
-from zero by AdamW (theirs is Muon for the model), polar factors by SVD, and that replicas average A and E in each outer
-round, after which A is brought back to orthonormal columns. A_p crosses each step, and the receiver's half of its
-gradient comes back: both are a part of its bytes. Its vector quantisation is left out, of which no sizes are known.
-Shapes: B, L, D width, K rank, V vocabulary.
+Source: MAPL (arXiv 2606.05484). Its code, beta and initial values are not published. Differences from the source:
+
+- beta is 0.95, E starts at zero and is trained by AdamW (theirs is Muon for the model), and polar factors use SVD.
+- Replicas average A and E in each outer round, after which A gets orthonormal columns again.
+- Vector quantisation is left out, because its sizes are not known.
+
+A_p crosses in each step, and the receiver's half of its gradient comes back; both count as bytes. Shapes: B, L, D
+width, K rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Mapl(OwnParameters):
     def __init__(
         self, wire: Boundary, shape: ModelShape, hops: int, inner: InnerSettings, total_steps: int | None, seed: int
     ) -> None:
-        """`wire`: how K numbers cross, both ways."""
+        """Create the parameters. `wire` sets how K numbers cross, in both directions."""
         self.wire = wire
         rank, generator = wire.dimensions, torch.Generator().manual_seed(seed)
         self.projections = {f"projection.{hop}": _orthonormal(shape.width, rank, generator) for hop in range(hops)}
@@ -50,13 +53,12 @@ class Mapl(OwnParameters):
         self.parameters = {**tables, **self.projections}
 
     def to(self, device: torch.device) -> None:
-        """See OwnParameters."""
         super().to(device)
         self.expansions = [one.to(device) for one in self.expansions]
         self.momenta = {name: one.to(device) for name, one in self.momenta.items()}
 
     def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """What the receiver makes of what the sender's output is."""
+        """Return the receiver's input for a sender's output [B, L, D]."""
         projection_DK = self.projections[f"projection.{hop}"]
         z_BLK = self.wire.cross((x_BLD - self._told(hop, tokens_BL)) @ projection_DK, tokens_BL, key)
         return z_BLK @ projection_DK.T + self._told(hop + 1, tokens_BL)
@@ -66,7 +68,7 @@ class Mapl(OwnParameters):
 
     @torch.no_grad()
     def step(self, step: int) -> None:
-        """AdamW for the tables, SPEL for the projections."""
+        """Step the tables with AdamW, and the projections with SPEL."""
         super().step(step)
         alpha = STEP_SHARE * self.optimizer.rates.at(step)
         for name, projection in self.projections.items():
@@ -80,24 +82,22 @@ class Mapl(OwnParameters):
 
     @torch.no_grad()
     def averaged(self) -> None:
-        """After an average with other replicas': a mean of orthonormal columns has none."""
+        """Restore orthonormal columns after averaging with other replicas, because their mean does not have them."""
         for projection in self.projections.values():
             projection.copy_(polar(projection))
 
     def state(self) -> dict[str, Any]:
-        """See OwnParameters."""
         return super().state() | {"momenta": self.momenta}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """See OwnParameters."""
         super().load(state)
         for name, kept in state["momenta"].items():
             self.momenta[name].copy_(kept)
 
 
 def polar(matrix_DK: Tensor) -> Tensor:
-    """The matrix with orthonormal columns that is nearest; zero stays zero."""
+    """Return the nearest matrix with orthonormal columns; zero stays zero."""
     if not bool(matrix_DK.any()):
         return matrix_DK
     left, _, right = torch.linalg.svd(matrix_DK.double(), full_matrices=False)

@@ -1,4 +1,4 @@
-"""What the boundaries of others have in common, and which one settings ask for."""
+"""Interface of the published boundary methods, and their selection by settings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from stages.peers.tah_quant import TahQuant
 
 
 class Peer(Protocol):
-    """The boundaries of a whole replica. Those that learn something are OwnParameters, too."""
+    """Boundaries of a whole replica. Those that learn are also OwnParameters."""
 
     def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """What the receiver of a hop makes of the sender's output; `key` chooses the noise of rounding gradients."""
+        """Return the receiver's input for a sender's output at a hop; `key` selects the noise of rounding gradients."""
 
 
 def peer_of(
     settings: BoundarySettings, shape: ModelShape, hops: int, inner: InnerSettings, total_steps: int | None, seed: int
 ) -> Peer | None:
-    """The one that settings ask for; None for the subspace. Raises ConfigError for a rank that it cannot have."""
+    """Return the boundary method in the settings; None for the subspace. Raises ConfigError for an invalid rank."""
     asked = settings.ablations.peer
     if asked is None:
         return None
@@ -45,8 +45,9 @@ def peer_of(
 
 
 def bytes_per_token(settings: BoundarySettings, width: int, tokens_per_step: int) -> tuple[float, float] | None:
-    """Forward and back of a token at one hop, in which what crosses beside coefficients counts by the token; None for
-    the subspace. `tokens_per_step`: of a replica in an inner step.
+    """Return the bytes per token at one hop, forward and backward; None for the subspace.
+
+    Bytes that do not depend on the token are divided by `tokens_per_step`, the tokens of a replica in an inner step.
     """
     asked, rank = settings.ablations.peer, settings.dimensions(width)
     if asked is None:

@@ -1,11 +1,11 @@
-"""ResBM: an encoder and a decoder that learn, around an identity of the first K dimensions.
+"""ResBM: a learned encoder and decoder, around an identity of the first K dimensions.
 
     sender    z = W2 silu(W1 x) + x[:K]
     receiver  x_hat = V2 silu(V1 z) + [z, 0]
 
-Source: Residual Bottleneck Models (arXiv 2604.11947), of which neither code nor learning rates are published; widths
-and initial weights are those of a port of it. What is ours: AdamW with the inner loop's settings (theirs is Muon), and
-that replicas average encoders and decoders in each outer round, as they do the model. Shapes: B, L, D width, K rank.
+Source: Residual Bottleneck Models (arXiv 2604.11947). Its code and learning rates are not published; widths and initial
+weights are those of a port. Differences from the source: AdamW with the inner loop's settings (theirs is Muon), and
+replicas average encoders and decoders in each outer round, like the model. Shapes: B, L, D width, K rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ResBM(OwnParameters):
     def __init__(
         self, wire: Boundary, width: int, hops: int, inner: InnerSettings, total_steps: int | None, seed: int
     ) -> None:
-        """`wire`: how K numbers cross, both ways."""
+        """Create the parameters. `wire` sets how K numbers cross, in both directions."""
         self.wire, self.width = wire, width
         rank = wire.dimensions
         hidden = max(4 * rank, 64)
@@ -45,11 +45,11 @@ class ResBM(OwnParameters):
         super().__init__(parameters, inner, total_steps)
 
     def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """What the receiver makes of what the sender's output is."""
+        """Return the receiver's input for a sender's output [B, L, D]."""
         encoded = F.silu(x_BLD @ self.parameters[f"{hop}.encoder.in"]) @ self.parameters[f"{hop}.encoder.out"]
         z_BLK = self.wire.cross(encoded + x_BLD[..., : self.wire.dimensions], tokens_BL, key)
         decoded = F.silu(z_BLK @ self.parameters[f"{hop}.decoder.in"]) @ self.parameters[f"{hop}.decoder.out"]
         return decoded + F.pad(z_BLK, (0, self.width - self.wire.dimensions))
 
     def averaged(self) -> None:
-        """After an average with other replicas': nothing is to be done."""
+        """Do nothing: parameters stay valid when they are averaged with other replicas'."""
