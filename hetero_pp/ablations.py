@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from hetero_pp.settings import AddedLater, Ratio, Settings
 
 OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
-"""W_p1 and W_p2 [D, F]. Their outputs, added to the residual stream, should lie in the subspace. Het-PP names only
-W_p1."""
+"""W_p1 and W_p2 [D, F]: their outputs in the residual stream should lie in the subspace. Het-PP names only W_p1."""
 
 
 class PeerSettings(Settings):

@@ -63,8 +63,7 @@ class Changes:
             raise MalformedMessage(f"changes of the run: a value does not fit ({reason})") from None
 
     def require_changeable(self, config: Settings) -> None:
-        """Raise MalformedMessage for a key that cannot change, such as a path. The changes may come from another
-        host."""
+        """Raise MalformedMessage for a key that cannot change, such as a path: another host may have sent it."""
         unknown = sorted(self.history.keys() - {*values_of(config), REPLICAS}) if self.history else []
         if unknown:
             raise MalformedMessage(f"changes of the run: {unknown[0]}: found a key that cannot change in a run")

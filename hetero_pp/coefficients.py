@@ -145,8 +145,10 @@ class Bits:
 
 
 def _scales(wanted_BL: Tensor, cover: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Round scales to eighths of an octave below the largest; with `cover`, up. Returns (exponents, largest,
-    rounded)."""
+    """Round scales to eighths of an octave below the largest; with `cover`, up.
+
+    Returns (exponents, largest, rounded).
+    """
     largest = wanted_BL.amax().reshape(1)
     octaves = torch.log2(largest / wanted_BL.clamp(min=torch.finfo(torch.float32).tiny)) * SCALES_PER_OCTAVE
     octaves = octaves.floor() if cover else octaves.round()

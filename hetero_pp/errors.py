@@ -127,8 +127,10 @@ class TermOver(HeteroPPError):
 
 
 class Suspended(HeteroPPError):
-    """A member of the replica is gone. The others return to the start of the round until the replica is formed
-    again."""
+    """A member of the replica is gone.
+
+    The others return to the start of the round until the replica is formed again.
+    """
 
 
 class TooMuch(HeteroPPError):

@@ -153,8 +153,7 @@ def keep_trying(do: Callable[[], T], say: Callable[[str], object]) -> T:
 
 
 def complaint(error: StoreError | OSError) -> str:
-    """Return one line: `/runs/x/config.yaml: No space left on device (0 B of 24 MB are free on tmpfs, mounted at
-    /runs)`."""
+    """Return one line: `/runs/x/log: No space left on device (0 B of 24 MB are free on tmpfs, mounted at /runs)`."""
     if isinstance(error, StoreError) or error.errno is None:
         return str(error)
     named = f"{error.filename}: " if error.filename is not None else ""

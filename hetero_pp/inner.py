@@ -60,8 +60,7 @@ class InnerSettings(Settings):
         return {"steps": None, "warmup_steps": None, "warmup_rounds": 1.0, **values}
 
     def check(self) -> None:
-        """Raise ConfigError unless a round has one length with a matching warm-up, and the other settings fit the
-        optimizer."""
+        """Raise ConfigError unless a round has one length with its own warm-up, and the settings fit the optimizer."""
         if self.momentum is not None and self.optimizer == "adamw":
             found = f"found {self.momentum:g} with `optimizer: adamw`, which has its own in `betas`"
             raise ConfigError(("inner", "momentum"), f"{found}, expected none, or `optimizer: sgd` or `muon`")

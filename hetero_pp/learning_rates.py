@@ -56,8 +56,10 @@ class ByRounds:
     """S: steps that the replica took in the last round that included it; None if there is none."""
 
     def at(self, step: int) -> float:
-        """Return the rate of a step. During warm-up it is the rate at the step's end, so that the first step is not
-        0."""
+        """Return the rate of a step.
+
+        During warm-up it is the rate at the step's end, so that the first step is not 0.
+        """
         taken = step - self.first
         over = self._over(taken)
         if over < self.warmup_rounds:

@@ -79,8 +79,7 @@ class LinkSpec:
         return self.forward if direction == "forward" else self.backward
 
     def counted_by(self, direction: Direction) -> str:
-        """Return the member that counts the bytes of a direction: the sender; on links to the exchange, always the
-        member."""
+        """Return the member that counts a direction's bytes: the sender; on links to the exchange, the member."""
         return self.source if direction == "forward" or self.target == EXCHANGE else self.target
 
     def lines(self, direction: Direction) -> tuple[LineSpec | None, LineSpec | None]:

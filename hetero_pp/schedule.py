@@ -53,8 +53,10 @@ def forward_only(stage: int, stages: int, micro_batches: int) -> list[Event]:
 
 
 def forward_events(stage: int, stages: int, index: int) -> list[Event]:
-    """Receive, compute and send one micro-batch's activation. The first stage receives nothing, the last sends
-    nothing."""
+    """Receive, compute and send one micro-batch's activation.
+
+    The first stage receives nothing, the last sends nothing.
+    """
     events = [Event(Action.FORWARD, index)]
     if stage > 0:
         events.insert(0, Event(Action.RECEIVE_ACTIVATION, index))

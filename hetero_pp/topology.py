@@ -107,8 +107,7 @@ class AnchorSettings(Settings):
         return dimensions_of(self.rank, width)
 
     def numbers(self, vocabulary: int, width: int) -> int:
-        """Return the numbers of one boundary's anchors: the table, and the matrix that expands its rows to the
-        width."""
+        """Return the numbers of one boundary's anchors: the table, and the matrix that widens its rows."""
         rank = self.dimensions(width)
         return vocabulary * width if rank is None else rank * (vocabulary + width)
 

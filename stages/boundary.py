@@ -43,8 +43,7 @@ class Boundary:
     is_stale: bool = False
     """Whether T_perp stays as in the first split (an ablation)."""
     discards: bool = False
-    """Whether replicas also drop what the synchronized embedding has since gained outside the subspace (an
-    ablation)."""
+    """Whether replicas also drop what the synchronized embedding gained outside the subspace since (an ablation)."""
     keeps_gradient: bool = False
     last_gradient: Tensor | None = None
     """Newest gradient [B, L, D] that crossed, if `keeps_gradient` (for Grassmann updates of U, an ablation)."""

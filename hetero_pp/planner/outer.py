@@ -64,8 +64,10 @@ def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> t
 
 
 def with_outer(config: RunConfig, length: float, density: float) -> RunConfig:
-    """Return the configuration with another round length and density. `rounds` changes so that the run stays about as
-    long."""
+    """Return the configuration with another round length and density.
+
+    `rounds` changes so that the run stays about as long.
+    """
     own = length_of(config)
     total = config.outer.rounds * own
     compression = config.outer.compression.model_copy(update={"density": density})

@@ -32,8 +32,10 @@ NUMBERS_OF_MICRO_BATCHES = 3
 """Number of micro-batch counts that are tried: the largest that divide the batch."""
 
 TIMED_STEPS = 4
-"""Inner steps that are timed. The others take their mean, as they differ only by jitter; the final plan is timed
-fully."""
+"""Inner steps that are timed.
+
+The others take their mean, as they differ only by jitter; the final plan is timed fully.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,10 @@ class Schedule:
         return self.replica if rung is None else self.replica.model_copy(update={"boundary": rung.boundary})
 
     def _ratios(self, rung: Rung) -> tuple[float, float]:
-        """Return the ratio of a message's bytes to those without compression, forward and backward. Headers do not
-        shrink."""
+        """Return the ratio of a message's bytes to those without compression, forward and backward.
+
+        Headers do not shrink.
+        """
         new, old = _tensor_bytes(self.spec, self.with_boundary(rung)), _tensor_bytes(self.spec, self.replica)
         wire = self.fleet.message_bytes["activation"], self.fleet.message_bytes["gradient"]
         return 1 - (old[0] - new[0]) / wire[0], 1 - (old[1] - new[1]) / wire[1]

@@ -42,8 +42,10 @@ class Override:
 
     @classmethod
     def parse(cls, text: str, option: str = "--set", shown: str | None = None) -> Override:
-        """Parse KEY=VALUE, with the value as YAML. Raises ConfigError that names the option and the text, or
-        `shown`."""
+        """Parse KEY=VALUE, with the value as YAML.
+
+        Raises ConfigError that names the option and the text, or `shown`.
+        """
         name, separator, value = text.partition("=")
         shown = f"{option} {text}" if shown is None else shown
         if not separator or not name.strip():
@@ -53,8 +55,7 @@ class Override:
 
     @classmethod
     def of_mapping(cls, changes: Mapping[Any, Any], path: object, key: Key = ()) -> Iterator[Override]:
-        """Yield the single values of nested mappings, such as {"outer": {"rounds": 20}}, that change the YAML at
-        `path`."""
+        """Yield the values of nested mappings that change the YAML at `path`, such as {"outer": {"rounds": 20}}."""
         for part, value in changes.items():
             here = (*key, part)
             if isinstance(value, Mapping) and value:

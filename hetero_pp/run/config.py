@@ -185,8 +185,7 @@ class RunConfig(Settings):
                 raise ConfigError(here, "found `discarded` with `outer.overlap: 1`, expected `on` or `stale`")
 
     def _require_whole_boundaries(self) -> None:
-        """Raise ConfigError for a subspace: the embedding is split by values that all replicas share, not by local
-        ones."""
+        """Raise ConfigError for a subspace: the embedding is split by values that replicas share, not by local ones."""
         for index, replica in enumerate(self.replicas):
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
                 here = ("replicas", index, "boundary", "rank")

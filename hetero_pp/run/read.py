@@ -20,8 +20,7 @@ def read_run(folder: RunFolder) -> RunSpec:
 
 
 def spec_of(file: ConfigFile) -> RunSpec:
-    """Return the run of a YAML without reading its corpus; needs only the tokenizer's vocabulary. Raises
-    ConfigError."""
+    """Return the run of a YAML. Reads only the vocabulary of its tokenizer, not its corpus. Raises ConfigError."""
     config = file.config.with_absolute_paths()
     try:
         config.require_grouped()

@@ -1,5 +1,4 @@
-"""Spec of a run: a configuration and everything that follows from it alone (members, parameters, links, the run's
-id)."""
+"""Spec of a run: a configuration, and what follows from it alone: members, their parameters, links, the run's id."""
 
 from __future__ import annotations
 
@@ -205,8 +204,10 @@ class RunSpec:
         return self.at(round_).outer.rounds * self.config.inner.steps
 
     def rates_in(self, round_: int, first: int, expected: int | None) -> LearningRates:
-        """Return the learning rates of a round whose first step has the number `first`. ByRounds explains
-        `expected`."""
+        """Return the learning rates of a round whose first step has the number `first`.
+
+        ByRounds explains `expected`.
+        """
         config = self.at(round_)
         if config.inner.steps is None:
             return config.inner.rates_in(round_, config.outer.rounds, first, expected)

@@ -77,8 +77,7 @@ def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
 
 
 def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
-    """Yield lines first, because they are the limit where there are any; then links. Unlimited links show only
-    bytes."""
+    """Yield lines first, because they limit most, then links. Unlimited links show only bytes."""
     for lines in lines_alike(spec, prediction.lines):
         sizes = f"↑ {_bytes(one.up_bytes for one in lines)}  ↓ {_bytes(one.down_bytes for one in lines)}"
         busy = [fmean(one.up_busy for one in lines), fmean(one.down_busy for one in lines)]
@@ -253,8 +252,10 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
 
 
 def _draw_ratios(axes: Any, predictions: Sequence[Prediction]) -> None:
-    """Draw predicted over published numbers, one colour for each number. Bounds are arrows into the range where they
-    hold."""
+    """Draw predicted over published numbers, one colour for each number.
+
+    Bounds are arrows into the range where they hold.
+    """
     names = dict.fromkeys(one.what for prediction in predictions for one in prediction.published)
     ratios = [one.ratio for prediction in predictions for one in prediction.published]
     for color, name in enumerate(names):

@@ -22,8 +22,7 @@ AHEAD_BYTES = 12
 """Bytes per parameter with `outer.overlap`: the results of two rounds, and the start of the later one; fp32."""
 
 LOCAL_BYTES = 4
-"""Bytes per parameter with `outer.keep_local`: the parameters that a replica trains on from if a round excluded it;
-fp32."""
+"""Bytes per parameter with `outer.keep_local`: parameters from which a replica goes on if a round excluded it; fp32."""
 
 UPDATE_BYTES = 28
 """Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""

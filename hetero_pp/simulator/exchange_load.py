@@ -36,11 +36,9 @@ TRANSFER_SECONDS_A_GIGABYTE = 1.9
 RELAY_SECONDS_A_GIGABYTE = 9.0
 """CPU seconds to relay traffic: the same file."""
 CALL_SECONDS = 0.65e-3
-"""CPU seconds of a call that submits or fetches a blob, beside its bytes: benchmarks/exchange_load.py, 2 to 8
-members."""
+"""CPU seconds of a call to submit or fetch a blob, beside its bytes: benchmarks/exchange_load.py, 2 to 8 members."""
 ROUND_SECONDS, MEMBER_SECONDS = 0.04, 0.004
-"""CPU seconds to close and audit a round of the smallest model, and for reports and hashes of a member: the same
-benchmark."""
+"""CPU seconds to close and audit a round of the smallest model; for reports and hashes of a member: same benchmark."""
 VALUE_SECONDS, POSITION_SECONDS = 10e-9, 30e-9
 """CPU seconds to decode a kept value, and to decode its position if not all are kept: the same benchmark."""
 FRESH_SECONDS = 12e-9
@@ -89,8 +87,7 @@ class ExchangeLoad:
     """Predicted load of the exchange in one round."""
 
     way: str
-    """Way of exchanging contributions: a value of `simulate.exchange` such as `gather`, or `store` for an object
-    store."""
+    """Exchange of contributions: a value of `simulate.exchange` such as `gather`, or `store` for an object store."""
     contributions: Carried
     """Contributions that cross the exchange's line."""
     relayed: Carried | None

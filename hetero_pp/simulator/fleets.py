@@ -172,8 +172,7 @@ _SOME_STEPS = 100
 
 
 def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
-    """Return the bytes on the wire of one message between stages, by kind, as links count an empty one of these
-    shapes."""
+    """Return the bytes of one message between stages on the wire, by kind, for empty tensors of the run's shapes."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return {"activation": 0.0, "gradient": 0.0, "evaluation": 0.0}
     config, format_ = spec.config, format_of(replica.boundary)

@@ -136,8 +136,7 @@ class Wires:
         )
 
     def advance(self, now: float) -> list[tuple[Stream, int, float]]:
-        """Let bits cross until `now`, at most until `next_end`; return the messages that have left, with their
-        arrivals."""
+        """Let bits cross until `now`, at most `next_end`; return the messages that have left, and their arrivals."""
         rates, ended = self._rates(), []
         for stream, rate in zip(self._active, rates, strict=True):
             flow = self._flows[stream]
@@ -181,8 +180,10 @@ class Work:
     updates_due: frozenset[int]
     """Stages that make an optimizer step once the first activation of the first step has arrived."""
     steps: int = 1
-    """Number of times that the programs run. A stage that receives activations makes its optimizer step in the next
-    one."""
+    """Number of times that the programs run.
+
+    A stage that receives activations makes its optimizer step in the next one.
+    """
     first: frozenset[int] = frozenset()
     """Stages that make an optimizer step at the end of each step."""
 
@@ -201,8 +202,10 @@ class Run:
         self.free = list(free)
         """Time when each stage has finished."""
         self.left = dict(busy_until)
-        """Time when the last message of each stream has left. New messages queue behind those that were in transit
-        before."""
+        """Time when the last message of each stream has left.
+
+        New messages queue behind those that were in transit before.
+        """
         self._work, self._wires, self._on_compute = work, wires, on_compute
         self.step_ends: dict[int, list[float]] = {stage: [] for stage in work.first}
         """Times when these stages completed each optimizer step."""

@@ -119,8 +119,7 @@ def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -
 
 
 def _changes(replica: ReplicaSettings) -> Iterator[_Change]:
-    """Yield changes that save memory: those that cost no quality and little time come first; micro-batches shrink in
-    steps."""
+    """Yield changes that save memory, the cheapest in quality and time first; micro-batches shrink in steps."""
     if isinstance(replica, ParticipantsReplica):
         for extra in range(replica.extra_in_flight - 1, -1, -1):
             yield _change(replica, "extra_in_flight", extra)

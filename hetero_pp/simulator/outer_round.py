@@ -155,8 +155,10 @@ def _counts(fleets: Fleets, of: Sequence[Array]) -> list[int]:
 
 
 def _flat(fleets: Fleets, values: Sequence[Array], of: Sequence[Array]) -> Array:
-    """Return the values of the chosen members [S] of each fleet in one row. Values are [S, G], or [S] if equal for
-    all."""
+    """Return the values of the chosen members [S] of each fleet in one row.
+
+    Values are [S, G], or [S] if equal for all.
+    """
     rows = []
     for (fleet, _), own, at in zip(fleets, values, of, strict=True):
         whole = own if own.ndim == 2 else np.repeat(own[:, None], fleet.count, axis=1)

@@ -122,8 +122,10 @@ class StepTimes:
 def time_steps(
     groups: Groups, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
 ) -> StepTimes:
-    """Time `steps` inner steps and the flush. `random` draws jitter (none without it); `on_span` receives every
-    span."""
+    """Time `steps` inner steps and the flush.
+
+    `random` draws jitter (none without it); `on_span` receives every span.
+    """
     clock = GroupClock(groups, random, on_span)
     ends = clock.inner_loop(steps)
     return StepTimes(clock.free, ends)

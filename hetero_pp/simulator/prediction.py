@@ -230,8 +230,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
 
 
 def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
-    """Lengthen the round to the time that each line needs for all its bytes, of stage links and the exchange
-    together."""
+    """Lengthen the round to the time in which each line can carry all bytes, of stage links and of the exchange."""
     replicas = _replicas(spec, fleets, timed, ideal)
     full = [max(line.up_busy, line.down_busy) for line in _lines(spec, replicas, 1.0)]
     return replace(timed, round_seconds=max([timed.round_seconds, *full]))
@@ -263,8 +262,10 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
 def _run_overlapped(
     spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
 ) -> _Timed:
-    """Time rounds that overlap. Every round begins once the one before was applied, with its inner loop already
-    trained."""
+    """Time rounds that overlap.
+
+    Every round begins once the one before was applied, with its inner loop already trained.
+    """
     lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
     clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
     steps = [length.within(np.zeros(fleet.count)) for length, fleet in zip(lengths, fleets, strict=True)]

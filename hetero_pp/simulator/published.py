@@ -43,8 +43,10 @@ class Comparison:
 
 
 def compared(config: RunConfig, prediction: Mapping[str, Any]) -> list[Comparison]:
-    """Return the comparisons that apply to this configuration. Raises ConfigError for numbers that are not
-    predicted."""
+    """Return the comparisons that apply to this configuration.
+
+    Raises ConfigError for numbers that are not predicted.
+    """
     return list(_compared(config, prediction))
 
 
