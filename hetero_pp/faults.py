@@ -51,7 +51,7 @@ class Faults:
 
 
 class Missed(Faults):
-    """Delays the contributions of some rounds until the rounds are closed."""
+    """Makes contributions to some rounds arrive after their round record; injects nothing else."""
 
     def __init__(self, rounds: Iterable[int]) -> None:
         self.missed = frozenset(rounds)

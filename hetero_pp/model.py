@@ -204,7 +204,7 @@ class Transformer(nn.Module):
 
 
 def _empty_embedding(shape: ModelShape) -> nn.Embedding:
-    # nn.Embedding initializes its weights. On the meta device that imports a part of torch for a second, needlessly.
+    # nn.Embedding initializes its weights, and on the meta device that needs a second of imports of torch.
     return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 

@@ -110,7 +110,7 @@ def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
-    except OSError as error:  # nothing says that the file is damaged: it may be read later
+    except OSError as error:  # the file may be intact, and a later attempt may succeed
         raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
     except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # also for types that torch cannot compute
         raise DamagedFile(f"{called} is damaged: {error}") from None

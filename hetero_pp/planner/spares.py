@@ -24,8 +24,7 @@ class Line(Protocol):
 
 
 def group_spares(lines: Sequence[Line], stages: int) -> list[list[int]]:
-    """Return groups of `stages` machines, each in the order of its stages; the group with the fastest links comes
-    first.
+    """Return groups of `stages` machines, each in the order of its stages, fastest links first.
 
     All machines count as equal, because only their lines are known.
     """

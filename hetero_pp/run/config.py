@@ -39,7 +39,7 @@ def _run_name(value: Any) -> Any:
 
 
 class SnapshotSettings(Settings):
-    """Schedule of snapshots of the synchronized model."""
+    """Schedule and retention of snapshots of the synchronized model."""
 
     every: Annotated[int, NotPartOf.PAST] = Field(
         10, ge=1, description="rounds between snapshots; the last round always has one"

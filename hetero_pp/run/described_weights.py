@@ -11,8 +11,7 @@ from hetero_pp.run.config import RunConfig
 
 
 def with_weights_described(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model's shape and the tokenizer from the folder of `model.weights`, if it is
-    set.
+    """Return the configuration with the model's shape and tokenizer from the folder of `model.weights`, if set.
 
     A configuration that gives all of them, such as the one in a run's folder, is not changed. Nothing is read then,
     because members may run where the checkpoint is not. Raises ConfigError if the folder has no LLaMA.

@@ -33,7 +33,7 @@ class Agreement:
         first, complaints = values_of(self.first), []
         replicas = [*self.changes.had(REPLICAS, replicas_of(self.first)), *self._wanted(REPLICAS)]
         is_known = other.get(REPLICAS) in replicas
-        if len(replicas) > 1 and not is_known:  # members are told the order
+        if len(replicas) > 1 and not is_known:  # members receive the order
             is_known = _by_name(other.get(REPLICAS)) in map(_by_name, replicas)
         ours = meaning(self.first, NotPartOf.RUN) | {REPLICAS: other[REPLICAS] if is_known else replicas[-1]}
         for key, now, was in differences(other, ours):

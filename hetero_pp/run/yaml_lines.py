@@ -35,8 +35,7 @@ class YamlLines:
         return ConfigError((), where + self.as_entries(error.message))
 
     def as_entries(self, message: str) -> str:
-        """Return the message with hints for groups of `count` replaced by hints for the entry that stands for all of
-        them.
+        """Return the message with hints for groups of `count` replaced by hints for their common entry.
 
         The file has no entry `home-1`: `--set replicas.home-1.batch_size=4` becomes `--set replicas.home.batch_size=4`.
         """

@@ -158,7 +158,7 @@ class Wires:
         arrival = now + path.latency
         if self._random is not None:
             arrival += path.jitter * float(self._random.random())
-        flow.last_arrival = max(flow.last_arrival, arrival)  # none overtakes another
+        flow.last_arrival = max(flow.last_arrival, arrival)  # no message overtakes another
         return stream, micro_batch, flow.last_arrival
 
     def _rates(self) -> list[float]:
@@ -287,7 +287,7 @@ class Run:
     def _send(self, stream: Stream, micro_batch: int, now: float) -> None:
         if now >= self.left[stream]:
             self._wires.send(stream, micro_batch, now)
-        else:  # a message from before these programs still leaves
+        else:  # an earlier message is still leaving
             self._at(self.left[stream], partial(self._wires.send, stream, micro_batch))
 
     def _compute(self, stage: int, what: str, micro_batch: int, now: float, seconds: float) -> None:

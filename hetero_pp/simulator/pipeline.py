@@ -313,7 +313,7 @@ class GroupClock:
         self._compute(stage, "update", 0, self.groups.update[stage])
 
     def shift(self, seconds: Array) -> None:
-        """Move all times back by `seconds`, [G]."""
+        """Delay all recorded times by `seconds`, [G]."""
         for rows in (self.free, *self.link_free.values(), *self._last.values()):
             rows += seconds
 
