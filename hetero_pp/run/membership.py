@@ -19,7 +19,8 @@ _OPTIONAL = "optional"
 def changed_entries(config: RunConfig, had: Sequence[list[Any]]) -> Iterator[tuple[Key, Any, Any]]:
     """Yield (key, found, expected) for each change to a replica that the run has had.
 
-    `had` has the newest entries last. A returning replica has to be compatible with its own member checkpoint, and with its history in the run log.
+    `had` has the newest entries last. A returning replica has to be compatible with its own member checkpoint, and with
+    its history in the run log.
     """
     known = {entry["name"]: entry for entries in had for entry in entries}
     for index, entry in enumerate(replicas_of(config)):
@@ -31,7 +32,7 @@ def changed_entries(config: RunConfig, had: Sequence[list[Any]]) -> Iterator[tup
 def wanted_replicas(config: RunConfig, now: list[Any]) -> list[Any]:
     """Return the entries of a YAML. Those that the run already has come first, in its order.
 
-    Raises ConfigError for changes if a text is read only once: the run would have to know which replica has read which part.
+    Raises ConfigError for changes if a text is read only once: the run does not know which replica has read which part.
     """
     entries = {entry["name"]: entry for entry in replicas_of(config)}
     order = [*(entry["name"] for entry in now if entry["name"] in entries), *entries]
