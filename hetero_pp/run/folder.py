@@ -58,7 +58,7 @@ class RunFolder:
         return self.path / "text"
 
     def identity(self, ticket: str) -> Path:
-        """Files that a host received for a ticket."""
+        """Return the folder of the files that a host received for a ticket."""
         return self.path / "identity" / ticket
 
     @property
@@ -72,9 +72,9 @@ class RunFolder:
         return self.path / "lines"
 
     def state(self, member: str) -> Path:
-        """Member checkpoint, from which a member resumes."""
+        """Return the path of the member checkpoint, from which a member resumes."""
         return self.path / "state" / member
 
     def output(self, member: str) -> Path:
-        """Output of a member's process."""
+        """Return the file that keeps the output of a member's process."""
         return self.path / "logs" / f"{member}.log"
