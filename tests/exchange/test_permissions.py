@@ -311,13 +311,13 @@ def test_text_of_a_member_reaches_no_terminal_as_it_is(served: _Served) -> None:
 
 
 def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
-    """A field that is not known here, as a newer protobuf would keep, and an address of megabytes."""
+    """A field that is not known here, as a newer protobuf would keep, and an address of 60 KiB."""
     served.run.assign(0, "a", "b")
     client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x40" + bytes(1 << 20)
     told = pb.Report(finished=pb.Finished()).SerializeToString() + unknown
     client.report([pb.Report.FromString(told)])
     served.run.exchange.died("b", "it has ended")
-    served.client(SECRET.credentials("b")).join("b", "x" * (1 << 20))
+    served.client(SECRET.credentials("b")).join("b", "x" * (60 << 10))
     assert max(one.ByteSize() for one in _reports(served.run)) < 2_000
 
 
