@@ -356,7 +356,6 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("newest_snapshot",),
             ("snapshot", 6, "a", "b"),
             ("snapshot", 0, "a"),
-            ("upload_url", "dc", ADDRESS, hashlib.sha256(BLOB).digest(), 7, TERM),
             ("deposit", "dc", ADDRESS, BLOB, 7, 50, TERM),
             ("record", 3, "dc", TERM),
             ("fetch", "dc", 3, "home", "norm"),
