@@ -1,4 +1,4 @@
-"""The axis below a panel: where values stand on it, and which of them it names so that no two names touch."""
+"""Scale and tick labels of a panel's horizontal axis; labels never overlap."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOGARITHMIC = 8
-"""Values of which the largest is this many times the smallest stand on a logarithmic axis."""
+"""Ratio of the largest value to the smallest from which the axis is logarithmic."""
 OF_A_LETTER = 0.02
-"""Width, as a share of the axis, of which a gap between two names has one, too."""
+"""Width of one letter as a share of the axis; labels also keep a gap of one letter."""
 
 
 class Place(NamedTuple):
-    """A value: where it stands, and what the axis calls it."""
+    """Position and label of a value on the axis."""
 
     x: float
     name: str
 
 
 def places_of(values: Sequence[str]) -> list[Place]:
-    """Where values stand as the user said them: numbers, ratios and quantities by their size, others in their order."""
+    """Return the position of each value as the user wrote it.
+
+    Numbers, ratios and quantities are placed by size. If any value is none of these, all are placed in their order.
+    """
     numbers = [_number(value) for value in values]
     known = [number for number in numbers if number is not None]
     if len(known) < len(values):
@@ -34,7 +37,7 @@ def places_of(values: Sequence[str]) -> list[Place]:
 
 
 def lay_out(axes: Axes, places: Sequence[Place]) -> None:
-    """Scale the axis to the places, with room at its ends, and name those that have room for it."""
+    """Scale the axis to the places, leave a margin at both ends, and label the places that have room."""
     known = sorted({place.x: place for place in places}.values())
     if not known:
         axes.set_xticks([])
@@ -53,7 +56,7 @@ def lay_out(axes: Axes, places: Sequence[Place]) -> None:
 
 
 def _with_room(places: Sequence[Place], is_logarithmic: bool) -> list[Place]:
-    """Those whose names do not touch: both ends, then the shortest names first."""
+    """Return the places whose labels do not overlap: both ends first, then those with the shortest labels."""
     along = [math.log(place.x) if is_logarithmic else place.x for place in places]
     width = (along[-1] - along[0]) or 1.0
     lengths = [len(place.name) for place in places]

@@ -1,4 +1,4 @@
-"""Which line of which file a complaint about a row's configuration is to be mended in."""
+"""Location (file and line, or `--sweep` option) of a configuration error in a row of an experiment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_A_BOUNDARY = ("rank", "bits", "ablations")
 
 
 def located(error: ConfigError, row: Row, experiment: Experiment, scale: Scale) -> ConfigError:
-    """A complaint about a key of a row's run, with the `--sweep`, or the file and line, that said so."""
+    """Return an error about a row's run with the `--sweep` option, or the file and line, that set the key."""
     key = _without_variants(error.key)
     if isinstance(row, SweptRow):
         about = [cell for cell in row.swept if _overlap(_parts(cell), key)] or list(row.swept)
@@ -28,7 +28,7 @@ def located(error: ConfigError, row: Row, experiment: Experiment, scale: Scale) 
 
 
 def _places(row: Row, experiment: Experiment, scale: Scale) -> Iterator[Key]:
-    """Of what a row changes, the key in its experiment: what is applied last comes first."""
+    """Yield the keys in the experiment's file of everything that the row changes, in reverse order of application."""
     own: Key = ("rows", [one.name for one in experiment.rows].index(row.name))
     yield from ((*own, "cells", cell) for cell in reversed(row.cells))
     yield from ((*own, "at", scale.name, cell) for cell in reversed(row.at.get(scale.name, {})))
@@ -46,12 +46,15 @@ def _parts(cell: str) -> tuple[str, ...]:
 
 
 def _overlap(parts: Sequence[str], key: Sequence[str]) -> bool:
-    """Whether one lies below the other, or both are one; what is told of all replicas is nobody's."""
+    """Return whether one key is a prefix of the other, or both are equal.
+
+    A key that is `replicas` alone overlaps only with itself, because an error about all replicas is no single cell's.
+    """
     length = min(len(parts), len(key))
     is_telling = length > 1 or parts[0] != "replicas" or len(parts) == len(key)
     return length > 0 and is_telling and tuple(parts[:length]) == tuple(key[:length])
 
 
 def _without_variants(key: Sequence[str | int]) -> tuple[str, ...]:
-    """The key of a run as cells say it: `replicas.boundary.rank` of every replica, whichever its kind."""
+    """Return a run's key as cells write it: `replicas.boundary.rank` for a replica of either kind, without its index."""
     return tuple(part for part in key if isinstance(part, str) and part not in ("datacenter", "participants"))

@@ -1,4 +1,4 @@
-"""The experiments and scales of a folder; a file that cannot be used is told, and leaves the others as they are."""
+"""Experiments and scales of a folder; a file that cannot be used is reported, and the others stay usable."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Kind = TypeVar("Kind", Scale, Experiment)
 
 
 class Catalog:
-    """What the YAMLs of a folder, and of the folders in it, define.
+    """Experiments and scales that the YAML files of a folder and of its direct subfolders define.
 
-    A file with `base`, or in a folder `scales`, is a scale, any other an experiment. Scales that the folder does not
-    have are the shipped ones. `broken` has, by the experiment's name, what is wrong with a file that cannot be used.
+    A file with the key `base`, or in a folder `scales`, is a scale; any other file is an experiment. Shipped scales are
+    added if the folder has none of that name. `broken` maps the names of unusable experiments to their errors.
 
     Raises ConfigError if there is no such folder.
     """
@@ -41,15 +41,15 @@ class Catalog:
                 self._add(path, path.stem)
 
     def scale(self, name: str) -> Scale:
-        """A scale by name; ConfigError says what is wrong with its file, or lists the known ones."""
+        """Return a scale by name. Raises ConfigError: the error of its file, or a list of the known names."""
         return _find(name, self.scales, self._broken_scales, "scale")
 
     def experiment(self, name: str) -> Experiment:
-        """An experiment by name; ConfigError says what is wrong with its file, or lists the known ones."""
+        """Return an experiment by name. Raises ConfigError: the error of its file, or a list of the known names."""
         return _find(name, self.experiments, self.broken, "experiment")
 
     def _add(self, path: Path, called: str) -> None:
-        """Take a file in; `called` is its name if it has none."""
+        """Add the scale or experiment of a file; a broken file without a usable name is recorded under `called`."""
         content: Any = {}
         try:
             lines = YamlLines(path)
@@ -71,7 +71,7 @@ def _is_scale(path: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _define(kind: type[Kind], content: Any, lines: YamlLines, known: dict[str, Kind]) -> None:
-    """Add what a file defines; ConfigError names file, line and key."""
+    """Add the definition in a file. Raises ConfigError with file, line and key."""
     try:
         defined = kind.model_validate(content)
     except ValidationError as error:

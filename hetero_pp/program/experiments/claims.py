@@ -1,4 +1,4 @@
-"""What came of a table's claims: in each forward, as one family, on slices of the validation rows."""
+"""Verdicts on a table's claims: in each forward, judged as one family, and on slices of the validation rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from hetero_pp.program.experiments.verdict import Values, holm, judge, p_value, 
 
 
 def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, Any]]:
-    """Of each claim, ready for JSON: its verdict in the forward that it is of and in the others; `p` and `family`, the
-    verdict where the table's claims are judged as one family; `slices`, the interval over slices of the validation
-    rows; and `about`, which is the same for claims of other tables that say the same of the same rows.
+    """Return the results of each claim, ready for JSON.
+
+    Each result has the verdict in the claim's own forward and in the others. `p` and `family` are the verdict when the
+    table's claims are judged as one family. `slices` is the interval over slices of the validation rows. `about` is
+    equal for claims of different tables that state the same about the same rows.
     """
     shares = {row.name: row.compressed_share for row in experiment.rows}
     at_the_end = known_values(outcomes)
@@ -40,7 +42,7 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
 
 
 def known_values(outcomes: Outcomes) -> dict[str, Values]:
-    """The last loss of each row and seed, by forward; and what was measured beside: bias, similarity, megabytes."""
+    """Return the last loss of each row and seed by forward, and the other measurements: bias, similarity, megabytes."""
     values: dict[str, Values] = {
         forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
@@ -52,32 +54,35 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
 
 
 def _early_values(claim: Claim, outcomes: Outcomes) -> dict[str, Values]:
-    """What is known of the round that a claim of an earlier one is about, as `known_values` has it of the end."""
+    """Return the values for a claim about an earlier round, in the form of `known_values`."""
     return {"own": {row: _losses_after(seeds, claim.after) for row, seeds in outcomes.items()}}
 
 
 def _losses_after(seeds: Mapping[int, Outcome], share: float) -> dict[int, float]:
-    """After the first of the rounds by which this share of them is over, by seed."""
+    """Return the loss by seed after the first round at which this share of the rounds is complete."""
     known = {seed: one["validation_loss"] for seed, one in seeds.items() if not one["diverged"]}
     return {seed: losses[math.ceil(share * len(losses) - 1e-9) - 1] for seed, losses in known.items()}
 
 
 def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
-    """Of the synced model at the end, by seed, where it has one."""
+    """Return the synced model's final loss by seed, for the seeds that have one."""
     known = {seed: one for seed, one in seeds.items() if not one["diverged"]}
     found = {seed: one["validation_loss"][-1] if forward == "own" else one[forward] for seed, one in known.items()}
     return {seed: loss for seed, loss in found.items() if loss is not None}
 
 
 def _means(seeds: Mapping[int, Outcome], measured: str) -> dict[int, float]:
-    """Over the rounds in which it was measured, by seed: (round, value, ...)."""
+    """Return the mean by seed over the rounds with a measurement; an entry is (round, value, ...)."""
     return {
         seed: fmean(one[1] for one in outcome[measured]) for seed, outcome in seeds.items() if outcome.get(measured)
     }
 
 
 def _megabytes(seeds: Mapping[int, Outcome], way: str) -> dict[int, float]:
-    """That a replica sends over the run, by seed, where it was measured: the mean over those rounds for all of them."""
+    """Return the megabytes that a replica sends over the run, by measured seed.
+
+    Extrapolates the mean over the measured rounds to all rounds.
+    """
     return {
         seed: len(outcome["validation_loss"]) * fmean(ways_of(Volume(*one[1:]))[way] for one in outcome["volume"]) / 1e6
         for seed, outcome in seeds.items()
@@ -86,14 +91,18 @@ def _megabytes(seeds: Mapping[int, Outcome], way: str) -> dict[int, float]:
 
 
 def ways_of(volume: Volume) -> dict[str, float]:
-    """Bytes by the ways that claims may be of: in a ring dense ones are summed, sparse ones passed on, as in papers."""
+    """Return bytes by the collectives that claims can be about.
+
+    A ring sums dense contributions and forwards sparse ones, as in the papers.
+    """
     ring = volume.ring_all_gather if volume.ring_all_reduce is None else volume.ring_all_reduce
     return {"gather": volume.gather, "ring": ring, "sparse_ring": volume.sparse_ring}
 
 
 def _in_each_forward(claim: Claim, values: Mapping[str, Values], shares: Mapping[str, float]) -> dict[str, Any]:
-    """The verdict in the forward that the claim is of, and in every other in which all its rows have a loss, unless
-    that is the same.
+    """Return the verdict in the claim's forward, and in each other forward where all its rows have a loss.
+
+    Another forward is omitted if its losses are the same.
     """
     others, own = [], values[claim.of]
     for forward in FORWARDS if claim.of in FORWARDS else ():
@@ -105,7 +114,7 @@ def _in_each_forward(claim: Claim, values: Mapping[str, Values], shares: Mapping
 
 
 def _slices(outcomes: Outcomes, claim: Claim) -> Sequence[Values]:
-    """The losses on each slice in the claim's forward; rows that are older than the record of them have none."""
+    """Return the losses on each slice in the claim's forward; rows trained before slices were recorded have none."""
     lists = {row: _lists(outcomes.get(row, {}), claim.of) for row in claim.rows()}
     count = min((len(losses) for seeds in lists.values() for losses in seeds.values()), default=0)
     return [
@@ -120,7 +129,7 @@ def _lists(seeds: Mapping[int, Outcome], forward: str) -> dict[int, list[float]]
 
 
 def _about(claim: Claim, outcomes: Outcomes) -> str | None:
-    """A hash of what is said, and of the rows of which it is said; None if a row was not trained."""
+    """Return a hash of the statement and of the rows that it is about; None if a row was not trained."""
     keys = {row: sorted(one["key"] for one in outcomes.get(row, {}).values()) for row in claim.rows()}
     if not all(keys.values()):
         return None
@@ -131,7 +140,7 @@ def _about(claim: Claim, outcomes: Outcomes) -> str | None:
 
 
 def _with_keys(part: Any, keys: Mapping[str, Sequence[str]]) -> Any:
-    """The same with rows' keys for their names."""
+    """Return the part of a claim with each row's name replaced by its keys."""
     if isinstance(part, dict):
         return {name: _with_keys(one, keys) for name, one in part.items()}
     return keys[part] if isinstance(part, str) else [_with_keys(one, keys) for one in part]

@@ -1,4 +1,4 @@
-"""`hetero-pp reproduce`: train the rows that are not known yet, then write every table and its verdicts."""
+"""`hetero-pp reproduce`: train the rows without an outcome, then write every table and its verdicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from replica_groups.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:
-    """Train what is missing, then write every table and its verdicts. Raises RunFailed if a row was not trained."""
+    """Train the missing rows, then write every table and its verdicts. Raises RunFailed if a row was not trained."""
     console = standard_output()
     settings, broken = request.settings()
     rows = request.results.absolute() / request.catalog.scale(request.scale).name / ROWS
@@ -45,7 +45,7 @@ def reproduce(request: Request) -> None:
     if ranks.rank == 0:
         _tell_notes(tables.values(), console)
     if request.trains and ranks.world > 1:
-        # Which rows are missing is for the first rank to say: the others may not see its files.
+        # The first rank decides which rows are missing, because the other ranks may not see its files.
         agreed = [job for job, is_missing in wanted if ranks.gather(is_missing)[0]]
         train_on_ranks(agreed, request.training, ranks, console)
     elif request.trains:
@@ -66,14 +66,14 @@ def reproduce(request: Request) -> None:
 
 
 def _tell_notes(tables: Iterable[_Table], console: Console) -> None:
-    """Print what of the corpora is skipped, each line once."""
+    """Print which parts of the corpora are skipped; print each line once."""
     found = (notes_on(table.corpus.data, table.corpus.source) for table in tables if table.corpus is not None)
     for note in dict.fromkeys(chain.from_iterable(found)):
         tell(console, note)
 
 
 class _Table:
-    """One experiment's jobs: those that were asked for, and further seeds that are known already."""
+    """Jobs of one experiment: the requested ones, and further seeds that already have outcomes."""
 
     def __init__(
         self, setting: Setting, request: Request, rows: Path, outcomes: Mapping[str, Outcome], console: Console
@@ -105,7 +105,7 @@ class _Table:
                 self.known += done
 
     def write(self, folder: Path, outcomes: Mapping[str, Outcome], console: Console) -> None:
-        """Make the table of what is known, unless that is nothing and there is a table that knows something."""
+        """Write the table of all known outcomes; keep an existing table with results if nothing is known."""
         known: dict[str, dict[int, Outcome]] = {}
         for row, job in self.asked + self.known:
             if (outcome := outcomes.get(job.key)) is not None:

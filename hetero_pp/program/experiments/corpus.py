@@ -1,4 +1,4 @@
-"""The corpus of an experiment: encoded by the tokenizer that was named, or by one trained on it; or streamed."""
+"""Corpus of an experiment: encoded with the named tokenizer or with one trained on it, or streamed."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoding
 
 SAMPLED = 2 << 20
-"""Bytes of a corpus, of which its number of tokens is estimated: of Python's standard library within 10 %."""
+"""Bytes of the sample from which a corpus's tokens are estimated: within 10 % for Python's standard library."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus that is ready. `data` names its tokenizer, so any process can open it again."""
+    """A prepared corpus. `data` names its tokenizer, so any process can open it again."""
 
     data: DataSettings
     source: Source
     cache: Path
-    """The folder of encoded corpora."""
+    """Folder of encoded corpora."""
     tokenizer: Tokenizer | None = None
-    """That the user named; None for one that was trained on the corpus."""
+    """Tokenizer that the user named; None if it was trained on the corpus."""
 
     @property
     def digest(self) -> str:
-        """Names its tokens; of a streamed one its files, and how they are read."""
+        """Identifier of the corpus's tokens; for a streamed corpus, of its files and of how they are read."""
         return self.source.fingerprint if isinstance(self.source, StreamedCorpus) else self.source.digest
 
 
 def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress = untold) -> Corpus:
     """Encode the corpus, or find it in `cache`; open it if it is streamed.
 
-    The tokenizer is the one that `data` names; where it names none, one of `vocabulary` tokens that is trained on the
-    corpus. Raises ConfigError if a streamed corpus has none, or too little to validate on.
+    Uses the tokenizer that `data` names. Otherwise trains one with `vocabulary` tokens on the corpus. Raises
+    ConfigError if a streamed corpus has no named tokenizer, or too little validation data.
     """
     require_tokenizer(data)
     tokenizer = load_tokenizer(data) if data.names_tokenizer else None
@@ -67,7 +67,7 @@ def require_tokenizer(data: DataSettings) -> None:
 
 
 def estimate_tokens(data: DataSettings, vocabulary: int) -> int:
-    """About how many tokens a corpus has that is not streamed, from a sample of it: no more is read."""
+    """Estimate the number of tokens of a corpus that is not streamed; reads a sample only."""
     texts, share = sample(data, SAMPLED)
     some = [text[:SAMPLED] for text in texts]
     if data.names_tokenizer:
@@ -79,7 +79,7 @@ def estimate_tokens(data: DataSettings, vocabulary: int) -> int:
 
 
 def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress) -> Path:
-    """A byte-pair encoding of the corpus with this many tokens, trained once and kept in `cache`."""
+    """Return the path of a byte-pair encoding with `vocabulary` tokens, trained on the corpus once and kept in `cache`."""
     name = hashlib.sha256(f"{fingerprint(data)}/{vocabulary}".encode()).hexdigest()[:24]
     path = cache / f"bpe-{vocabulary}-{name}.json"
     if not path.exists():
@@ -91,7 +91,7 @@ def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_prog
 
 
 def _trained(texts: Iterable[str], vocabulary: int) -> Encoding:
-    """A byte-pair encoding of these texts."""
+    """Train a byte-pair encoding on the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""What an experiment is: rows as changed cells over a scale's base, the paper's values, claims as inequalities."""
+"""Definition of an experiment: rows as changed cells over a scale's base, the paper's values, claims as inequalities."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hetero_pp.settings import Ratio, Settings
 from hetero_pp.topology import Rank
 
 Cells = dict[str, Any]
-"""Changed cells by dotted name: those of a run, as `outer.method: diloco`; `replicas.batch_size` is every replica's."""
+"""Changed cells of a run by dotted name, as `outer.method: diloco`; `replicas.batch_size` changes every replica."""
 
 
 def is_a_name(text: str) -> bool:
-    """Whether results can lie under it: `rank`, `mine/rank`."""
+    """Return whether the text can be a path for results: `rank`, `mine/rank`."""
     return re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)*", text) is not None
 
 
@@ -32,21 +32,21 @@ Name = Annotated[str, AfterValidator(_checked)]
 
 
 class Definition(Settings):
-    """What one file of experiments says."""
+    """Content of one definition file."""
 
     _file: Path | None = PrivateAttr(None)
 
     def located(self, error: ConfigError) -> ConfigError:
-        """A complaint about it with the file and the line of its key, if it comes from a file."""
+        """Return the error with the file and the line of its key, if the definition was read from a file."""
         return error if self._file is None else YamlLines(self._file).located(error, type(self))
 
     def read_from(self, file: Path) -> None:
-        """Remember the file that says so."""
+        """Record the file that the definition was read from."""
         self._file = file
 
 
 class Bring(Settings):
-    """What the user brings to a scale of a paper."""
+    """Data that the user must supply for a scale of a paper."""
 
     paper: str = Field(description="where it says so")
     corpus: str = Field(description="for --corpus")
@@ -54,7 +54,7 @@ class Bring(Settings):
 
 
 class Scale(Definition):
-    """A size at which tables are made: `base` is a run's configuration without name, seed and replicas."""
+    """A size at which tables are made; `base` is a run's configuration without name, seed and replicas."""
 
     name: Name
     about: str = ""
@@ -87,13 +87,13 @@ class Row(Settings):
 
     @property
     def compressed_share(self) -> float:
-        """The share of the replicas that is compressed: 1 - alpha in equation 5."""
+        """Share of the replicas that is compressed: 1 - alpha in equation 5."""
         named = {"none": 0.0, "half": 0.5, "all": 1.0}
         return named[self.compressed] if isinstance(self.compressed, str) else self.compressed
 
 
 class SweptRow(Row):
-    """A row that `--sweep` repeats."""
+    """A repetition of a row by `--sweep`."""
 
     of: str = Field(description="the row that it is a repetition of")
     swept: dict[str, str] = Field(description="value of each swept cell, as the user said it")
@@ -102,28 +102,30 @@ class SweptRow(Row):
 Forward = Literal["own", "compressed", "uncompressed"]
 
 FORWARDS: tuple[Forward, ...] = get_args(Forward)
-"""In which the synced model has a loss."""
+"""Forwards in which the synced model has a loss."""
 
 
 Measurement = Literal["bias", "similarity", "gather", "ring", "sparse_ring"]
 
 WAYS = ("gather", "ring", "sparse_ring")
-"""By which contributions cross, where that is measured."""
+"""Collectives for which the size of contributions is measured."""
 
 EVERY: dict[str, str] = {
     "bias": "bias_every",
     "similarity": "similarity_every",
     **dict.fromkeys(WAYS, "volume_every"),
 }
-"""What an experiment says of how often each is measured."""
+"""Key of an experiment that sets how often each quantity is measured."""
 
 
 class Claim(Settings):
-    """A statement about losses in one forward (or what was measured beside); exactly one of these is set.
+    """A statement about losses in one forward, or about another measurement; exactly one of these is set.
 
-    lower: [a, b] says that a's loss is lower than b's. equal: [a, b] says that they differ by less than `margin`.
+    lower: [a, b] says that a's loss is lower than b's.
+    equal: [a, b] says that they differ by less than `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
-    proportional: [a, b, ...] says that the others are to a as their shares of compressed replicas are, within `margin`.
+    proportional: [a, b, ...] says that each value's ratio to a's equals the ratio of their shares of compressed
+    replicas, within `margin`.
     """
 
     text: str
@@ -156,13 +158,13 @@ class Claim(Settings):
         return self
 
     def rows(self) -> set[str]:
-        """The rows that it speaks of."""
+        """Return the names of the rows in the claim."""
         pairs = [pair for pair in (self.lower, self.equal) if pair is not None] + (self.grows or [])
         return {name for pair in pairs for name in pair}.union(self.proportional or [])
 
 
 class Trend(Settings):
-    """How the gap of rows to their baselines goes with the width of the model."""
+    """How the gap between rows and their baselines depends on the width of the model."""
 
     name: str
     rows: list[str] = Field(min_length=2, description="one for each width")
@@ -216,5 +218,5 @@ class Experiment(Definition):
         return self
 
     def baseline_of(self, row: Row) -> str:
-        """The name of the row that a row's percentage is to."""
+        """Return the name of the row to which a row's percentage refers."""
         return row.baseline or self.baseline

@@ -1,4 +1,4 @@
-"""What the rows of a table are trained with, in words: sizes, tokens, rounds, density, as one value or as several."""
+"""Summary in words of what a table's rows are trained with: sizes, tokens, rounds, density."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
 PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
-"""What SparseLoCo's paper sends."""
+"""Compression settings of SparseLoCo's paper."""
 
 
 def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
-    """`0.34 M parameters, 819 k tokens, M = 4, H = 10, 40 outer rounds, density 1/32, not quantised`."""
+    """Return `0.34 M parameters, 819 k tokens, M = 4, H = 10, 40 outer rounds, density 1/32, not quantised`."""
     specs = [RunSpec(config, vocabulary) for config in configs]
     return ", ".join(part for part in _parts(specs) if part)
 
@@ -49,18 +49,18 @@ def _sent(compression: CompressionSettings) -> tuple[float, str]:
 
 
 def _joined(values: Sequence[str]) -> str:
-    """Each value once: `a`, `a or b`, `a, b or c`."""
+    """Join the distinct values: `a`, `a or b`, `a, b or c`."""
     *most, last = dict.fromkeys(values)
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def parameter_count(spec: RunSpec) -> int:
-    """Of one replica."""
+    """Return the number of parameters of one replica."""
     return sum(math.prod(shape) for shape in spec.parameter_shapes.values())
 
 
 def token_count(spec: RunSpec) -> int:
-    """That all replicas train on."""
+    """Return the number of training tokens of all replicas together."""
     rounds = range(1, spec.latest.outer.rounds + 1)
     sequences = sum(replica.batch_size for round_ in rounds for replica in spec.replicas_in(round_))
     return sequences * spec.config.data.sequence_length * spec.inner_steps
@@ -71,7 +71,7 @@ def _size(count: int) -> str:
 
 
 def rounded(tokens: int) -> str:
-    """To three digits, such as `819 k`."""
+    """Return a number of tokens with three digits, such as `819 k`."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if tokens >= factor:
             return f"{tokens / factor:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Figures in a text that is written by hand: `{micro/het-pp/table1 | loss | SparseLoCo}` stands for what is known."""
+"""Figures in a hand-written text: `{micro/het-pp/table1 | loss | SparseLoCo}` is replaced by the known value."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.definition import FORWARDS
 
 FOUND = "found.md"
-"""Beside the experiments: what was found, in words."""
+"""File beside the experiments with the findings in words."""
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Result]
-"""By scale and name, as `micro/het-pp/table1`."""
+"""Results by scale and name, such as `micro/het-pp/table1`."""
 
 
 def with_figures(path: Path, results: Results) -> str:
-    """The text of a file with its figures filled in. Raises ConfigError naming file and line of one that is not known.
+    """Return the text of a file with its figures filled in.
 
-    A figure is `{claims | VERDICT}`, how many distinct claims came to that (`all`: how many there are), or
-    `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
-    same of the paper), `bias` (percent), `similarity` (a cosine), `gather`, `ring`, `sparse_ring` (megabytes) of a row,
-    `difference` (nats) of the second row to the first, `verdict` of a claim, or `law` (percent, and its interval) of a
-    trend at a width. A last name `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
+    `{claims | VERDICT}` is the number of distinct claims with that verdict; `all` counts all of them. `{TABLE | WHAT |
+    NAME...}` is one of:
+    - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values.
+    - `bias` (percent), `similarity` (a cosine), `gather`, `ring`, `sparse_ring` (megabytes) of a row.
+    - `difference` (nats): the second row's loss minus the first's.
+    - `verdict` of a claim.
+    - `law` of a trend at a width: percent, and its interval.
+
+    A last name `compressed` or `uncompressed` selects the forward of a difference or a verdict. Raises ConfigError with
+    the file and line of an unknown figure.
     """
     text = path.read_text(encoding="utf-8")
 
@@ -41,14 +46,14 @@ def with_figures(path: Path, results: Results) -> str:
 
 
 def distinct_claims(results: Results) -> list[Mapping[str, Any]]:
-    """Of all tables; those that say the same of the same rows once."""
+    """Return the claims of all tables; claims that state the same about the same rows are returned once."""
     claims = [claim for result in results.values() for claim in result["claims"]]
     known = {claim["about"]: claim for claim in reversed(claims) if claim["about"] is not None}
     return [claim for claim in claims if claim["about"] is None or known[claim["about"]] is claim]
 
 
 def _folded(text: str) -> str:
-    """Lines of even length again, in every paragraph and point of a list; tables and what is between stay."""
+    """Wrap every paragraph and list item to lines of even length; keep tables and the gaps between."""
     texts_and_gaps = re.split(r"(\n(?=- )|\n\n)", text.strip())
     for place in range(0, len(texts_and_gaps), 2):
         if texts_and_gaps[place].startswith("|"):
@@ -81,7 +86,7 @@ def _figure(parts: list[str], results: Results) -> str:
 
 
 def _law(trends: Sequence[Mapping[str, Any]], name: str, width: str) -> str:
-    """What the law of a trend says of a width."""
+    """Return what a trend's law predicts for a width."""
     [trend] = [trend for trend in trends if trend["name"] == name]
     [said] = [said for said in trend["law"] if said["width"] == int(width)]
     return f"{said['percent']:.1f} % ({said['interval'][0]:.1f} to {said['interval'][1]:.1f})"
@@ -91,13 +96,13 @@ Row = Mapping[str, Any]
 
 
 def _losses(row: Row, forward: str) -> Mapping[str, float]:
-    """By seed."""
+    """Return a row's losses by seed."""
     found: Mapping[str, float] = row["ours"]["seeds"] if forward == "own" else row[f"{forward}_seeds"]
     return found
 
 
 def _difference(one: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """At the seeds that both have."""
+    """Return the mean difference over the seeds that both have."""
     paired = [other[seed] - one[seed] for seed in one if seed in other]
     return f"{sum(paired) / len(paired):.2f}"
 

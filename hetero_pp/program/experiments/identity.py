@@ -1,4 +1,4 @@
-"""What of a row's settings decides what it comes to."""
+"""Settings of a row that determine its outcome."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 
 def settings_of(config: RunConfig, vocabulary: int) -> Any:
-    """That part of a configuration, as JSON, with ranks as numbers and without what settings say by default."""
+    """Return the outcome-relevant part of a configuration as JSON, with ranks as numbers and without defaults."""
     width = config.model.resolve(vocabulary).width
     replicas = [_in_dimensions(replica, width) for replica in config.replicas]
     return meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
 
 
 def _in_dimensions(replica: ReplicaSettings, width: int) -> ReplicaSettings:
-    """The same with the rank as a number: 1/8 of 64 is 8."""
+    """Return the replica with its rank as a number: 1/8 of 64 is 8."""
     if not isinstance(replica, ParticipantsReplica):
         return replica
     boundary = replica.boundary

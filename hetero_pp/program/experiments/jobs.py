@@ -1,4 +1,4 @@
-"""A row at a seed, to be trained once for all tables that need it: its key, its outcome, its training."""
+"""A row at one seed, trained once for all tables that need it: its key, its outcome, its training."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.ranks import ALONE, Ranks
 
 OUTCOME_VERSION = 1
-"""Raised when a change alters what a row comes to by more than rounding, be it a default: rows are trained again."""
+"""Version of outcomes. Raise it if a change, even of a default, alters outcomes by more than rounding.
+
+Rows of older versions are trained again.
+"""
 
 UNFINISHED = ".rows"
-"""Checkpoints of rows under way, beside the runs."""
+"""Folder of checkpoints of unfinished rows, beside the runs."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,16 @@ class Job:
     volume_every: int | None
     cache: Path
     rows: Path
-    """The file that outcomes are kept in."""
+    """File that outcomes are kept in."""
     identity: Mapping[str, Any]
 
     @property
     def key(self) -> str:
-        """Names what it comes to."""
+        """Return the key of the job's outcome."""
         return key_of(self.identity)
 
     def outcome(self, result: FastResult, device: torch.device, commit: str) -> Outcome:
-        """A result of this machine, as it is kept."""
+        """Return a result of this machine as a record for the file of outcomes."""
         named = {"row": f"{self.experiment}: {self.name}", "seed": self.seed, "key": self.key}
         trained = {"machine": machine(), "device": device.type, "commit": commit}
         return {**named, **self.identity, **_finite(dataclasses.asdict(result)), **trained}
@@ -72,7 +75,7 @@ class Training:
 
 
 def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) -> Job:
-    """The job of a row; `rows` is the file that outcomes are kept in."""
+    """Return the job of a row; `rows` is the file that outcomes are kept in."""
     config = setting.config(row, seed)
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
     experiment = setting.experiment
@@ -99,7 +102,7 @@ def identity_of(
     similarity_every: int | None = None,
     volume_every: int | None = None,
 ) -> dict[str, Any]:
-    """All that decides what a row comes to, as JSON, without what settings say by default."""
+    """Return everything that determines a row's outcome as JSON, without defaults."""
     settings = settings_of(config, corpus.source.vocabulary)
     tokenizer = corpus.tokenizer
     named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
@@ -110,7 +113,7 @@ def identity_of(
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
-    """A hash of all that decides what a row comes to."""
+    """Return a hash of everything that determines a row's outcome."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -119,8 +122,10 @@ _IDENTITY = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "setting
 
 
 def known_outcomes(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
-    """Outcomes by key, and those that something was measured of by the key of a row without that, too: what is trained
-    does not depend on it.
+    """Return outcomes by key.
+
+    An outcome with extra measurements is also listed under the key of the row without them, because measuring does not
+    affect training.
     """
     measured = [one for one in outcomes.values() if any(part in one for part in _BESIDE)]
     plain = {key_of({part: one[part] for part in _IDENTITY if part in one}): one for one in measured}
@@ -128,15 +133,15 @@ def known_outcomes(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
 
 
 OnRound = Callable[[int, float], None]
-"""(round, its validation loss)"""
+"""Callback with (round, validation loss)."""
 
 
 def train_job(
     job: Job, training: Training, ranks: Ranks = ALONE, on_round: OnRound = lambda round_, loss: None
 ) -> Outcome:
-    """Train a row in this process, or with the other ranks of torchrun; the first of them keeps its outcome.
+    """Train a row in this process, or with the other ranks of torchrun; the first rank stores the outcome.
 
-    What was interrupted goes on from its last checkpoint. `on_round` is told of round 0, too: that it begins.
+    Resumes from the last checkpoint if training was interrupted. `on_round` is also called with round 0 at the start.
     """
     began_at = _own_commit()
     torch.set_num_threads(job.config.threads)
@@ -174,7 +179,7 @@ def _say(job: Job, line: str) -> None:
 
 @cache
 def _own_commit() -> str:
-    """Asked for once, before the first row: a checkout may move on while a process trains with what it has imported."""
+    """Return the commit at the first call, because the checkout may change while imported code trains."""
     return commit()
 
 

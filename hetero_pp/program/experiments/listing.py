@@ -1,4 +1,4 @@
-"""`hetero-pp reproduce --list` and `--dry-run`: what there is, what is known of it, and what it would cost."""
+"""`hetero-pp reproduce --list` and `--dry-run`: the experiments, their known rows, and their estimated cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.units import format_bytes
 
 SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}
-"""Of one core at the micro scale (measured), and of one large GPU at a tenth of its peak (assumed), for estimates."""
+"""Seconds per FLOP of one core at the micro scale (measured), and of one large GPU at a tenth of its peak (assumed)."""
 
 
 def list_experiments(request: Request, path: Path | None) -> None:
-    """Print every experiment with its claims, cost and state, and write them as JSON if asked."""
+    """Print every experiment with its claims, cost and state; write them as JSON if `path` is set."""
     settings, broken = request.settings()
     entries = [_entry(setting, request) for setting in settings]
     entries += [{"name": name, "state": "broken", "error": str(error)} for name, error in broken.items()]
@@ -53,7 +53,7 @@ def list_experiments(request: Request, path: Path | None) -> None:
 
 
 def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
-    """Say what is wrong with the experiments that cannot be used: a line each, below what there is of the others."""
+    """Print one line for each experiment that cannot be used."""
     for name, error in broken.items():
         tell(console, f"{name} is broken: {error}", style="red")
 
@@ -79,7 +79,7 @@ def _entry(setting: Setting, request: Request) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row takes."""
+    """Cost of training a row."""
 
     parameters: int
     tokens: int
@@ -89,7 +89,7 @@ class Cost:
 
     @classmethod
     def of(cls, setting: Setting, row: Row) -> Cost:
-        """By the usual 6 N tokens."""
+        """Return a row's cost by the usual estimate of 6 FLOPs per parameter and token."""
         spec = RunSpec(setting.config(row), setting.scale.vocabulary)
         parameters, tokens = parameter_count(spec), token_count(spec)
         flops = 6.0 * parameters * tokens
@@ -99,8 +99,9 @@ class Cost:
 
 
 def dry_run(request: Request) -> None:
-    """Validate every row at the scale; print parameters, tokens, FLOPs, bytes and an estimate of the time, and whether
-    the corpus has enough tokens.
+    """Validate every row at the scale and print its cost.
+
+    Prints parameters, tokens, FLOPs, bytes, an estimate of the time, and whether the corpus has enough tokens.
     """
     console = standard_output()
     settings, broken = request.settings()
@@ -119,7 +120,7 @@ def dry_run(request: Request) -> None:
 
 
 def print_supply(console: Console, supply: Supply) -> None:
-    """Say whether a table's corpus has enough tokens."""
+    """Print whether a table's corpus has enough tokens."""
     for sentence in supply.describe():
         say(console, f"{sentence}.", indent="  ")
 

@@ -1,4 +1,4 @@
-"""An experiment's result as markdown: what its rows are, its command and picture, the table, verdicts, provenance."""
+"""An experiment's result as markdown: its rows, command, picture, table, verdicts and provenance."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WHERE_KNOWN = (
 
 
 def markdown(result: Mapping[str, Any], picture: str | None = None) -> Iterator[str]:
-    """The table of an experiment and the verdicts on its claims; `picture` is where its picture lies."""
+    """Yield the lines of an experiment's table and the verdicts on its claims; `picture` is the path of its picture."""
     yield f"### {result['name']}: {result['title']}"
     yield ""
     yield from _paragraph(result)
@@ -88,7 +88,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
-    """By column; `base` is the paper's loss of the baseline."""
+    """Return a row's cells by column; `base` is the paper's loss of the baseline."""
     ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
     theirs = None if row["paper"] is None or base is None else 100 * (row["paper"] / base - 1)
     return {
@@ -116,7 +116,7 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
 
 
 def _volume(row: Mapping[str, Any], way: str) -> str:
-    """Measured, and by formula."""
+    """Return the measured megabytes, and those by formula in brackets."""
     return f"{row[way]['mean']:.2f} ({row['by_formula'][way]:.2f})" if way in row else ""
 
 
@@ -125,7 +125,7 @@ def _millions(value: float | None) -> float | None:
 
 
 _NAMED = {"bias": "", "similarity": "cosine", "gather": "gathered", "sparse_ring": "sparse ring"}
-"""What a claim is of, where that is no forward."""
+"""Names of what a claim is about, for measurements other than losses."""
 
 
 def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _trends(trends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What each law says at the widths that were trained and at the paper's, the exponent first."""
+    """Yield each law's predictions at the trained widths and at the paper's; the exponent is in the first line."""
     if trends:
         columns = ("gap in percent", "forward", "width", "measured", "law", "its 95 % interval", "the paper's")
         yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
@@ -165,7 +165,7 @@ def _trend_name(trend: Mapping[str, Any]) -> str:
 
 
 def _trend_cells(trend: Mapping[str, Any]) -> Iterator[list[str]]:
-    """For each width: itself, what was measured, the law, its interval, the paper's."""
+    """Yield for each width: the width, the measured gap, the law's, its interval, the paper's gap."""
     measured = {point["width"]: fmean(point["percent"].values()) for point in trend["points"]}
     law = {one["width"]: one for one in trend["law"]}
     papers = {int(width): gap for width, gap in trend["paper"].items()}
@@ -195,7 +195,7 @@ def _slices(claim: Mapping[str, Any]) -> str:
 
 
 def interval_cell(interval: Sequence[float] | None, of: str) -> str:
-    """The interval of the difference that a claim is about, with its unit; `of`: as in a claim."""
+    """Return the interval of a claim's difference with its unit; `of` is the claim's key of that name."""
     if interval is None:
         return ""
     megabytes = dict.fromkeys(WAYS, (1, " MB"))
@@ -204,7 +204,7 @@ def interval_cell(interval: Sequence[float] | None, of: str) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A number; nothing for None."""
+    """Format a number; return the empty string for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer that the user names for a scale: its vocabulary is then the scale's."""
+"""A tokenizer that the user names for a scale; its vocabulary replaces the scale's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hetero_pp.program.experiments.definition import Scale
 
 
 def with_tokenizer(scale: Scale, path: str | None) -> Scale:
-    """The scale with the tokenizer at `path`, else the one that its `data.tokenizer` names; itself if there is none.
+    """Return the scale with the tokenizer at `path`, or else the one in its `data.tokenizer`.
 
-    Raises ConfigError if it cannot be read, and if it has not the vocabulary that a scale of a paper has, or that the
-    scale's own file says beside it.
+    Returns the scale itself if neither is set. Raises ConfigError if the tokenizer cannot be read. Raises it, too, if
+    the vocabulary differs from the scale's, for a scale of a paper or a tokenizer named in the scale's file.
     """
     data: dict[str, Any] = scale.base.get("data") or {}
     named = path or data.get("tokenizer")
@@ -34,7 +34,7 @@ def with_tokenizer(scale: Scale, path: str | None) -> Scale:
 
 
 def _complaint(scale: Scale, path: str | None, message: str) -> ConfigError:
-    """With the option, or the line of the scale's file, that named it."""
+    """Return an error that names the option, or the line of the scale's file, that named the tokenizer."""
     if path is not None:
         return ConfigError((), f"--tokenizer {path}: {message}")
     return scale.located(ConfigError(("base", "data", "tokenizer"), message))

@@ -1,6 +1,6 @@
-"""What rows came to, kept in one file of a scale: a line each, sorted, so that differences and merges can be read.
+"""Outcomes of trained rows, in one file for each scale: sorted, one line each, so that diffs and merges are readable.
 
-Several processes add to it at once, of one command or of several.
+Several processes of one or several commands may add to it at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.files import flush, naming, write_whole
 
 ROWS = "rows.jsonl"
-"""In a scale's folder of results."""
+"""File in a scale's folder of results."""
 
 Outcome = dict[str, Any]
-"""`row` and `seed` for the eye; `key`, and what it is a hash of (jobs.identity_of); a FastResult;
-`machine`, `device` and `commit`, on and at which it was trained (of older rows some are not known)."""
+"""`row` and `seed` for readers; `key` and the identity that it hashes (jobs.identity_of); the fields of a FastResult;
+`machine`, `device` and `commit` of the training (unknown for some older rows).
+"""
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
-"""row -> seed -> outcome"""
+"""Outcomes by row and seed."""
 
 _NEEDED = (
     *("row", "seed", "key", "validation_loss", "diverged", "uncompressed", "compressed", "tokens"),
@@ -34,7 +35,10 @@ _NEEDED = (
 
 
 def read_outcomes(path: Path) -> dict[str, Outcome]:
-    """By key; none if there is no such file. Raises ConfigError naming the line that is not what was written."""
+    """Return outcomes by key; an empty dict if there is no such file.
+
+    Raises ConfigError with the line that is damaged or duplicated.
+    """
     found: dict[str, Outcome] = {}
     lines: dict[str, int] = {}
     for number, line in _lines(path):
@@ -48,9 +52,9 @@ def read_outcomes(path: Path) -> dict[str, Outcome]:
 
 
 def add_outcome(path: Path, outcome: Outcome) -> None:
-    """Add a line, whole and durable. What others add meanwhile stays, and so does an outcome of the same key.
+    """Add an outcome as one durable line; keep lines that other processes add, and an existing line with the same key.
 
-    Raises ConfigError if the file is damaged. The line is then at its end nonetheless: it may have taken hours.
+    Raises ConfigError if the file is damaged. The outcome is appended even then, because it may have taken hours.
     """
     with alone(path):
         try:
@@ -63,7 +67,7 @@ def add_outcome(path: Path, outcome: Outcome) -> None:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """All of it, durable, or, if the disk does not take it, nothing."""
+    """Append the data and flush it; if the disk cannot store it, restore the file's size."""
     size = path.stat().st_size
     try:
         with naming(path), path.open("ab") as file:
@@ -76,7 +80,7 @@ def _append(path: Path, data: bytes) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Wait until no other process changes the file, or what is made of it, and keep them waiting."""
+    """Hold the lock on the file and on the tables made from it, so that no other process changes them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
         yield
@@ -92,7 +96,7 @@ def _line(outcome: Outcome) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Those that are not empty, and their numbers."""
+    """Yield the number and content of each line that is not empty."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

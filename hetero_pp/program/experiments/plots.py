@@ -1,4 +1,4 @@
-"""An experiment as a picture: loss curves, and final loss against what its rows differ in: a swept cell, bytes, k/d."""
+"""Picture of an experiment: loss curves, and final loss against a swept cell, a varied setting, bytes or k/d."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Point = tuple[Place, float, float]
-"""Where it stands on the axis below, mean loss, spread."""
+"""Position on the horizontal axis, mean loss, standard deviation over seeds."""
 
 
 def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
-    """Write the picture."""
+    """Write the picture of a result."""
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
@@ -47,7 +47,7 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
 
 
 def _name_rows(figure: Figure) -> None:
-    """The rows' names, beside the panels, where they hide nothing."""
+    """Add a legend of the rows beside the panels, where it hides nothing."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=_legend_columns(len(labels)))
 
@@ -57,18 +57,18 @@ def _legend_columns(rows: int) -> int:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Of a row: a colour, and for every ten of them another line and another marker."""
+    """Return a row's colour; every ten rows the line style and the marker change."""
     turn = number // 10 % 3
     return {"color": f"C{number % 10}", "linestyle": ["-", "--", ":"][turn], "marker": "os^"[turn]}
 
 
 def _known(result: Mapping[str, Any]) -> list[tuple[Row, dict[str, Any]]]:
-    """The rows that have a loss, and their styles."""
+    """Return the rows that have a loss, with their styles."""
     return [(row, _style(number)) for number, row in enumerate(result["rows"]) if row["ours"] is not None]
 
 
 def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
-    """The first seed of each row, with the marker of the other panels at its end."""
+    """Draw the loss of each row's first seed; its end has the row's marker in the other panels."""
     for number, row in enumerate(result["rows"]):
         if seeds := outcomes.get(row["name"]):
             losses = seeds[min(seeds)]["validation_loss"]
@@ -78,18 +78,21 @@ def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> N
 
 
 def _progress(result: Mapping[str, Any]) -> str:
-    """The axis along a run. Rounds of different lengths cannot stand beside each other, inner steps can."""
+    """Return the label of the axis along a run.
+
+    Counts inner steps if rows have rounds of different lengths, because such rounds cannot share an axis.
+    """
     return "inner step" if "inner_steps" in result else "outer round"
 
 
 def _steps_of(result: Mapping[str, Any], row: Row) -> int:
-    """How far a round of the row goes along that axis."""
+    """Return the length of one of the row's rounds on that axis."""
     steps: Mapping[str, int] = result.get("inner_steps", {})
     return steps.get(row["name"], 1)
 
 
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
-    """Of the first seed of each row, with the standard deviation over pairs; the papers' Figures 10 and 11."""
+    """Draw the cosines of each row's first seed, with the standard deviation over pairs: the papers' Figures 10 and 11."""
     for number, row in enumerate(result["rows"]):
         if measured := _similarity(outcomes.get(row["name"])):
             rounds, means, spreads = zip(*measured, strict=True)
@@ -104,7 +107,7 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
 
 
 def _similarity(seeds: Mapping[int, Mapping[str, Any]] | None) -> Sequence[tuple[int, float, float]]:
-    """Return (round, mean, spread) of the first seed of a row; nothing where it was not measured."""
+    """Return (round, mean, spread) of a row's first seed; empty if it was not measured."""
     return (seeds[min(seeds)].get("similarity") or ()) if seeds else ()
 
 
@@ -112,9 +115,7 @@ _WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
 
 
 def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
-    """Final loss against what a replica sends over the run; the line is what no row is better than in both, the Pareto
-    frontier. SparseLoCo's Figure 2.
-    """
+    """Draw final loss against what a replica sends over the run, with the Pareto frontier: SparseLoCo's Figure 2."""
     known = [(row[way]["mean"], row, style) for row, style in _known(result) if way in row]
     for volume, row, style in known:
         _draw_point(axes, (volume, row["ours"]["mean"], row["ours"]["spread"] or 0.0), style)
@@ -138,7 +139,9 @@ def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
 
 
 def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
-    """Rows without a compressed boundary are lines: there is no number of bytes that they stand at."""
+    """Draw final loss against bytes; rows without a compressed boundary are horizontal lines, because they have no
+    bytes.
+    """
     sizes = set()
     for row, style in _known(result):
         size, loss = row["bytes_per_token"], row["ours"]["mean"]
@@ -160,7 +163,7 @@ Lines = Mapping[str, Sequence[Point]]
 
 
 def _by_rank(result: Mapping[str, Any]) -> Lines:
-    """Rows that differ in nothing but the rank, where there are several."""
+    """Return groups of several rows that differ only in the rank."""
     groups: dict[int, list[Row]] = defaultdict(list)
     for row, _ in _known(result):
         if row["k_over_d"] is not None:
@@ -180,7 +183,7 @@ def _kind(row: Row) -> str:
 
 
 def _words_of_all(rows: Sequence[Row]) -> str:
-    """What is in the names of all of them, without a key whose values differ (`H =`)."""
+    """Return the words that all their names share, without a key whose values differ (`H =`)."""
     first, *others = (row["name"].replace(",", "").split() for row in rows)
     words = " ".join(word for word in first if all(word in other for other in others))
     return re.sub(r"\S+ =(?=$| \S+ =)", "", words).strip()
@@ -195,7 +198,7 @@ def _point(place: Place, row: Row) -> Point:
 
 
 def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Lines) -> None:
-    """Final loss against k/d, with the losses of the baseline and of rows that are not compressed as lines."""
+    """Draw final loss against k/d; the baseline and rows without compression are horizontal lines."""
     _draw_lines(axes, lines)
     for row, _ in _known(result):
         if row["name"] == result["baseline"]:
@@ -214,12 +217,12 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
 
 
 def _name_lines(axes: Axes) -> None:
-    """Above the panel, where the names hide nothing."""
+    """Add a legend above the panel, where it hides nothing."""
     axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
 def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
-    """Gaps against widths, each with its law and the interval of that; the paper's as stars."""
+    """Draw gaps against widths, with each law and its interval; the paper's gaps are stars."""
     for number, trend in enumerate(trends):
         colour = f"C{number % 10}"
         for point in trend["points"]:
@@ -236,7 +239,7 @@ def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
-    """One for each numeric setting that rows vary alone."""
+    """Return a panel for each numeric setting that rows vary alone."""
     return [
         lambda axes, key=key, lines=lines: _draw_varied(axes, result, key, lines)  # type: ignore[misc]
         for key, lines in result.get("varied", {}).items()
@@ -244,7 +247,7 @@ def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
 
 
 def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequence[Sequence[tuple[str, float]]]) -> None:
-    """Final loss against a setting: a line for rows that differ in it alone. A baseline on no line is dashed."""
+    """Draw final loss against a setting, with a line for rows that differ only in it. A baseline on no line is dashed."""
     known = {row["name"]: row for row, _ in _known(result)}
     named: dict[str, list[Point]] = {}
     for line in lines:
@@ -267,13 +270,16 @@ def _place(key: str, value: float) -> Place:
 
 
 def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
-    """One for each swept cell, if the table is a sweep."""
+    """Return a panel for each swept cell, if the table is a sweep."""
     cells = dict.fromkeys(cell for row in result["rows"] for cell in row.get("swept", {}))
     return [lambda axes, cell=cell: _draw_sweep(axes, result, cell) for cell in cells]  # type: ignore[misc]
 
 
 def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:
-    """Final loss against the values of a cell: a line for each row and values of the others, dashed if it has none."""
+    """Draw final loss against the values of a cell, with a line for each row and combination of other values.
+
+    A row that does not have the cell is a dashed horizontal line.
+    """
     known = [row for row, _ in _known(result)]
     said = dict.fromkeys(row["swept"][cell] for row in result["rows"] if cell in row.get("swept", {}))
     places = dict(zip(said, places_of(list(said)), strict=True))

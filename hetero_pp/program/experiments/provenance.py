@@ -1,4 +1,4 @@
-"""On what machine, and at which commit, the rows of a table were trained: they say so, whoever writes the table."""
+"""Machine and commit on which the rows of a table were trained; outcomes carry them wherever the table is written."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hetero_pp.program.experiments.outcomes import Outcomes
 
 CHECKOUT = Path(__file__).parents[3]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
-"""All that a row comes from. Results change as rows are trained, and tests and documents do not matter to them."""
+"""Packages that determine a row's outcome. Tests, documents and results do not affect it."""
 
 Trained = Mapping[str, Any]
-"""`machine` and `commit` (None: not recorded), and `rows`: the seeds of each row that were trained there."""
+"""`machine` and `commit` (None if not recorded), and `rows`: the seeds of each row that were trained there."""
 
 
 def trained_by(outcomes: Outcomes, earlier: Sequence[Trained]) -> Sequence[Trained]:
-    """Who trained the rows, one entry for each machine and commit.
+    """Return one entry for each machine and commit on which the rows were trained.
 
-    Outcomes that are older than the record of it say nothing: of them, what the `earlier` table said stays.
+    Outcomes from before machines were recorded take their entry from the `earlier` table.
     """
     found: list[dict[str, Any]] = []
     for row, seeds in outcomes.items():
@@ -45,7 +45,7 @@ def _said_of(row: str, seed: int, earlier: Sequence[Trained]) -> Iterator[dict[s
 
 
 def describe(entry: Trained) -> str:
-    """`AMD EPYC, 2 cores, Python 3.11.7, torch 2.13.0+cpu, at 3c88633`."""
+    """Return `AMD EPYC, 2 cores, Python 3.11.7, torch 2.13.0+cpu, at 3c88633`."""
     machine, commit = entry["machine"], entry["commit"]
     if machine is None:
         return "a machine and a commit that were not recorded"
@@ -55,7 +55,7 @@ def describe(entry: Trained) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What this runs on."""
+    """Return the description of this machine."""
     import torch
 
     return {
@@ -77,14 +77,14 @@ def _processor() -> str:
 
 
 def commit(checkout: Path = CHECKOUT) -> str:
-    """The code's commit, and whether files of the packages are not as they were committed; `unknown` elsewhere."""
+    """Return the commit, with a note if files of the packages differ from it; `unknown` outside a repository."""
     head = _git(checkout, "rev-parse", "--short", "HEAD")
     changed = head and _git(checkout, "--no-optional-locks", "status", "--porcelain", "--", *PACKAGES)
     return f"{head or 'unknown'}{' with changes' if changed else ''}"
 
 
 def _git(checkout: Path, *arguments: str) -> str:
-    """What it prints; nothing where it fails."""
+    """Return git's output; an empty string if git fails."""
     return subprocess.run(
         ["git", *arguments], cwd=checkout, capture_output=True, text=True, encoding="utf-8"
     ).stdout.strip()

@@ -1,4 +1,4 @@
-"""An experiment's result: everything that is known of it at a scale, written as JSON, table and picture, and shown."""
+"""Result of an experiment at a scale: written as JSON, table and picture, and printed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hetero_pp.simulator.volumes import expected_volume
 def result_of(
     setting: Setting, corpus: Corpus | None, outcomes: Outcomes, command: str = "", earlier: Sequence[Trained] = ()
 ) -> dict[str, Any]:
-    """Everything that is known of an experiment at a scale, ready for JSON.
+    """Return everything that is known of an experiment at a scale, ready for JSON.
 
-    `command` makes its table, and `earlier` is what the table said before of who trained its rows.
+    `command` makes its table. `earlier` is the previous table's record of where its rows were trained.
     """
     experiment, scale = setting.experiment, setting.scale
     values = known_values(outcomes)
@@ -58,7 +58,7 @@ def result_of(
 
 
 def _axes(setting: Setting) -> dict[str, Any]:
-    """What the picture needs of rows that differ in steps between rounds, or in one numeric setting; empty without."""
+    """Return the picture's axes for rows that differ in steps between rounds or in one numeric setting; else empty."""
     rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
     steps = {row.name: setting.config(row).inner.steps for row in rows}
     varied = lines_of(setting, rows)
@@ -66,7 +66,7 @@ def _axes(setting: Setting) -> dict[str, Any]:
 
 
 def _facts(setting: Setting) -> str:
-    """Of the rows that the scale has."""
+    """Describe the rows that the scale can represent."""
     rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
     return facts([setting.config(row) for row in rows], setting.scale.vocabulary) if rows else "has none of the rows"
 
@@ -118,7 +118,7 @@ def _row_result(
 
 
 def _volume_by_formula(setting: Setting, row: Row) -> dict[str, float]:
-    """Megabytes that a replica sends over the run, from the settings alone, by the ways that are measured."""
+    """Return the megabytes that a replica sends over the run with each collective, from the settings alone."""
     spec = RunSpec(setting.config(row), setting.scale.vocabulary)
     rounds = range(1, spec.config.outer.rounds + 1)
     sent = [ways_of(expected_volume(spec, len(spec.replicas_in(round_)))) for round_ in rounds]
@@ -126,7 +126,7 @@ def _volume_by_formula(setting: Setting, row: Row) -> dict[str, float]:
 
 
 def _spread(values: Mapping[int, float]) -> dict[str, Any]:
-    """Mean, standard deviation, and the value of each seed."""
+    """Return mean, standard deviation, and the value of each seed."""
     ordered = {str(seed): values[seed] for seed in sorted(values)}
     return {
         "mean": fmean(ordered.values()),
@@ -136,7 +136,7 @@ def _spread(values: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _k_over_d(setting: Setting, row: Row) -> float | None:
-    """The share of the dimensions that crosses a compressed boundary, after rounding; None without one."""
+    """Return the share of dimensions that crosses a compressed boundary, after rounding; None without such a boundary."""
     if row.rank == "full" or row.compressed_share == 0 or setting.not_representable(row) is not None:
         return None
     width = setting.config(row).model.resolve(setting.scale.vocabulary).width
@@ -144,7 +144,7 @@ def _k_over_d(setting: Setting, row: Row) -> float | None:
 
 
 def _but_for_rank(setting: Setting, row: Row) -> int | None:
-    """The first row that differs in nothing but the rank, by its number; None without a compressed boundary."""
+    """Return the number of the first row that differs only in the rank; None without a compressed boundary."""
 
     def others(one: Row) -> Any:
         return setting.meaning(one.model_copy(update={"rank": 1}))
@@ -166,7 +166,7 @@ def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> N
 
 
 def print_result(console: Console, result: Mapping[str, Any], path: Path) -> None:
-    """The table on the screen."""
+    """Print the table."""
     where = "; ".join(part for part in (result["paper"], f"scale {result['scale']}") if part)
     say(console, f"{result['name']}: {result['title']} ({where})", bold=result["name"])
     say(console, result["facts"], style="dim", indent="  ")

@@ -1,4 +1,4 @@
-"""What the user asked of `hetero-pp reproduce`: which experiments, at which scale, swept how, on what text."""
+"""The user's request to `hetero-pp reproduce`: experiments, scale, sweeps and corpus."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hetero_pp.program.experiments.sweep import swept
 
 EXPERIMENTS = Path("configs/experiments")
 SCALE = "micro"
-"""What is meant if the user does not say."""
+"""Default scale."""
 _ENDINGS = re.compile(r"(\.(txt|jsonl?|parquet|gz|zst|bz2|xz))+$")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for."""
+    """A request to `hetero-pp reproduce`."""
 
     catalog: Catalog
     names: Sequence[str] = ()
     scale: str = SCALE
     rows: Sequence[str] = ()
-    """Patterns of the names of rows that are to be trained, as `128,*`; all if none is given."""
+    """Patterns of the names of rows to train, such as `128,*`; empty for all rows."""
     seeds: int = 3
     workers: int = 1
     corpus: str | None = None
@@ -42,16 +42,16 @@ class Request:
     runs: Path = Path("runs")
     results: Path = Path("benchmarks/results")
     trains: bool = True
-    """False: write the tables from what was trained so far."""
+    """Whether rows are trained; if False, tables are written from the existing outcomes."""
     training: Training = field(default_factory=Training)
     can_train: bool = True
-    """Whether the scale's hardware is here."""
+    """Whether this machine has the scale's hardware."""
 
     def settings(self) -> tuple[list[Setting], dict[str, ConfigError]]:
-        """The experiments by name; those with changed rows or text get names of their own.
+        """Return the requested experiments, and the errors of unusable ones by name.
 
-        If none is named, all that can be used, and what is wrong with each of the others. Raises ConfigError for a
-        scale or a name that is not known, and for an experiment that was named and cannot be used.
+        Experiments with changed rows or text get names of their own. If no name was given, all usable experiments are
+        returned. Raises ConfigError for an unknown scale or name, and for a named experiment that cannot be used.
         """
         scale = with_tokenizer(self.catalog.scale(self.scale), self.tokenizer)
         if self.names:
@@ -67,11 +67,11 @@ class Request:
         return found, broken
 
     def trains_row(self, name: str) -> bool:
-        """Whether a row is among those to be trained."""
+        """Return whether the row is one of those to train."""
         return not self.rows or any(fnmatchcase(name, pattern) for pattern in self.rows)
 
     def _setting(self, scale: Scale, name: str) -> Setting:
-        """An experiment of which every row is a run. Raises ConfigError if it is not."""
+        """Return an experiment whose every row is a valid run. Raises ConfigError otherwise."""
         experiment = self.catalog.experiment(name)
         if experiment.scale not in (None, scale.name):
             raise ConfigError((), f"--scale {scale.name}: {name} is only for {experiment.scale}")
@@ -87,7 +87,7 @@ class Request:
         return replace(setting, experiment=named)
 
     def _command(self, name: str) -> str:
-        """What makes an experiment's table as this request asks for it, but for the number of seeds."""
+        """Return the command that makes the experiment's table for this request, without the number of seeds."""
         words = ["hetero-pp", "reproduce", name]
         if self.catalog.folder != EXPERIMENTS:
             words += ["--experiments", str(self.catalog.folder)]
@@ -102,7 +102,7 @@ class Request:
 
 
 def scale_of(catalog: Catalog, names: Sequence[str]) -> str:
-    """The scale of experiments if the user names none. Raises ConfigError if they are for several."""
+    """Return the default scale of the experiments. Raises ConfigError if they have different ones."""
     scales = {catalog.experiment(name).scale or SCALE for name in names} or {SCALE}
     if len(scales) > 1:
         raise ConfigError((), f"found experiments for the scales {', '.join(sorted(scales))}, expected one at a time")
@@ -110,9 +110,9 @@ def scale_of(catalog: Catalog, names: Sequence[str]) -> str:
 
 
 def short_name(brought: str) -> str:
-    """What a table on a corpus or with a tokenizer is called after: the last of its path that is a name of its own.
+    """Return a short name for a corpus or tokenizer: the last part of its path that is specific.
 
-    `dclm-baseline-1.0` of `hf:mlfoundations/dclm-baseline-1.0`, `llama-2` of `data/llama-2/tokenizer.json`, `c4` of
+    `dclm-baseline-1.0` for `hf:mlfoundations/dclm-baseline-1.0`, `llama-2` for `data/llama-2/tokenizer.json`, `c4` for
     `hf:/data/c4/*.json.gz`.
     """
     parts = [part for part in Path(brought.removeprefix(STREAMED)).parts if "*" not in part]
@@ -121,7 +121,10 @@ def short_name(brought: str) -> str:
 
 
 def with_device(request: Request, device: str) -> Request:
-    """The request for `cpu`, `cuda`, or what the scale wants if it is here (`auto`)."""
+    """Return the request with its device: `cpu`, `cuda`, or for `auto` the scale's hardware if it is available.
+
+    Raises ConfigError for `cuda` if torch finds no GPU.
+    """
     import torch
 
     has_gpu, wants_gpu = torch.cuda.is_available(), request.catalog.scale(request.scale).hardware == "gpu"

@@ -1,4 +1,4 @@
-"""How far the rows in training are: a bar a row on a terminal, else a line now and then; and one at their end."""
+"""Progress of rows in training: a bar for each row on a terminal, otherwise occasional lines, and a line at each end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hetero_pp.program.report.output import tell
 from hetero_pp.progress import NowAndThen
 
 FIRST_LINE = 60.0
-"""Seconds of a row before its first line, where there is no terminal: most rows of small tables are done by then."""
+"""Seconds before a row's first line without a terminal; most rows of small tables finish earlier."""
 
 Told = tuple[int, int, float] | None
-"""(index of the job, its round, its validation loss); None: no more comes."""
+"""(index of the job, its round, its validation loss); None at the end."""
 
 
 class RowProgress:
-    """Shows rounds of rows, which may come from other processes, and rows that are finished."""
+    """Shows the rounds of rows, also of rows in other processes, and the rows that are finished."""
 
     def __init__(self, jobs: Sequence[Job], console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         columns = (TextColumn("{task.description}", table_column=Column()), BarColumn(20), MofNCompleteColumn())
@@ -56,7 +56,7 @@ class RowProgress:
         self._progress.stop()
 
     def follow(self, told: Queue[Told]) -> None:
-        """Show every round that comes, until no more does."""
+        """Show every round in the queue until it ends."""
         try:
             while (one := told.get()) is not None:
                 self.round(*one)
@@ -64,7 +64,9 @@ class RowProgress:
             return
 
     def round(self, index: int, round_: int, loss: float) -> None:
-        """A row is through a round; 0 when it begins. What comes after it is finished is left out."""
+        """Show a completed round of a row, or round 0 at its start; ignore rounds that arrive after the row is
+        finished.
+        """
         with self._lock:
             if index not in self._done:
                 self._show(index, round_, loss)
@@ -83,7 +85,7 @@ class RowProgress:
             self._lines[index](f"{text}, round {round_}/{rounds}", round_ / rounds)
 
     def finished(self, index: int, end: str) -> None:
-        """A row is trained, or has failed."""
+        """Show that a row is trained, or has failed."""
         with self._lock:
             self._done.add(index)
             self._progress.advance(self._all)

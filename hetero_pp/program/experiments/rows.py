@@ -1,4 +1,4 @@
-"""A row of a table as the configuration of a run: the scale's base, the row's replicas, the changed cells."""
+"""Configuration of a row's run: the scale's base, the row's replicas, and the changed cells."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _NOT_CELLS = {
     "data.tokenizer": "`data.tokenizer` of the scale, or --tokenizer, for all rows",
     "replicas": "`replicas` of the row",
 }
-"""What rows do not differ in as cells, and what stands for them."""
+"""Keys that cannot be cells of a row, and what to use instead."""
 
 
 _ROUNDED = 0.02
-"""So far the tokens of a row may be from what they ought to be, where its rounds have to be whole."""
+"""Largest relative difference between a row's steps and its budget, as rounds must be whole."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An experiment at a scale, as this machine and the user's options make it."""
+    """An experiment at a scale, with this machine's abilities and the user's options."""
 
     scale: Scale
     experiment: Experiment
     can_train: bool = True
-    """Whether the scale's hardware is here."""
+    """Whether this machine has the scale's hardware."""
     corpus: str | None = None
-    """The user's own text, instead of the experiment's."""
+    """The user's corpus, which replaces the experiment's."""
     repeat: bool = False
     """Whether the corpus may be read more than once."""
     command: str = ""
-    """What makes its table, but for the number of seeds."""
+    """Command that makes the table, without the number of seeds."""
 
     def config(self, row: Row, seed: int = 0) -> RunConfig:
-        """The row's configuration, checked. Raises ConfigError with file, line and key of what said so, and the row."""
+        """Return the row's validated configuration. Raises ConfigError with the row, and with file, line and key."""
         try:
             config = RunConfig.model_validate(self._values(row, seed))
             config.check()
@@ -64,7 +64,7 @@ class Setting:
         return config
 
     def _require_measured(self, row: Row, config: RunConfig) -> None:
-        """Raise ConfigError for a measurement that a run is over before."""
+        """Raise ConfigError if a measurement's interval exceeds the number of rounds."""
         for key in sorted(set(EVERY.values())):
             every = getattr(self.experiment, key)
             if every is not None and every > config.outer.rounds:
@@ -72,15 +72,15 @@ class Setting:
                 raise self.experiment.located(ConfigError((key,), f"{told} at scale {self.scale.name}"))
 
     def meaning(self, row: Row) -> Any:
-        """All that decides what the row comes to but its seed and its tokens: equal for equal rows."""
+        """Return everything that determines the row's outcome except its seed and its tokens; equal for equal rows."""
         return settings_of(self.config(row), self.scale.vocabulary)
 
     def why_not(self, row: Row) -> str | None:
-        """Why a row cannot be trained; None if it can."""
+        """Return the reason why a row cannot be trained; None if it can."""
         return self.not_representable(row) or (None if self.can_train else "validated only: this scale needs a GPU")
 
     def not_representable(self, row: Row) -> str | None:
-        """Why the scale has no such row; None if it has."""
+        """Return the reason why the scale cannot represent the row; None if it can."""
         count = self._replica_count(row)
         if (row.compressed_share * count) % 1:
             return f"not representable: {row.compressed_share:g} of {count} replicas"
@@ -96,11 +96,11 @@ class Setting:
         return None
 
     def rows(self) -> list[Row]:
-        """The rows that can be trained."""
+        """Return the rows that can be trained."""
         return [row for row in self.experiment.rows if self.why_not(row) is None]
 
     def cells(self, row: Row) -> Iterator[tuple[str, Any]]:
-        """What is changed of the scale's base, in the order in which it is applied."""
+        """Yield the cells that change the scale's base, in the order in which they are applied."""
         name = self.scale.name
         for cells in (self._size(row), self.experiment.at.get(name, {}), row.at.get(name, {}), row.cells):
             yield from cells.items()
@@ -129,7 +129,7 @@ class Setting:
         return values
 
     def _all_steps(self, row: Row, values: Cells) -> float:
-        """Of all rounds of a row that has these values but for its budget and its H."""
+        """Return the steps of all rounds, where `values` are the row's without its budget and its H."""
         return _steps(values) * RunConfig.model_validate(values).outer.rounds * row.budget
 
     def _cells(self, row: Row, seed: int) -> Cells:
@@ -148,7 +148,7 @@ class Setting:
         return values
 
     def _replicas(self, row: Row) -> Iterator[Cells]:
-        """The compressed ones first."""
+        """Yield the replicas' settings, compressed replicas first."""
         count = self._replica_count(row)
         compressed = round(row.compressed_share * count)
         for index in range(count):
@@ -165,9 +165,9 @@ def _steps(values: Cells) -> int:
 
 
 def _places(values: Cells, cell: str) -> Iterator[tuple[Cells, list[str]]]:
-    """Yield the sections that a cell is set in: the run, or one replica by its name, or all that have such a key.
+    """Yield the sections in which a cell is set: the run, one replica by name, or all replicas that have such a key.
 
-    Raises ConfigError for a replica that is not there.
+    Raises ConfigError for an unknown replica.
     """
     keys = cell.split(".")
     if keys[0] != "replicas":

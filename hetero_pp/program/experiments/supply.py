@@ -1,4 +1,4 @@
-"""Whether a table's corpus has as many tokens as its rows read, and what to bring if not: told before training."""
+"""Check, before training, that a table's corpus has enough tokens for its rows; says what to bring if not."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hetero_pp.run.config import RunConfig
 
 MORE = "bring more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH, which streams it"
 SURE = 1.25
-"""Times as many tokens as are needed, or as few, at which an estimate tells whether they are enough."""
+"""Factor by which an estimate must differ from the needed tokens to decide whether they suffice."""
 
 
 def tokens_read(config: RunConfig) -> int:
-    """How many tokens a run trains on, the last of each row of a batch among them."""
+    """Return the number of tokens that a run reads, including the last token of each row of a batch."""
     steps = config.inner.require_steps("rows are compared after as many steps")
     counts = [config.outer.taking_part_in(round_) for round_ in range(1, config.outer.rounds + 1)]
     sequences = sum(replica.batch_size for count in counts for replica in config.replicas[:count])
@@ -29,14 +29,14 @@ def tokens_read(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class Supply:
-    """What the rows of a table need of a corpus, beside what it has to train and to validate on."""
+    """Tokens that the rows of a table need, and those that the corpus has for training and validation."""
 
     setting: Setting
     training: int | None
-    """None: it is streamed, and not known before it is read."""
+    """Tokens for training; None if the corpus is streamed, as its size is then unknown."""
     validation: int | None
     is_counted: bool = True
-    """Whether tokens were counted; else they are an estimate."""
+    """Whether tokens were counted; False for an estimate."""
 
     @cached_property
     def _configs(self) -> list[RunConfig]:
@@ -45,27 +45,27 @@ class Supply:
 
     @cached_property
     def needed(self) -> int:
-        """By the row that trains on most."""
+        """Tokens needed by the row that trains on the most."""
         return max(map(tokens_read, self._configs))
 
     @cached_property
     def needed_to_validate(self) -> int:
-        """By the row that validates on most."""
+        """Tokens needed by the row that validates on the most."""
         return max(one.data.validation_sequences * (one.data.sequence_length + 1) for one in self._configs)
 
     @property
     def epochs(self) -> float | None:
-        """How often the corpus is read, if that is known."""
+        """Number of times that the corpus is read; None if unknown."""
         return None if self.training is None else self.needed / max(1, self.training)
 
     def require_enough(self) -> None:
-        """Raise ConfigError, saying what is lacking and what to bring, unless every row can be trained."""
+        """Raise ConfigError with what is lacking and what to bring, unless every row can be trained."""
         if (lacking := self._lacking()) is not None:
             of = f"{self.setting.experiment.name} at scale {self.setting.scale.name}"
             raise ConfigError(("data", "corpus"), f"{of}: {lacking}")
 
     def describe(self) -> Iterator[str]:
-        """How many tokens there are, how many are needed, and what to bring: a sentence each."""
+        """Yield sentences: how many tokens there are, how many are needed, and what to bring."""
         yield f"Corpus of {self.setting.experiment.name}: {self._lacking() or self._enough()}"
         bring, setting = self.setting.scale.bring, self.setting
         if bring is not None and not (setting.corpus and self._configs[0].data.names_tokenizer):
@@ -85,7 +85,10 @@ class Supply:
         return None
 
     def _lacking_of_stream(self) -> str | None:
-        """Of a stream, text that nobody trains on: reaching it would cost reading all that lies before."""
+        """Return what a streamed corpus lacks: text that no replica trains on, for measuring the bias.
+
+        Reaching such text would require reading everything before it.
+        """
         counts = [sum(one.kind == "participants" for one in config.replicas) for config in self._configs]
         if self.setting.experiment.bias_every is None or 1 not in counts:
             return None
@@ -117,7 +120,7 @@ class Supply:
 
     @property
     def _times(self) -> str:
-        """How often the corpus is read, in two digits or more."""
+        """Number of times that the corpus is read, with at least two digits."""
         epochs = self.epochs or 0.0
         return f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
 
@@ -126,24 +129,25 @@ class Supply:
 
 
 def counted(setting: Setting, corpus: Corpus) -> Supply:
-    """Of a corpus that is ready."""
+    """Return the supply of a prepared corpus."""
     if isinstance(corpus.source, StreamedCorpus):
         return Supply(setting, None, None)
     return Supply(setting, len(corpus.source.train), len(corpus.source.validation))
 
 
 class Estimates:
-    """Of corpora of which nothing may be encoded yet: each is sampled once, and a streamed one opened, which reads a
-    list of its files.
+    """Estimates for corpora that are not encoded yet.
+
+    Each corpus is sampled once. A streamed corpus is only opened, which reads a list of its files.
     """
 
     def __init__(self) -> None:
         self._tokens: dict[tuple[str, str, str], int | None] = {}
 
     def of(self, setting: Setting) -> Supply | None:
-        """What the rows of a table need beside it; None if the scale has none of them.
+        """Return a table's needs and its corpus's estimated tokens; None if the scale can represent none of its rows.
 
-        Raises ConfigError if the corpus, or the tokenizer that it needs, is not there.
+        Raises ConfigError if the corpus, or a tokenizer that it needs, is missing.
         """
         rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
         if not rows:

@@ -1,4 +1,4 @@
-"""`hetero-pp reproduce --sweep CELL=A,B`: the rows of a table at several values of a cell, in a table of its own."""
+"""`hetero-pp reproduce --sweep CELL=A,B`: the rows of a table at several values of a cell, as a table of its own."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hetero_pp.run.yaml_lines import complaint
 from hetero_pp.sweeps import parse_sweep
 
 ROW_CELLS = ("rank", "bits", "compressed", "budget", "steps", "replicas")
-"""Cells that are a row's; all others are keys of its run."""
+"""Cells that are fields of a row; all others are keys of its run."""
 
 LONGEST_NAME = 120
-"""Characters of a table's name that say what was swept; a hash stands for the rest."""
+"""Most characters of a table's name that describe the sweep; a hash replaces the rest."""
 
 Values = Mapping[str, Sequence[str]]
-"""cell -> its values, as the user said them"""
+"""Values of each cell as the user wrote them."""
 Chosen = tuple[str | None, ...]
-"""A value of each cell; None leaves the cell as the row has it."""
+"""One value for each cell; None keeps the row's own value."""
 
 
 def swept(setting: Setting, sweeps: Sequence[str]) -> Setting:
-    """The setting with its rows repeated for each value of every `cell=a,b,c`; claims are left out.
+    """Return the setting with its rows repeated for each value of every `cell=a,b,c`, and without claims.
 
-    A row that no cell changes stays as it is. Every other row's baseline is the declared one, at the row's own values.
-    Raises ConfigError for a cell or a value that a row cannot have, a cell that changes no row, and two values that
-    are one.
+    A row that no cell changes is kept once. Every other row's baseline is the declared one at the row's own values.
+    Raises ConfigError for a cell or value that a row cannot have, a cell that changes no row, and two equivalent
+    values.
     """
     values, experiment = _values(sweeps), setting.experiment
     effects = {row.name: _Effects(setting, row, values) for row in experiment.rows}
@@ -55,7 +55,7 @@ def swept(setting: Setting, sweeps: Sequence[str]) -> Setting:
 
 
 class _Effects:
-    """What a row comes to at all values of the cells, and at those that it has itself."""
+    """Meaning of a row at every combination of the cells' values, including its own."""
 
     def __init__(self, setting: Setting, row: Row, values: Values) -> None:
         self.row = row
@@ -66,13 +66,13 @@ class _Effects:
         self.changing = {cell for cell, found in values.items() if any(not self.same(cell, None, one) for one in found)}
 
     def same(self, cell: str, one: str | None, other: str | None) -> bool:
-        """Whether two values of a cell come to the same, whatever the values of the others are."""
+        """Return whether two values of a cell are equivalent at all values of the other cells."""
         place = list(self.values).index(cell)
         pairs = ((chosen, (*chosen[:place], other, *chosen[place + 1 :])) for chosen in self.meanings)
         return all(self.meanings[a] == self.meanings[b] for a, b in pairs if a[place] == one)
 
     def rows(self, base: _Effects) -> Iterator[Row]:
-        """The row at all values of the cells that change it or its baseline; the row itself if there are none."""
+        """Yield the row at all values of the cells that change it or its baseline; the row itself if there are none."""
         cells = self.changing | base.changing
         if not cells:
             yield self.row
@@ -83,7 +83,7 @@ class _Effects:
                 yield row.model_copy(update={"baseline": base.named(chosen, base.changing), "paper": paper})
 
     def named(self, chosen: Chosen, cells: set[str]) -> str:
-        """What the row is called at these values of some of the cells."""
+        """Return the row's name at these values, with only the given cells."""
         said = [f"{cell}={value}" for cell, value in self._said(chosen).items() if cell in cells]
         return ", ".join([self.row.name, *said])
 
@@ -118,7 +118,7 @@ def _values(sweeps: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _check(values: Values, effects: Sequence[_Effects], experiment: Experiment) -> None:
-    """Raise ConfigError for a cell that changes no row, and for values that are one."""
+    """Raise ConfigError for a cell that changes no row, and for two equivalent values."""
     for cell, found in values.items():
         said = f"--sweep {cell}={','.join(found)}"
         if not any(cell in effect.changing for effect in effects):

@@ -1,4 +1,4 @@
-"""Trains rows on as many processes as asked, or on the ranks of torchrun, and shows how far they are."""
+"""Training of rows in several processes or on the ranks of torchrun, with progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from replica_groups.ranks import Ranks
 
 
 def train(jobs: Sequence[Job], training: Training, workers: int, console: Console) -> Mapping[str, str]:
-    """Train every job; returns the causes of those that failed. Ctrl-C ends at once and keeps what is finished."""
+    """Train every job and return the errors of failed jobs by name. Ctrl-C stops at once and keeps finished rows."""
     failures: dict[str, str] = {}
     if not jobs:
         return failures
@@ -41,7 +41,7 @@ def train(jobs: Sequence[Job], training: Training, workers: int, console: Consol
                 progress.finished(futures[future], "failed" if cause is not None else _end(future.result()))
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
-                process.terminate()  # they would finish their rows first
+                process.terminate()  # otherwise they would finish their rows first
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -50,7 +50,7 @@ def train(jobs: Sequence[Job], training: Training, workers: int, console: Consol
 
 @contextmanager
 def _followed(context: ForkServerContext, progress: RowProgress) -> Iterator[Queue[Told]]:
-    """A queue that other processes can tell rounds to, followed while the block runs."""
+    """Yield a queue for rounds from other processes, which is read while the block runs."""
     with unheard():
         manager = context.Manager()
     with manager:
@@ -60,7 +60,7 @@ def _followed(context: ForkServerContext, progress: RowProgress) -> Iterator[Que
         try:
             yield told
         finally:
-            with suppress(EOFError, OSError):  # after Ctrl-C it is gone
+            with suppress(EOFError, OSError):  # after Ctrl-C the queue is gone
                 told.put(None)
             follower.join()
 
@@ -70,7 +70,7 @@ def _tell(told: Queue[Told], index: int, round_: int, loss: float) -> None:
 
 
 def train_on_ranks(jobs: Sequence[Job], training: Training, ranks: Ranks, console: Console) -> None:
-    """Train every job together with the other ranks of torchrun, one after the other; the first of them shows it."""
+    """Train every job in turn, together with the other ranks of torchrun; the first rank shows the progress."""
     if ranks.rank > 0:
         for job in jobs:
             train_job(job, training, ranks)

@@ -1,8 +1,8 @@
-"""How much a row loses to its baseline at several widths of the model: a power law, and where it leads.
+"""Power law of the gap between a row and its baseline over several widths of the model.
 
 Gaps are of paired seeds, in percent of the baseline's loss. The law is fitted to their logarithms by least squares over
-widths and seeds; its intervals (95 %, Student's t) are of the mean, and assume that the law goes on to hold: what is
-said of a width far beyond those that were trained is an extrapolation, no measurement.
+widths and seeds. Its intervals (95 %, Student's t) are of the mean and assume that the law keeps holding. Predictions
+far beyond the trained widths are extrapolations, not measurements.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """gap = factor * width ^ exponent, with what is needed for intervals."""
+    """gap = factor * width ^ exponent, with the quantities that intervals need."""
 
     exponent: float
     intercept: float
-    """Of the logarithm of the gap, at a width of 1."""
+    """Logarithm of the gap at a width of 1."""
     error: float
-    """Standard deviation of logarithms of gaps around the law."""
+    """Standard deviation of the logarithms of gaps around the law."""
     count: int
     mean: float
-    """Of the logarithms of widths."""
+    """Mean of the logarithms of widths."""
     squares: float
-    """Sum of their squared distances to that mean."""
+    """Sum of the squared distances of the logarithms of widths to their mean."""
 
     def at(self, width: float) -> float:
-        """The gap there, in percent."""
+        """Return the gap at a width, in percent."""
         return math.exp(self.intercept + self.exponent * math.log(width))
 
     def interval(self, width: float) -> Interval:
-        """Of the mean gap there, in percent."""
+        """Return the interval of the mean gap at a width, in percent."""
         distance = (math.log(width) - self.mean) ** 2 / self.squares
         half = self._quantile() * self.error * math.sqrt(1 / self.count + distance)
         return self.at(width) * math.exp(-half), self.at(width) * math.exp(half)
 
     def exponent_interval(self) -> Interval:
-        """Of the exponent."""
+        """Return the interval of the exponent."""
         half = self._quantile() * self.error / math.sqrt(self.squares)
         return self.exponent - half, self.exponent + half
 
@@ -60,7 +60,7 @@ class PowerLaw:
 
 
 def fit(points: Sequence[Point]) -> PowerLaw | None:
-    """The law through points with a gap above zero; None with fewer than three of them, or at a single width."""
+    """Fit the law to the points with a gap above zero; None with fewer than three of them, or at a single width."""
     logs = [(math.log(width), math.log(gap)) for width, gap in points if gap > 0]
     if len(logs) < 3 or len({x for x, _ in logs}) < 2:
         return None
@@ -73,7 +73,7 @@ def fit(points: Sequence[Point]) -> PowerLaw | None:
 
 
 def trend_results(setting: Setting, outcomes: Outcomes) -> list[dict[str, Any]]:
-    """Of each trend of an experiment, ready for JSON: its points, its law, and what that says at the paper's widths."""
+    """Return for each trend, ready for JSON: its points, its law, and the law's predictions at the paper's widths."""
     return [_result(setting, trend, outcomes) for trend in setting.experiment.trends]
 
 

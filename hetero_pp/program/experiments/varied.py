@@ -1,4 +1,4 @@
-"""Finds the numeric settings that rows of a table vary one at a time: each is an axis of the table's picture."""
+"""Numeric settings that the rows of a table vary one at a time; each becomes an axis of the table's picture."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.rows import Setting
 
 _LEAST_VALUES = 3
-"""Values of a setting that make a line worth drawing."""
+"""Fewest values of a setting for which a line is drawn."""
 _STEPS, _ROUNDS = "inner.steps", "outer.rounds"
 
 
 def lines_of(setting: Setting, rows: Sequence[Row]) -> dict[str, list[list[tuple[str, float]]]]:
-    """Return by setting the lines that rows form: on each, rows (name, value) that differ in this setting alone.
+    """Return by setting the lines that rows form; the rows (name, value) of a line differ only in this setting.
 
-    A setting is named by its dotted key. At another number of steps between rounds there are as many more or fewer
-    rounds, so that rows see as many tokens: this is no further difference. Ranks have an axis of their own (k/d).
+    A setting is named by its dotted key. Rows with other numbers of steps between rounds also differ in rounds, so that
+    they see as many tokens; that is no further difference. Ranks are left out, as they have an axis of their own (k/d).
     """
     values = {row.name: dict(_flat(setting.config(row).model_dump(mode="json"), "")) for row in rows}
     keys = dict.fromkeys(key for found in values.values() for key, value in found.items() if _is_number(value))
@@ -38,7 +38,7 @@ def _lines(key: str, values: Mapping[str, Mapping[str, Any]]) -> list[list[tuple
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings by their dotted keys; a list is as many leaves."""
+    """Yield the leaves of nested settings by their dotted keys; each element of a list is a leaf."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else name)

@@ -1,8 +1,8 @@
-"""From paired seeds to a verdict: holds, does not hold, or within noise, with the interval shown.
+"""Verdict on a claim from paired seeds: holds, does not hold, or within noise, with an interval.
 
-A claim bounds one quantity or several: a difference should be positive or, for equality, small. Each one's values at
-the seeds that all rows share give a mean and an interval (Student's t). Rows of one seed share initial weights and data
-order.
+A claim bounds one quantity or several: a difference should be positive or, for equality, small. Each quantity's values
+at the seeds that all rows share give a mean and an interval (Student's t). Rows of one seed share initial weights and
+data order.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from statistics import fmean, stdev
 from hetero_pp.program.experiments.definition import WAYS, Claim
 
 LEVEL = 0.05
-"""The share of claims about nothing that get a verdict nonetheless."""
+"""Share of claims about noise that get a verdict by chance."""
 
 ONE_SEED_NOISE = 0.03
-"""With one seed, differences below this many nats decide nothing (the spread over seeds that was found)."""
+"""Difference in nats that one seed cannot decide: the spread over seeds that was found."""
 
 Values = Mapping[str, Mapping[int, float]]
-"""row -> seed -> final loss (or bias)"""
+"""Final loss (or other measurement) by row and seed."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a claim. `interval` is of the difference in nats that the claim is about."""
+    """Verdict on a claim. `interval` is that of the claim's difference, in nats for losses."""
 
     text: str
     verdict: str
@@ -38,11 +38,14 @@ class Verdict:
 
 
 def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: float = LEVEL) -> Verdict:
-    """The verdict on a claim; `not run` if a row of it has no loss. `shares`: of compressed replicas, by row."""
+    """Return the verdict on a claim; `not run` if one of its rows has no loss.
+
+    `shares`: share of compressed replicas, by row.
+    """
     found = quantities(claim, values, shares)
     if not found:
         return Verdict(claim.text, "not run", None, 0)
-    noise = ONE_SEED_NOISE if claim.of not in WAYS else 0.0  # what is encoded hardly depends on a seed
+    noise = ONE_SEED_NOISE if claim.of not in WAYS else 0.0  # encoded sizes hardly depend on the seed
     intervals = [interval_of(list(one.values()), level, noise) for one in found]
     lowest, highest = _bounds(claim)
     if all(lowest < low and high < highest for low, high in intervals):
@@ -55,10 +58,11 @@ def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: floa
 
 
 def p_value(claim: Claim, values: Values, shares: Mapping[str, float]) -> float | None:
-    """The least level at which the claim has a verdict other than `within noise`; None without two seeds.
+    """Return the smallest level at which the claim has a verdict other than `within noise`; None with fewer than two
+    seeds.
 
-    A claim about several quantities holds as surely as the least sure of them, and does not as surely as the surest of
-    those that are beyond their bound.
+    A claim about several quantities holds at the largest of their levels. It fails at the smallest level of those
+    beyond their bound.
     """
     found = quantities(claim, values, shares)
     if not found or len(found[0]) < 2:
@@ -74,11 +78,11 @@ def p_value(claim: Claim, values: Values, shares: Mapping[str, float]) -> float 
 
 
 def holm(values: Sequence[float | None], level: float = LEVEL) -> list[float | None]:
-    """The level at which each of a family of claims is to be judged, so that verdicts on what is noise are as rare in
-    the whole family as `level` says. None stays None.
+    """Return the level at which to judge each claim of a family. None stays None.
 
-    Source: Holm 1979. The surest of m is judged at level / m, the next at level / (m - 1), and so on; from the first
-    that is within noise all are judged at its level.
+    The share of wrong verdicts on noise in the whole family is then at most `level`. Source: Holm 1979. The smallest
+    p-value of m is judged at level / m, the next at level / (m - 1), and so on. From the first claim that is within
+    noise, all are judged at its level.
     """
     ordered = sorted((value, index) for index, value in enumerate(values) if value is not None)
     levels: list[float | None] = [None] * len(values)
@@ -92,7 +96,7 @@ def holm(values: Sequence[float | None], level: float = LEVEL) -> list[float | N
 
 
 def quantities(claim: Claim, values: Values, shares: Mapping[str, float]) -> list[dict[int, float]]:
-    """What the claim bounds, by seed, at the seeds that all its rows have; none if there are none."""
+    """Return the values that the claim bounds, by seed, at the seeds that all its rows have; empty if there are none."""
     seeds = sorted(set.intersection(*(set(values.get(row, {})) for row in claim.rows())))
     if not seeds:
         return []
@@ -114,8 +118,9 @@ def quantities(claim: Claim, values: Values, shares: Mapping[str, float]) -> lis
 def slices_interval(
     claim: Claim, slices: Sequence[Values], values: Values, shares: Mapping[str, float]
 ) -> Interval | None:
-    """The interval of the quantity that decides the claim over slices of the validation rows, of the same models: what
-    the choice of those rows leaves open. None without two slices of each row and seed.
+    """Return the interval of the claim's decisive quantity over slices of the validation rows, for the same models.
+
+    It shows the uncertainty due to the choice of validation rows. None without two slices of each row and seed.
     """
     found = quantities(claim, values, shares)
     parts = [quantities(claim, one, shares) for one in slices]
@@ -126,32 +131,32 @@ def slices_interval(
 
 
 def _bounds(claim: Claim) -> Interval:
-    """Between which each of its quantities should be."""
+    """Return the bounds of each of the claim's quantities."""
     is_about_size = claim.equal is not None or claim.proportional is not None
     return (-claim.margin, claim.margin) if is_about_size else (0.0, math.inf)
 
 
 def _decisive(claim: Claim, intervals: Sequence[Interval]) -> int:
-    """Which of the intervals is nearest to a bound, or farthest beyond."""
+    """Return the index of the interval that is nearest to a bound, or farthest beyond one."""
     lowest, highest = _bounds(claim)
     slack = [min(low - lowest, highest - high) for low, high in intervals]
     return slack.index(min(slack))
 
 
 def interval_of(values: Sequence[float], level: float = LEVEL, noise: float = ONE_SEED_NOISE) -> Interval:
-    """The interval of the mean (95 %); with one value, plus or minus what one seed cannot tell."""
+    """Return the interval of the mean (95 % by default); with one value, that value plus or minus `noise`."""
     if len(values) == 1:
         return values[0] - noise, values[0] + noise
     from scipy.special import stdtrit
 
-    # To three decimals, as printed tables of Student's t have it: intervals in committed results were made with those.
+    # Rounded to three decimals as in printed tables of Student's t, because committed results were made with those.
     quantile = round(float(stdtrit(len(values) - 1, 1 - level / 2)), 3)
     half = quantile * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 
 def _tail(distance: float, values: Sequence[float]) -> float:
-    """How likely noise alone is to bring the mean that far, either way."""
+    """Return the two-sided probability that noise alone moves the mean that far."""
     from scipy.special import stdtr
 
     error = stdev(values) / math.sqrt(len(values))
