@@ -1,1 +1,1 @@
-"""LLaMA checkpoints as the `transformers` library has them: written from a run, and read to start one."""
+"""LLaMA checkpoints in the format of the `transformers` library: written from a run, and read to start one."""

@@ -1,4 +1,4 @@
-"""The config.json of a LLaMA checkpoint: the model's shape, and what of LLaMA's family this model does not have."""
+"""The config.json of a LLaMA checkpoint: the model's shape, and checks for features that this model does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.model import ModelShape
 
 WEIGHTS_KEY = ("model", "weights")
-"""The setting that every complaint about a checkpoint is about."""
+"""Setting to which every error about a checkpoint refers."""
 
 _NAMES = {
     "width": "hidden_size",
@@ -27,17 +27,17 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a config.json says, as far as this model needs to know it."""
+    """Content of a config.json that this model needs."""
 
     shape: ModelShape
     groups: int
-    """Heads of keys and values; fewer than heads if several queries share them."""
+    """Number of key and value heads; fewer than heads if several queries share them."""
     is_tied: bool
     """Whether the head is the token embedding."""
 
 
 def to_json(shape: ModelShape, sequence_length: int, separator: int, dtype: str) -> dict[str, Any]:
-    """The config.json of a model of this shape, trained on texts that `separator` stands before and after."""
+    """Return the config.json of a model of this shape, trained on texts with `separator` before and after them."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,7 +58,7 @@ def to_json(shape: ModelShape, sequence_length: int, separator: int, dtype: str)
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """What the config.json in a folder says; ConfigError if there is none, or not of a model like ours."""
+    """Read the config.json in a folder. Raises ConfigError if it is missing, or not of a model like ours."""
     path = folder / "config.json"
     values = read_json(path)
     rope = _rope(values, path)
@@ -75,7 +75,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint; ConfigError if it cannot be read."""
+    """Read a JSON object of a checkpoint. Raises ConfigError if it cannot be read."""
     try:
         values = read_bounded_json(path)
     except OSError as error:
@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _rope(values: dict[str, Any], path: Path) -> Any:
-    """The base of the rotary frequencies, where either generation of transformers writes it; no scaling of them."""
+    """Return the base of the rotary frequencies, from the key of old or new transformers; refuse scaling."""
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else "?"
     if kind != "default":
@@ -99,7 +99,7 @@ def _rope(values: dict[str, Any], path: Path) -> Any:
 
 
 def _require(path: Path, values: dict[str, Any], shape: ModelShape, groups: int) -> None:
-    """Raise ConfigError for what this model cannot be."""
+    """Raise ConfigError for features that this model cannot have."""
     if shape.heads < 1 or shape.width % (2 * shape.heads):
         raise _refused(path, "num_attention_heads", shape.heads, f"a divisor of half of hidden_size {shape.width}")
     wanted = {

@@ -1,7 +1,7 @@
-"""Our parameters under the names and in the layout that `transformers` has for LLaMA, and back, to the bit.
+"""Conversion of our parameters to the names and the layout of `transformers`' LLaMA, and back, bitwise exact.
 
-Both rotate pairs of a head's dimensions: ours are neighbours (2 j, 2 j + 1), theirs half a head apart (j, j + E / 2).
-So the rows of wq and wk change places within each head; attention is the same, as q and k change alike.
+Both rotate pairs of a head's dimensions. Our pairs are neighbours (2 j, 2 j + 1); theirs are half a head apart (j, j +
+E / 2). So the rows of wq and wk are permuted within each head. Attention is unchanged, as q and k change alike.
 
 Shapes: N heads, G heads of keys and values, E head width, D width.
 """
@@ -31,7 +31,7 @@ HEAD = _OF_THE_MODEL["lm_head.weight"]
 
 
 def their_name(name: str) -> str:
-    """`layers.3.attention.wq.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Return their name of a parameter: `layers.3.attention.wq.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     if name in _OF_THE_MODEL:
         return _OF_THE_MODEL[name]
     layers, index, rest = name.split(".", 2)
@@ -39,25 +39,25 @@ def their_name(name: str) -> str:
 
 
 def is_rotated(name: str) -> bool:
-    """Whether the parameter of that name (ours) makes queries or keys."""
+    """Return whether the parameter of this name (ours) makes queries or keys."""
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 
 def is_grouped(name: str) -> bool:
-    """Whether the parameter of that name (ours) has the rows of keys' and values' heads."""
+    """Return whether the parameter of this name (ours) has the rows of key or value heads."""
     return name.endswith(("attention.wk.weight", "attention.wv.weight"))
 
 
 def halves_of_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Rows [N E, D] whose pairs are neighbours, as rows whose pairs are half a head apart."""
+    """Permute rows [N E, D] with neighbouring pairs to rows whose pairs are half a head apart."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def pairs_of_halves(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `halves_of_pairs`."""
+    """Invert `halves_of_pairs`."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def ungrouped(weight: Tensor, groups: int, heads: int) -> Tensor:
-    """Rows [G E, D] of heads that several queries share, repeated to [N E, D]: the same function, one head a query."""
+    """Repeat rows [G E, D] of heads that several queries share to [N E, D]: the same function, one head per query."""
     return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0).flatten(0, 1)

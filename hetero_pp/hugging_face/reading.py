@@ -1,4 +1,4 @@
-"""Reads the weights of a LLaMA checkpoint as `transformers` has them."""
+"""Reading of a LLaMA checkpoint's weights in the format of `transformers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hetero_pp.progress import OnProgress, untold
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DERIVED = "rotary_emb.inv_freq"
-"""How names of tensors end that follow from the configuration; older checkpoints hold them."""
+"""End of the names of tensors that follow from the configuration; older checkpoints hold them."""
 
 
 def require_checkpoint(folder: Path, shape: ModelShape, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -53,10 +53,11 @@ def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
 def read_parameters(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], on_progress: OnProgress = untold
 ) -> dict[str, Tensor]:
-    """The parameters of a checkpoint by our names, in fp32.
+    """Read the parameters of a checkpoint by our names, in fp32.
 
-    Keys and values that several heads share are repeated, and a head tied to the embedding is copied: the same
-    function, but free to train apart. Raises ConfigError if `shapes`, all of the model's, are not the checkpoint's.
+    Keys and values that several heads share are repeated, and a head tied to the embedding is copied. The function is
+    the same, but the copies train separately. Raises ConfigError if `shapes`, all of the model's, are not the
+    checkpoint's.
     """
     architecture = read_architecture(folder)
     with _opened(folder) as files:
@@ -78,14 +79,14 @@ def _read(files: Mapping[str, Any], name: str, architecture: Architecture) -> Te
 
 
 def _source(name: str, architecture: Architecture) -> str:
-    """The tensor that a parameter comes from."""
+    """Return the name of the tensor that a parameter comes from."""
     theirs = their_name(name)
     return EMBEDDING if theirs == HEAD and architecture.is_tied else theirs
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """For every tensor of a checkpoint, the open file that holds it."""
+    """Yield for every tensor of a checkpoint the open file that holds it."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _paths(folder):

@@ -1,4 +1,4 @@
-"""The tokenizer of a run as the files that `transformers` and others load."""
+"""The tokenizer of a run as files that `transformers` and others load."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
-"""What the separator is called where the tokenizer has no name for it."""
+"""Name of the separator if the tokenizer has none for it."""
 
 
 def write_tokenizer(data: DataSettings, folder: Path) -> int:
-    """Write tokenizer.json and tokenizer_config.json of the tokenizer that `data` names; returns the separator's id.
+    """Write tokenizer.json and tokenizer_config.json of the tokenizer that `data` names; return the separator's id.
 
-    A tokenizer.json of the user's is copied, with a token for the separator added if it has none.
+    A user's tokenizer.json is copied. A token for the separator is added if it has none.
     """
     config: dict[str, Any] = {}
     tokenizer = load_tokenizer(data)
@@ -49,10 +49,10 @@ def write_tokenizer(data: DataSettings, folder: Path) -> int:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """ByteTokenizer as a tokenizer.json: byte-level without merges, so that every id is the byte's own value.
+    """Return ByteTokenizer as a tokenizer.json: byte-level without merges, so that every id is the byte's value.
 
-    Byte 0, which ByteTokenizer removes from text, is the separator; as no character stands for it, text that holds it
-    loses it here, too.
+    Byte 0, which ByteTokenizer removes from text, is the separator. No character represents it, so it is removed from
+    text here, too.
     """
     characters = _characters_of_bytes()
     vocabulary = {END_OF_TEXT: 0} | {characters[byte]: byte for byte in range(1, 256)}
@@ -64,14 +64,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _characters_of_bytes() -> list[str]:
-    """The character that byte-level tokenizers (GPT-2) have for each byte: its own if that shows, else one past 255."""
+    """Return the characters of byte-level tokenizers (GPT-2) for each byte: its own if printable, else one past 255."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) if byte in shown else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def _copy(source: Path, path: Path) -> dict[str, Any]:
-    """Copy a tokenizer.json, or that of a folder, and what stands beside it; returns its tokenizer_config.json."""
+    """Copy a tokenizer.json, or a folder's, and its special_tokens_map.json; return its tokenizer_config.json."""
     source = source / "tokenizer.json" if source.is_dir() else source
     shutil.copyfile(source, path)
     beside = source.with_name("special_tokens_map.json")

@@ -1,4 +1,4 @@
-"""Writes a model as a LLaMA checkpoint that `transformers`, vLLM and llama.cpp load; needs none of them."""
+"""Writing of a model as a LLaMA checkpoint that `transformers`, vLLM and llama.cpp load; needs none of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hetero_pp.tensor_files import save_tensors
 DTypeName = Literal["bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARD_BYTES = 5 * 10**9
-"""Of a larger model, several files are written; one of them is held in memory at a time."""
+"""Largest size of a file; a larger model is written as several, one of which is held in memory at a time."""
 
 Parameters = Callable[[str], Tensor]
-"""Name (ours) -> the parameter in fp32."""
+"""Returns the parameter of a name (ours) in fp32."""
 
 
 def write_model(
@@ -36,10 +36,10 @@ def write_model(
     data: DataSettings,
     dtype: DTypeName,
 ) -> int:
-    """Write weights, configuration and tokenizer into an existing folder; returns the bytes of the weights.
+    """Write weights, configuration and tokenizer to an existing folder; return the bytes of the weights.
 
-    `shapes` are those of all parameters, by our names. The longest text the configuration allows is as long as the
-    run's sequences. Raises ConfigError if the tokenizer cannot be read any more.
+    `shapes` are those of all parameters, by our names. The configuration's longest text is as long as the run's
+    sequences. Raises ConfigError if the tokenizer can no longer be read.
     """
     separator = write_tokenizer(data, folder)
     size = write_weights(folder, parameters, shapes, shape.heads, _DTYPES[dtype])
@@ -58,7 +58,7 @@ def write_weights(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write all parameters as model.safetensors, or as shards of at most `shard_bytes` with their index."""
+    """Write all parameters as model.safetensors, or as shards of at most `shard_bytes` with an index."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards = shards_of(sizes, shard_bytes)
     files: dict[str, str] = {}
@@ -76,7 +76,7 @@ def write_weights(
 
 
 def shards_of(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, in as few runs as go under a limit; what is larger than it has one of its own."""
+    """Split names, in order, into as few shards as stay under a limit; a larger item has a shard of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

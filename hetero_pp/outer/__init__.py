@@ -1,1 +1,1 @@
-"""The outer round: what brings all replicas back to identical weights."""
+"""The outer round, which brings all replicas back to identical weights."""

@@ -1,4 +1,4 @@
-"""What a member of a run asks of the exchange, over the network or in process."""
+"""Interface of the exchange to a member of a run, over the network or in process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
-"""Seconds after which somebody who waits says so for the first time, and at most between two times."""
+"""Seconds before a waiting process reports it for the first time, and the longest time between two reports."""
 
 
 @dataclass(frozen=True)
 class AvailableStates:
-    """What a member could go on from: the rounds of which it has a sound state, and what is wrong with others."""
+    """Rounds that a member could resume from, because its state is sound, and the errors of its damaged states."""
 
     rounds: frozenset[int] = frozenset()
     damaged: tuple[str, ...] = ()
@@ -32,106 +32,109 @@ class Assignment:
     """What a member has to do next."""
 
     round: int
-    """To train, from theta after the round before; 0: the run is over."""
+    """Round to train, from theta after the previous round; 0: the run is over."""
     epoch: int
-    """How often its replica was formed: of its links, and of what it contributes."""
+    """Generation (`epoch`) of the replica: number of times that it was formed. Links and contributions carry it."""
     downstream: str = ""
-    """Where the stage after is to be dialled; empty: that dials, or there is none."""
+    """Address of the next stage, to dial; empty: that stage dials, or there is none."""
     heals: bool = False
-    """Whether it has to take theta from the log again: it holds other bits than the others."""
+    """Whether the member must recover: fetch theta from the log again, because its bits differ from the others'."""
     is_first: bool = False
-    """Whether this is the first round since the run began, or went on."""
+    """Whether this is the first round since the run began or resumed."""
     elapsed: float = 0.0
     """Seconds since the round opened."""
     upstream: str = ""
-    """Where the stage before is to be dialled, likewise."""
+    """Address of the previous stage, to dial; empty: that stage dials, or there is none."""
     trained: int = 0
-    """The round that all of the replica has trained beyond theta, each place of it; 0: there is none."""
+    """Round beyond theta that every slot of the replica has trained; 0: none."""
     changed: int = 0
-    """Changes.mark of those that the run has, of which the member may not have heard."""
+    """Changes.mark of the run's changes, some of which the member may not know yet."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What the exchange thinks of a member."""
+    """Status of a member, as the exchange sees it."""
 
     is_over: bool = False
-    """Its term: it has to join again."""
+    """Whether its incarnation (term) is over, so that it must join again."""
     suspended: int | None = None
-    """The epoch that is over, if it has to return to the start of the round."""
+    """Generation that is over, if the member must return to the start of the round."""
     cause: str = ""
 
 
 class ExchangeService(Protocol):
     """The exchange of contributions, as one member sees it.
 
-    Every call may raise Refused (the request is wrong) or RunFailed (the run is over); every call after `join` also
-    TermOver (somebody else may hold this member's place: it has to join again).
+    Every call may raise Refused (the request is wrong) or RunFailed (the run is over). Every call after `join` may also
+    raise TermOver: another process may hold this member's slot, so the member must join again.
     """
 
     def agree(self, member: str, configuration: str, tokens: str = "") -> str:
-        """Which run this is, for a member whose configuration is `configuration` (RunSpec.agreed).
+        """Return the name of the run, for a member whose configuration is `configuration` (RunSpec.agreed).
 
-        `tokens`: the digest of those that the member reads (TokenStore.digest); empty if it reads none, or a stream.
-
-        Refused, with the keys that differ, if it is not of this run; and if others of it read other tokens.
+        `tokens`: the digest of the tokens that the member reads (TokenStore.digest); empty if it reads none, or a
+        stream. Raises Refused, with the keys that differ, if the configuration is another run's, or if other members
+        read other tokens.
         """
 
     def join(
         self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
     ) -> int:
-        """Take the place of this name: tell where the member listens for those beside it (empty: nowhere), and what
-        it holds. Waits until the place is vacant. `process` names the caller, so that it may ask again.
+        """Take the slot of this name, and wait until it is vacant.
 
-        Returns for the how-manyeth time the place is held.
+        `address`: where the member listens for neighbouring stages; empty: nowhere. `available`: the states that it
+        holds. `process` names the caller, so that it may ask again. Returns the incarnation: how many times the slot
+        was taken.
         """
 
     def last_round(self) -> int:
-        """The last round that is decided, 0 if there is none. Waits until the run begins: until all have joined."""
+        """Return the last decided round, 0 if there is none. Waits until all members have joined and the run begins."""
 
     def changes(self) -> Changes:
-        """Keys that were changed as the run went on. Waits as `last_round` does."""
+        """Return the keys that were changed when the run resumed. Waits as `last_round` does."""
 
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
-        """After which round the newest snapshot is, and its tensors' names. Waits as `last_round` does."""
+        """Return the round of the newest snapshot, and its tensors' names. Waits as `last_round` does."""
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
-        """Tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
+        """Return tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
 
     def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
-        """What to do next, for a member that holds theta after round `holds`, and listens at an address for the stage
-        before; waits until all of its replica asks. `trained`: the last round whose training it has, though no record
-        has it (it was trained ahead, or was not counted): of use to it only if all of its replica have that; 0: none.
+        """Return a member's next task, once all members of its replica ask for one.
+
+        `holds`: the round after which the member holds theta. `address`: where it listens for the previous stage.
+        `trained`: the last round that it has trained but no record has, because it was trained ahead or excluded; 0:
+        none. It is used only if all members of the replica have trained that round.
         """
 
     def beat(
         self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
     ) -> Standing:
-        """Tell that the member is there, what it trains, and that it does something (another `progress`).
+        """Send a heartbeat: the member is alive, what it trains, and its progress (another `progress` if it moved).
 
-        `computes`: it is busy, and waits for nobody.
+        `computes`: it is busy, and does not wait for another process.
         """
 
     def broken(self, member: str, epoch: int, cause: str) -> None:
-        """Tell that the member cannot reach a neighbour: a stage of its replica is missing, if it is not already."""
+        """Report that the member cannot reach a neighbour; a stage of its replica counts as missing from then on."""
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        """Hand in one blob of this member's replica for a round, of so many inner steps. May be repeated.
+        """Deposit one blob of the replica's contribution to a round, after `steps` inner steps. May be repeated.
 
         Raises Suspended if the replica is formed anew.
         """
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        """What was counted in a round; waits until it is closed. Names the member that waits, if it is one.
+        """Return the record of the contributions included in a round; waits until the round is closed.
 
-        Raises Suspended if its replica has to train the round again.
+        `member` names the waiting member, if it is one. Raises Suspended if its replica must train the round again.
         """
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """One blob of a closed round."""
+        """Return one blob of a closed round."""
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """Tell the hashes of the parameters held after a round."""
+        """Send the hashes of the parameters held after a round."""
 
     def report(self, reports: Sequence[Report]) -> None:
-        """Tell what happened."""
+        """Send reports of events."""

@@ -1,7 +1,7 @@
-"""The outer step where gradients are averaged after every step: one AdamW that all holders of theta take alike.
+"""Outer step for gradients that are averaged after every step: one AdamW that every holder of theta applies alike.
 
-Clipping is by the norm of the averaged gradient of the whole model, so every holder looks at all of it and keeps what
-it needs. Source: the AdamW baseline of Het-PP's Table 4, data parallel with gradients clipped after averaging.
+Clips by the norm of the whole model's averaged gradient. Every holder therefore reads all of it and keeps what it
+needs. Source: the AdamW baseline of Het-PP's Table 4, data parallel with gradients clipped after averaging.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hetero_pp.subspace import perpendicular
 class GradientOptimizer:
     """AdamW on theta by averaged gradients; the counterpart of OuterOptimizer.
 
-    `shapes` are those of the whole model. With `basis` U [D, K] the embedding's weight decay acts on T_S = TE - T_perp
-    only, as in a compressed replica (all replicas have to do the same: the first one's way).
+    `shapes` are those of the whole model. With `basis` U [D, K], the embedding's weight decay acts on T_S = TE - T_perp
+    only, as in a compressed replica. All replicas must do the same, so the first replica decides.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class GradientOptimizer:
         basis: Tensor | None,
         schedule: Callable[[int], LearningRates] | None = None,
     ) -> None:
-        """`schedule` gives learning rates by round, where they are not the same in all."""
+        """`schedule` returns learning rates by round, if they change between rounds."""
         self.settings = settings
         self._inner, self._total_steps = inner, total_steps
         self._rates: LearningRates | None = None
@@ -48,20 +48,19 @@ class GradientOptimizer:
         self._loaded: Mapping[str, Tensor] = {}
 
     def begin(self, round_: int) -> None:
-        """See RoundOptimizer."""
         if self._schedule is not None:
             self._rates = self._schedule(round_)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """The tensors whose mean has to be told in a round, by name."""
+        """Return the shapes of the tensors whose mean is needed in a round, by name."""
         return self._shapes
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """See RoundOptimizer: all, as clipping looks at the whole gradient."""
+        """Return all rows, because clipping needs the whole gradient."""
         return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """The averaged gradient of one tensor."""
+        """Take the averaged gradient of one tensor."""
         self._squares[name] = mean.double().square().sum().item()
         if name in theta:
             if name not in self._parameters:
@@ -70,7 +69,7 @@ class GradientOptimizer:
 
     @torch.no_grad()
     def finish(self, theta: Mapping[str, Tensor]) -> None:
-        """Change theta, in place, once every tensor was taken."""
+        """Change theta in place, after every tensor was taken."""
         if self._adamw is None:
             ordered = dict(sorted(self._parameters.items()))
             self._adamw = InnerOptimizer(ordered, self._inner, self._total_steps, self._basis)
@@ -85,11 +84,10 @@ class GradientOptimizer:
         self._step += 1
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
-        """See RoundOptimizer."""
         self._loaded, self._step = state, rounds
 
     def _give_moments(self, adamw: InnerOptimizer) -> None:
-        """What was loaded, once there is an optimizer to hold it."""
+        """Give the loaded moments to the optimizer, once it exists."""
         for optimizer in adamw.optimizers if self._loaded else ():
             held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             for name, parameter in self._parameters.items():

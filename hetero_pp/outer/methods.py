@@ -1,6 +1,6 @@
-"""A method is a row of parts: what the papers call SparseLoCo, DiLoCo or AdamW DDP, as changed cells.
+"""Outer methods as tables of settings: SparseLoCo, DiLoCo, AdamW DDP and others, as changed cells.
 
-`outer.method` names a row; single cells can be overridden beside it, and an ablation is one changed cell.
+`outer.method` names a method. Single cells can be overridden beside it, and an ablation is one changed cell.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "erro
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table."""
+    """An outer method: its source and the cells that it sets."""
 
     source: str
     """Paper and section."""
     cells: Mapping[str, Any]
-    """What it sets beside the defaults."""
+    """Cells that differ from the defaults."""
 
 
 METHODS: dict[str, Method] = {
@@ -68,7 +68,7 @@ METHODS: dict[str, Method] = {
         {"source": "gradient", "compression": _DENSE},
     ),
 }
-"""SparseLoCo's cells are the defaults."""
+"""Methods by name; SparseLoCo's cells are the defaults."""
 
 
 MethodName = Literal[
@@ -83,8 +83,9 @@ MethodName = Literal[
 
 
 def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
-    """Give an `outer` section, as a YAML says it, another method: the cells go that are of either, as they were said of
-    the one that it had.
+    """Change the method of an `outer` section of a YAML; drop the cells that either method sets.
+
+    They were set for the previous method.
     """
     before = outer.get("method", "sparseloco")
     for name in (before, method) if before != method else ():
@@ -103,7 +104,7 @@ def _drop(section: MutableMapping[str, Any], cells: Mapping[str, Any]) -> None:
 
 
 class OuterSettings(Settings):
-    """The outer rounds: a row of parts."""
+    """Settings of the outer rounds."""
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
     method: MethodName = Field("sparseloco", description="sets the cells below")
@@ -176,7 +177,7 @@ class OuterSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_method(cls, values: Any) -> Any:
-        """Cells that the user did not set come from the method's row."""
+        """Fill cells that the user did not set from the method."""
         if not isinstance(values, dict):
             return values
         method = values.get("method", "sparseloco")
@@ -240,14 +241,14 @@ class OuterSettings(Settings):
         return self
 
     def learning_rate_in(self, round_: int) -> float:
-        """Of a round's step after pretraining: linear warm-up, then a cosine to the final share at the end."""
+        """Return a round's learning rate after pretraining: linear warm-up, then a cosine to the final share."""
         if self.final_learning_rate_share == 1 and self.warmup_rounds == 0:
             return self.learning_rate
         rounds = max(1, self.rounds - self.pretraining)
         rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, rounds)
         return float(
             f"{rates.at(round_ - self.pretraining - 1):.6g}"
-        )  # the last bit of a cosine is not the same on all machines
+        )  # the last bit of a cosine differs between machines
 
     @model_validator(mode="after")
     def _gradients_weigh_the_same(self) -> OuterSettings:
@@ -257,8 +258,9 @@ class OuterSettings(Settings):
 
     @property
     def counts(self) -> Mapping[int, int | None]:
-        """First round -> how many replicas take part from there on, the first ones of the list (None: all of them), in
-        pretraining, too; empty: all, always.
+        """Number of participating replicas by first round, including pretraining; None: all.
+
+        The first replicas of the list participate. Empty: all of them, in every round.
         """
         if self.pretraining == 0:
             return self.taking_part
@@ -268,14 +270,16 @@ class OuterSettings(Settings):
         return {1: 1, after: self.taking_part[max(said)] if said else None, **later}
 
     def taking_part_in(self, round_: int) -> int | None:
-        """How many replicas take part in a round, the first ones of the list; None: all."""
+        """Return how many replicas, the first ones of the list, participate in a round; None: all."""
         counts = self.counts
         return counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
 
     @property
     def presumes(self) -> float:
-        """See `presumed`: with few values, a replica's own are divided by the number of replicas, and others' add to
-        them; of all values, each replica's are about the same.
+        """Share of its own contribution that a replica applies before the mean is known, by default 0.5 or 1.
+
+        With sparse values a replica's own are divided by the number of replicas, and others' add to them. With all
+        values sent, each replica's are about the same.
         """
         if self.presumed is not None:
             return self.presumed
@@ -292,12 +296,13 @@ class OuterSettings(Settings):
 
     @property
     def given_back(self) -> float:
-        """Share of what no round counted that goes back to what its replica keeps: a momentum has it already."""
+        """Share of an excluded contribution that is restored to error feedback; 0 for a momentum, which includes it."""
         return self.returned if self.compression.memory == "error_feedback" else 0.0
 
     def weight(self, tokens: int, examples: int) -> float:
-        """Of a contribution to a round that so many tokens came to, of a shard of so many examples; the mean divides by
-        the sum of those counted.
+        """Return the weight of a contribution: `tokens` trained in the round, `examples` sequences in the shard.
+
+        The mean divides by the sum of the weights of the included contributions.
         """
         return float({"equal": 1, "tokens": tokens, "examples": examples}[self.weights])
 

@@ -1,7 +1,7 @@
-"""The outer step: theta <- theta_start - eta mean_m(D_m), or with momentum, to the bit the same on every machine.
+"""Outer step: theta <- theta_start - eta mean_m(D_m), or with momentum, bitwise equal on every machine.
 
-Contributions are added in replica-name order in fp32, divided by the counted weight, and every operation is a
-separate elementwise one (no fused multiply-add), so CPU and GPU agree. Source: SparseLoCo, equation 2 of Het-PP.
+Contributions are added in replica-name order in fp32 and divided by the included weight. Every operation is a separate
+elementwise one (no fused multiply-add), so CPU and GPU agree. Source: SparseLoCo, equation 2 of Het-PP.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def mean_of(
     weighted: Iterable[tuple[float, DecodedTensor]],
     divides_by: DividesBy = "replicas",
 ) -> Tensor:
-    """The weighted mean of contributions (at least one) to one tensor, in the order given, as a dense fp32 tensor.
+    """Return the weighted mean of at least one contribution to one tensor, in the order given, as a dense fp32 tensor.
 
-    Over all replicas (equation 2 of Het-PP), or at each coordinate over those that sent it (what is deployed); 0 where
-    nobody did.
+    The mean is over all replicas (equation 2 of Het-PP), or at each coordinate over its senders (what is deployed). A
+    coordinate without senders is 0.
     """
     mean = None
     for weight, decoded in weighted:
@@ -40,7 +40,7 @@ def mean_of(
 
 
 class WeightedMean:
-    """Sums contributions to one tensor, dense, one after the other, until the mean is asked for."""
+    """Accumulates contributions to one tensor, dense, until the mean is asked for."""
 
     def __init__(self, shape: tuple[int, ...], divides_by: DividesBy, device: torch.device) -> None:
         self.total = torch.zeros(shape, device=device)
@@ -49,107 +49,111 @@ class WeightedMean:
         """The weights of those who sent a coordinate."""
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
-        """One contribution, in fp32."""
+        """Add one contribution, in fp32."""
         decoded.add_to(self.total, weight)
         self.weight += weight
         if self.sent is not None:
             DecodedTensor(decoded.indices, torch.ones_like(decoded.values)).add_to(self.sent, weight)
 
     def finish(self, weight: float | None = None) -> Tensor:
-        """The mean, in the memory of the sum. `weight` is that of all contributions, if some were summed elsewhere."""
+        """Return the mean, in the memory of the sum.
+
+        `weight` is the weight of all contributions, if some were summed elsewhere.
+        """
         if self.sent is not None:
             return self.total.div_(self.sent.masked_fill_(self.sent == 0, 1.0))
         return self.total.div_(self.weight if weight is None else weight)
 
 
 def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor:
-    """theta_start - eta direction."""
+    """Return theta_start - eta direction."""
     return start - direction.mul(learning_rate)
 
 
 class RoundOptimizer(Protocol):
-    """Makes theta after a round from theta before it and the means of what was contributed."""
+    """Computes theta after a round from theta before it and the means of the contributions."""
 
     settings: OuterSettings
 
     def begin(self, round_: int) -> None:
-        """What follows is of this round."""
+        """Begin a round; the calls below are about it."""
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """The tensors whose mean has to be told in a round, by name; whole layer blocks."""
+        """Return the shapes of the tensors whose mean is needed in a round, by name; whole layer blocks."""
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """Which rows of a tensor's mean it has to be told; all but on several ranks."""
+        """Return the rows of a tensor's mean that are needed: all, except on several ranks."""
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """The mean of one tensor's rows; theta may be changed in place already."""
+        """Take the mean of one tensor's rows; may change theta in place already."""
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
-        """Every mean was taken: theta has to be that after the round now."""
+        """Finish the round after every mean was taken; theta is then that after the round."""
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """What the next round depends on beside theta, for snapshots."""
+        """Tensors that the next round depends on beside theta, for snapshots."""
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
-        """Go on from what `state` was after so many rounds."""
+        """Resume from the `state` after `rounds` rounds."""
 
 
 EXP_AVG, EXP_AVG_SQ = ".exp_avg", ".exp_avg_sq"
-"""Behind a parameter's name, what Adam keeps of it."""
+"""Suffixes of a parameter's name for Adam's moments of it."""
 
 
 def parameter_of(state: str) -> str:
-    """Of which parameter an outer optimizer keeps something under this name."""
+    """Return the parameter whose state of the outer optimizer has this name."""
     return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG)
 
 
 class OuterOptimizer:
     """SGD with momentum, or Adam, over named parameters: torch.optim's arithmetic, one elementwise operation at a time.
 
-    Each round's step is taken once, so the number of steps that Adam has taken is that of the rounds since pretraining.
+    Each round takes one step, so the number of Adam's steps is the number of rounds since pretraining.
     """
 
     def __init__(self, settings: OuterSettings, settings_of: Callable[[int], OuterSettings] | None = None) -> None:
-        """`settings_of` gives them by round, where they are not the same in all."""
+        """`settings_of` returns the settings by round, if they change between rounds."""
         self.settings = settings
         self._settings_of = settings_of
         self._round = 1
         self.momentum: dict[str, Tensor] = {}
-        """b [the parameter's shape] by parameter, only if momentum is used; or both of Adam's moments."""
+        """Momentum buffers b [the parameter's shape] by parameter, if momentum is used; or both of Adam's moments."""
 
     def begin(self, round_: int) -> None:
-        """See RoundOptimizer."""
         self._round = round_
         if self._settings_of is not None:
             self.settings = self._settings_of(round_)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """See RoundOptimizer: what is in theta."""
+        """Return the shapes of theta's tensors."""
         return {name: tuple(tensor.shape) for name, tensor in theta.items()}
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """See RoundOptimizer: all."""
+        """Return all rows."""
         return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """See RoundOptimizer."""
+        """Apply the outer step to one tensor of theta."""
         theta[name].copy_(self.step(name, theta[name], mean))
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
-        """See RoundOptimizer: every tensor was finished when it was taken."""
+        """Do nothing: `take` has finished every tensor."""
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """See RoundOptimizer: momentum."""
+        """Momentum buffers or Adam's moments."""
         return self.momentum
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
-        """See RoundOptimizer."""
         self.momentum = {name: tensor.clone() for name, tensor in state.items()}
 
     def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
-        """theta_start - eta (mean, or its signs, or what momentum or Adam make of that); mean alone in pretraining."""
+        """Return theta_start - eta direction, where the direction is from the mean or its signs, by SGD or Adam.
+
+        In pretraining, returns theta_start - mean.
+        """
         compression = self.settings.compression
         if compression.transform == "dct":
             mean = restored(mean, compression.tile)
@@ -160,7 +164,7 @@ class OuterOptimizer:
         return outer_step(start, direction, self.settings.learning_rate_in(self._round))
 
     def _sgd(self, name: str, mean: Tensor) -> Tensor:
-        """mean, or b, or mean + mu b for Nesterov, where b <- mu b + mean."""
+        """Return mean, or b, or mean + mu b for Nesterov, where b <- mu b + mean."""
         mu = self.settings.momentum
         if mu == 0:
             return mean
@@ -169,7 +173,7 @@ class OuterOptimizer:
         return mean + buffer.mul(mu) if self.settings.nesterov else buffer
 
     def _adam(self, name: str, mean: Tensor) -> Tensor:
-        """m^ / (sqrt(v^) + epsilon); m^ and v^ are both moments over 1 - beta^t, t rounds on (Kingma and Ba)."""
+        """Return m^ / (sqrt(v^) + epsilon); m^ and v^ are the moments over 1 - beta^t, t rounds on (Kingma and Ba)."""
         powers = {EXP_AVG: mean, EXP_AVG_SQ: mean * mean}
         moments = []
         for (kind, power), beta in zip(powers.items(), self.settings.betas, strict=True):
@@ -181,13 +185,13 @@ class OuterOptimizer:
 
 
 def parameter_sha256(parameter: Tensor) -> bytes:
-    """sha256 of a parameter's little-endian fp32 values."""
+    """Return the sha256 of a parameter's little-endian fp32 values."""
     values = parameter.detach().to(device="cpu", dtype=torch.float32).contiguous()
     return hashlib.sha256(values.numpy().astype("<f4", copy=False).data).digest()
 
 
 def parameters_sha256(hashes: Mapping[str, bytes]) -> bytes:
-    """sha256 over sorted (name, sha256 of the parameter): the hash of a replica."""
+    """Return the hash of a replica: sha256 over sorted (name, sha256 of the parameter)."""
     digest = hashlib.sha256()
     for name, value in sorted(hashes.items()):
         digest.update(name.encode() + b"\0" + value)

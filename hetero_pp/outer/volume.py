@@ -1,17 +1,16 @@
-"""What the contributions of a round come to on the wires, by how they are exchanged: measured, of the contributions.
+"""Bytes that the contributions of a round take on the wires with each collective, measured from the contributions.
 
-With R replicas, contributions of m bytes, and sums of h of them of s_h bytes, each replica sends
+With R replicas, contributions of m bytes, and sums of h contributions of s_h bytes, each replica sends
 
     gather              m                                        to an exchange, a store, or a parameter server
-    ring_all_gather     (R - 1) m                                its own and others' are passed on as they are
-    ring_all_reduce     2 (R - 1) m / R                          of dense ones: parts of sums, then of what they came to
-    sparse_ring         (s_1 + ... + s_R-1 + (R - 1) s_R) / R    the same of sparse ones, whose sums grow on their way
+    ring_all_gather     (R - 1) m                                contributions are forwarded unchanged
+    ring_all_reduce     2 (R - 1) m / R                          dense: parts of the sums, then of the result
+    sparse_ring         (s_1 + ... + s_R-1 + (R - 1) s_R) / R    sparse: the same, but sums grow on their way
 
-The first three are those of SparseLoCo's Figure 2; of the fourth its section 3 says that it could be: a position is
-sent once, however many have it. Of the dense ring it is taken that a sum is as long as what it is of, as the papers
-count it: of codes of few bits that would need a ring that codes each sum anew. In the sparse one a sum has no codes any
-more: its values go as fp32, through the entropy coder that all of a contribution goes through. What is left out:
-framing, and headers of the sums.
+The first three are those of SparseLoCo's Figure 2. Its section 3 proposes the fourth: a position is sent once, however
+many replicas have it. The dense ring assumes, as the papers do, that a sum is as long as its terms. With codes of few
+bits, the ring would have to encode each sum anew. In the sparse ring, sums have no codes: their values are fp32 and
+pass through the entropy coder of contributions. Framing and the headers of sums are not included.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from hetero_pp.pseudo_gradient.streams import Writer
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that a replica sends in a round, the mean over the replicas."""
+    """Bytes that a replica sends in a round; mean over the replicas."""
 
     gather: float
     ring_all_gather: float
     ring_all_reduce: float | None
-    """None where some values are not sent: their sums are not as long as they are."""
+    """None if some values are not sent, because their sums are then longer."""
     sparse_ring: float
 
 
 class RoundVolume:
-    """Of one round, parameter by parameter."""
+    """Volume of one round, accumulated parameter by parameter."""
 
     def __init__(self) -> None:
         self._replicas = 0
@@ -51,11 +50,11 @@ class RoundVolume:
         self._is_dense = True
 
     def contribute(self, size: int) -> None:
-        """Bytes of one replica's contribution, or of a part of it."""
+        """Add the bytes of one replica's contribution, or of a part of it."""
         self._contributed += size
 
     def add(self, shape: Sequence[int], sent: Sequence[DecodedTensor]) -> None:
-        """What each has sent of one parameter of this shape: passed on in a ring, and summed on its way."""
+        """Add every replica's contribution of a parameter of this shape, and the bytes of its sums in a ring."""
         self._replicas = count = len(sent)
         size = math.prod(shape)
         self._is_dense &= all(len(one.indices) == size for one in sent)
@@ -71,7 +70,7 @@ class RoundVolume:
                 self._summed += times * bytes_of_sum(total, has)
 
     def volume(self) -> Volume | None:
-        """Of all that was added; None of nothing."""
+        """Return the volume of everything that was added; None if nothing was."""
         if self._replicas == 0:
             return None
         others, mean = self._replicas - 1, self._contributed / self._replicas
@@ -84,7 +83,7 @@ class RoundVolume:
 
 
 def bytes_of_sum(total: Tensor, has: Tensor) -> int:
-    """Bytes of a sum [n], fp32, of sparse vectors that have values where `has` [n] is true."""
+    """Return the bytes of a sum [n], fp32, of sparse vectors that have values where `has` [n] is true."""
     where = has.nonzero().view(-1)
     if not len(where):
         return 0

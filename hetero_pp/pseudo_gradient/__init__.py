@@ -1,1 +1,1 @@
-"""What a replica sends each outer round: error feedback, top-k per chunk, quantiser, the contribution format."""
+"""Contributions of an outer round: error feedback, top-k per chunk, quantiser, and their format."""

@@ -1,12 +1,12 @@
-"""Error feedback, top-k and signs of each chunk in two passes, compiled by numba: the same bits as by torch.
+"""Error feedback, top-k and signs of each chunk in two passes, compiled by numba; bitwise equal to torch's.
 
-The first pass updates the error and finds what is kept, the second, over that alone, subtracts what is sent: between
-them lies the mean of all kept magnitudes, which the holders of parts of a tensor add up.
+The first pass updates the error and finds the kept values. The second pass visits only those and subtracts what is
+sent. Between them lies the mean of all kept magnitudes, which the holders of parts of a tensor sum up.
 
-In the first pass one row of tiles stays in the cache while it is updated, while the largest magnitude is taken of each
-group (one column of a few consecutive rows), and while what may be among the k largest is picked out. Thresholds are
-found by bisection: counting what is at least as large is a vector operation. Magnitudes are compared as the bits of
-floats, which have the same order and are never NaN. Counters are unsigned, as numba would look for negative indices.
+In the first pass one row of tiles stays in the cache. The pass updates it, takes the largest magnitude of each group
+(one column of a few consecutive rows), and picks candidates for the k largest. Thresholds are found by bisection,
+because counting the values above a threshold is a vector operation. Magnitudes are compared as the bits of floats,
+which have the same order and are never NaN. Counters are unsigned, as numba would check for negative indices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_pp.pseudo_gradient.quantise import Kept, Quantised, SumOver, dequant
 from hetero_pp.pseudo_gradient.two_level import group_height
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
-"""The bits of a float without its sign."""
+"""Mask of a float's bits without its sign."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -30,10 +30,10 @@ Longs = NDArray[np.int64]
 
 
 def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float) -> tuple[Tensor, Tensor, Tensor]:
-    """error <- decay error + delta in a group of tensors on the CPU, rounded twice as by torch.
+    """Update error <- decay error + delta in a group of tensors on the CPU, rounded twice as by torch.
 
-    Returns of the k largest magnitudes of each chunk, of equal ones the lower index: positions [count, k], ascending,
-    indices into the flattened tensor [count, k], and values [count, k].
+    Returns the k largest magnitudes of each chunk; of equal ones the lower index. Returns positions [count, k],
+    ascending, indices into the flattened tensor [count, k], and values [count, k].
     """
     positions, indices = (torch.empty(group.count, kept, dtype=torch.int64) for _ in range(2))
     values = torch.empty(group.count, kept)
@@ -54,7 +54,7 @@ def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float)
 def quantise_signs(
     flat: Tensor, indices: Tensor, values: Tensor, kept: Kept, sum_over: SumOver | None = None
 ) -> Quantised:
-    """As quantise.quantise_signs of values [n], which are overwritten; flat[indices] becomes what they lose."""
+    """Quantise values [n] in place, as quantise.quantise_signs does; flat[indices] becomes the rounding error."""
     sizes = [chunks * each for chunks, each in kept]
     parts = [part.view(shape).numpy() for part, shape in zip(values.split(sizes), kept, strict=True)]
     sums = [torch.from_numpy(_sums(part)) for part in parts]
@@ -79,11 +79,11 @@ def _advance(
     sizes: tuple[int, int, int],
     layout: tuple[int, int],
 ) -> None:
-    """For parts [r * rows, c * columns], `sizes` (rows, columns, height of a group of rows); `error_bits` is the memory
-    of `error`.
+    """Update parts [r * rows, c * columns] and select from them.
 
-    `selected` are positions, indices and values, each [r * c, k]; `layout` is the index of the part's first element,
-    and that of the second row's from there.
+    `sizes`: rows, columns, height of a group of rows. `error_bits` shares the memory of `error`. `selected`: positions,
+    indices and values, each [r * c, k]. `layout`: the index of the part's first element, and the distance to that of
+    its second row.
     """
     positions, indices, values = selected
     rows, columns, height = sizes
@@ -110,7 +110,7 @@ def _advance(
 
 @njit(cache=True, nogil=True)
 def _update(error: Floats, delta: Floats, decay: np.float32, largest: Ints) -> None:
-    """error <- decay error + delta in one row, and the largest magnitudes so far of each column."""
+    """Update error <- decay error + delta in one row, and the largest magnitudes so far of each column."""
     for column in range(error.shape[0]):
         value = np.float32(error[column] * decay + delta[column])
         error[column] = value
@@ -119,7 +119,10 @@ def _update(error: Floats, delta: Floats, decay: np.float32, largest: Ints) -> N
 
 @njit(cache=True, nogil=True)
 def _threshold(keys: Ints, kept: int, surplus: int) -> np.int32:
-    """A number that at least `kept` keys reach, and at most `surplus` more, or else the largest that `kept` reach."""
+    """Return a threshold that at least `kept` and at most `kept + surplus` keys reach.
+
+    If there is none, returns the largest threshold that `kept` keys reach.
+    """
     low, high = np.int64(keys.min()), np.int64(keys.max()) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -145,9 +148,9 @@ def _reaching(keys: Ints, least: np.int32) -> np.int32:
 def _survivors(
     bits: Ints, groups: Ints, least: np.int32, height: int, survivors: Ints, keys: Ints, places: Ints
 ) -> np.uint32:
-    """Fill keys and places with what reaches `least` in one tile, in order; how many do.
+    """Write the keys and places that reach `least` in one tile, in order; return how many they are.
 
-    Everything is written and the count only then raised: a branch would often be mispredicted.
+    Every candidate is written, and only the count depends on it, because a branch would often be mispredicted.
     """
     width = bits.shape[1]
     found = np.uint32(0)
@@ -170,7 +173,7 @@ def _survivors(
 
 @njit(cache=True, nogil=True)
 def _keep(keys: Ints, places: Ints, positions: Longs) -> None:
-    """The places of the largest keys [k], of equal ones the first."""
+    """Write the places of the k largest keys, of equal ones the first, to `positions` [k]."""
     least = _threshold(keys, positions.shape[0], 0)
     room = positions.shape[0] - _reaching(keys, np.int32(least + 1))
     kept = 0
@@ -184,7 +187,7 @@ def _keep(keys: Ints, places: Ints, positions: Longs) -> None:
 
 @njit(cache=True, nogil=True)
 def _look_up(tile: Floats, positions: Longs, start: int, stride: int, indices: Longs, values: Floats) -> None:
-    """Indices and values [k] of positions [k] in a tile whose first element has the index `start`."""
+    """Write the indices and values [k] of positions [k] in a tile whose first element has the index `start`."""
     width = np.uint32(tile.shape[1])
     for place in range(positions.shape[0]):
         position = np.uint32(positions[place])
@@ -196,7 +199,7 @@ def _look_up(tile: Floats, positions: Longs, start: int, stride: int, indices: L
 
 @njit(cache=True, nogil=True)
 def _sums(values: Floats) -> NDArray[np.float64]:
-    """Of the magnitudes of each chunk [chunks, k]."""
+    """Return the sum of the magnitudes of each chunk [chunks, k]."""
     sums = np.empty(values.shape[0], dtype=np.float64)
     for chunk in range(values.shape[0]):
         total = 0.0
@@ -208,7 +211,7 @@ def _sums(values: Floats) -> NDArray[np.float64]:
 
 @njit(cache=True, nogil=True)
 def _subtract(flat: Floats, indices: Longs, values: Floats, codes: NDArray[np.uint8], magnitudes: Floats) -> None:
-    """Signs of values [chunks, k] and, in their place, the chunk's magnitude with them; `flat` gets the difference."""
+    """Write the signs of values [chunks, k], replace values by signed magnitudes, and put the rest in `flat`."""
     for chunk in range(values.shape[0]):
         magnitude = magnitudes[chunk]
         for place in range(values.shape[1]):

@@ -1,7 +1,7 @@
-"""The chunks of a tensor within which values are selected: 64 x 64 tiles of matrices, the whole of a vector.
+"""Chunks of a tensor within which values are selected: 64 x 64 tiles of a matrix, or a whole vector.
 
-Tiles at the right and bottom edges may be partial; chunks of equal size form a *group* [chunks, size], and a tensor
-has at most four. Source: SparseLoCo section 2.3; partial tiles keep the density, not the count.
+Tiles at the right and bottom edges may be partial. Chunks of equal size form a *group* [chunks, size], and a tensor has
+at most four groups. Source: SparseLoCo section 2.3; partial tiles keep the density, not the count.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 BAND_ELEMENTS = 1 << 19
-"""About how many are looked at at once: few enough to stay in a cache."""
+"""Approximate number of elements processed at once on a CPU, few enough to stay in a cache."""
 
 GPU_BAND_ELEMENTS = 1 << 26
-"""Of a GPU, so many that starting its kernels takes less time than they do."""
+"""The same on a GPU, enough that its kernels take longer than their start."""
 
 CPU = torch.device("cpu")
 
@@ -37,36 +37,36 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Elements of one chunk."""
+        """Number of elements of one chunk."""
         return self.rows * self.columns
 
     @property
     def count(self) -> int:
-        """Chunks in the group."""
+        """Number of chunks in the group."""
         return (self.bottom - self.top) // self.rows * ((self.right - self.left) // self.columns)
 
     def kept(self, density: float) -> int:
-        """Values kept of each chunk."""
+        """Return the number of values kept in each chunk."""
         return max(1, math.floor(density * self.size + 0.5))
 
     def bands(self, device: torch.device = CPU) -> Iterator[Group]:
-        """The same chunks in order, some rows of tiles at a time, so that little of a large tensor is held twice."""
+        """Yield the chunks in order, some rows of tiles at a time, so that little of a large tensor is copied."""
         elements = BAND_ELEMENTS if device.type == "cpu" else GPU_BAND_ELEMENTS
         rows = max(1, elements // (self.rows * (self.right - self.left))) * self.rows
         for top in range(self.top, self.bottom, rows):
             yield replace(self, top=top, bottom=min(top + rows, self.bottom))
 
     def part(self, matrix: Tensor) -> Tensor:
-        """The part of a [R, C] matrix that the chunks are, a view."""
+        """Return the part of a [R, C] matrix that the chunks cover, as a view."""
         return matrix[self.top : self.bottom, self.left : self.right]
 
     def gather(self, matrix: Tensor) -> Tensor:
-        """The chunks [count, size] of a [R, C] matrix, row by row of tiles, each flattened row by row."""
+        """Return the chunks [count, size] of a [R, C] matrix by rows of tiles, each flattened row by row."""
         tiles = self.part(matrix).unflatten(0, (-1, self.rows)).unflatten(2, (-1, self.columns))
         return tiles.transpose(1, 2).reshape(-1, self.size)
 
     def flat_indices(self, positions: Tensor) -> Tensor:
-        """Indices into the flattened tensor of positions [count, k] within the chunks."""
+        """Return indices into the flattened tensor for positions [count, k] within the chunks."""
         rows = torch.arange(self.top, self.bottom, self.rows, device=positions.device)
         columns = torch.arange(self.left, self.right, self.columns, device=positions.device)
         origins = (rows[:, None] * self.stride + columns).reshape(-1, 1)
@@ -76,18 +76,18 @@ class Group:
 
 @lru_cache(maxsize=64)
 def _offsets(rows: int, columns: int, stride: int, device: torch.device) -> Tensor:
-    """Flat indices of a chunk's elements [size], from its first element on."""
+    """Return the flat indices of a chunk's elements [size], relative to its first element."""
     within = torch.arange(rows * columns, device=device)
     return within // columns * stride + within % columns
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Matrices as they are; anything else as one row."""
+    """Return a matrix unchanged, and any other tensor as one row."""
     return tensor if tensor.ndim == 2 else tensor.reshape(1, -1)
 
 
 def groups_of(shape: tuple[int, ...], tile: tuple[int, int]) -> Iterator[Group]:
-    """The groups of a tensor of this shape: whole tiles, right edge, bottom edge, corner."""
+    """Yield the groups of a tensor of this shape: whole tiles, right edge, bottom edge, corner."""
     if len(shape) != 2:
         length = math.prod(shape)
         yield Group(0, 1, 0, length, 1, length, length)

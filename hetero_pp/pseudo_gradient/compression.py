@@ -1,4 +1,4 @@
-"""How a pseudo-gradient is compressed: the settings that sender and receivers share."""
+"""Settings of a pseudo-gradient's compression, which sender and receivers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
 
 
 class CompressionSettings(Settings):
-    """How a pseudo-gradient is compressed."""
+    """Settings of a pseudo-gradient's compression."""
 
     density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept, k / chunk")
     tile: tuple[int, int] = Field((64, 64), description="rows and columns of a chunk of a matrix")
@@ -42,7 +42,7 @@ class CompressionSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _one_implies_the_other(cls, values: Any) -> Any:
-        """Bits without a quantiser ask for levels, levels without bits are the paper's, of 2 bits."""
+        """Derive a missing setting: `value_bits` above 1 implies levels; levels imply the paper's 2 bits."""
         if not isinstance(values, dict) or ("quantiser" in values and "value_bits" in values):
             return values
         if values.get("value_bits", 1) != 1:

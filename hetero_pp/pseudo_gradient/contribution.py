@@ -1,7 +1,8 @@
-"""The bytes of a contribution: one blob per layer block, which describes itself. See docs/wire-format.md.
+"""Bytes of a contribution: one self-describing blob per layer block. Described in docs/wire-format.md.
 
-A blob is known by the sha256 of its bytes, a contribution by the sha256 over its blobs' in block order. Decoding is
-total: any bytes give valid values or `MalformedContribution`; sizes are checked before anything is allocated.
+A blob is identified by the sha256 of its bytes, a contribution by the sha256 over those of its blobs in block order.
+Decoding is total: any bytes give valid values or `MalformedContribution`. Sizes are checked before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -34,30 +35,33 @@ from hetero_pp.pseudo_gradient.streams import Reader, Writer
 MAGIC = b"HPPB"
 FORMAT_VERSION = 2
 QUANTISERS = {"levels": 0, "signs": 1}
-"""As they are numbered in a blob. All but signs send a table of levels a tensor."""
+"""Numbers of the quantisers in a blob. All except signs send one table of levels per tensor."""
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
 MAX_BLOB_BYTES = 4 << 30
-"""More than any block comes to; whoever takes a blob in looks at its size first."""
+"""Upper bound of a blob's size, larger than any block's; receivers check it first."""
 
 _LARGEST = 3.4e38
-"""That a float of a record holds."""
+"""Largest value that a float of a record holds."""
 
 _HEADER_ROOM, _TENSOR_ROOM, _BYTES_A_VALUE = 1 << 10, 4 << 10, 12
-"""A position takes four bytes at most and a value as many; the rest is for streams that do not compress."""
+"""Bytes of header, of a tensor and of a value in the bound on a blob's size.
+
+A position takes at most four bytes, and so does a value; the rest is for streams that do not compress.
+"""
 
 EXPECTED_CODE_BITS = {1: 1.0, 2: 1.25, 3: 1.6, 4: 2.1, 8: 5.5, 32: 28.5}
-"""Of one of the largest values, about, as levels are not used equally often: what real runs come to."""
+"""Expected bits of one of the largest values, by `value_bits`, from real runs; levels are not used equally often."""
 
 SAVED_OF_DENSE = 0.5
-"""Bits, of levels that are even over six standard deviations of a normal distribution."""
+"""Bits saved by entropy coding for even levels over six standard deviations of a normal distribution."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BlobAddress:
-    """Which blob of a run this is; a blob under another address is refused."""
+    """Address of a blob in a run; a blob under another address is refused."""
 
     run: str
     round: int
@@ -67,22 +71,22 @@ class BlobAddress:
 
 @dataclass(frozen=True)
 class DecodedTensor:
-    """The sparse values of one tensor: flat indices [n], unique, and values [n] in fp32."""
+    """Sparse values of one tensor: flat indices [n], unique, and values [n] in fp32."""
 
     indices: Tensor
     values: Tensor
 
     def add_to(self, total: Tensor, weight: float) -> None:
-        """total += weight * values, at the indices, in fp32."""
+        """Add weight * values to `total` at the indices, in fp32."""
         flat, values = total.view(-1), self.values if weight == 1.0 else self.values * weight
         flat.index_copy_(0, self.indices, flat.index_select(0, self.indices) + values)
 
     def scaled(self, factor: float) -> DecodedTensor:
-        """The same values times a factor, in fp32."""
+        """Return the values times a factor, in fp32."""
         return self if factor == 1.0 else DecodedTensor(self.indices, self.values * factor)
 
     def part(self, start: int, stop: int) -> DecodedTensor:
-        """What lies in [start, stop) of the flattened tensor, counted from there."""
+        """Return the values in [start, stop) of the flattened tensor, with indices relative to `start`."""
         inside = (self.indices >= start) & (self.indices < stop)
         return DecodedTensor(self.indices[inside] - start, self.values[inside])
 
@@ -93,7 +97,7 @@ class DecodedTensor:
 def encode_blob(
     address: BlobAddress, tensors: Iterable[tuple[str, Shape, Selection]], settings: CompressionSettings
 ) -> bytes:
-    """Serialise what is sent of one layer block's tensors, one after the other, in the order of their names."""
+    """Encode the selections of one layer block's tensors, in the order of their names."""
     writer = Writer()
     writer.put_text(address.run)
     writer.put("Q", address.round)
@@ -113,7 +117,7 @@ def encode_blob(
 
 
 def _put_settings(writer: Writer, settings: CompressionSettings) -> None:
-    """What a receiver has to know to read tensors."""
+    """Write the settings that a receiver needs to read tensors."""
     writer.put("dII", settings.density, *settings.tile)
     writer.put("BB", QUANTISERS[settings.quantiser], settings.value_bits)
 
@@ -138,7 +142,7 @@ def _encode_tensor(shape: Shape, selection: Selection, settings: CompressionSett
 
 
 def _put_values(writer: Writer, quantised: Quantised, ordered: Tensor, settings: CompressionSettings) -> None:
-    """Values, or their codes and what these stand for; `ordered` is either, in the order of the scan."""
+    """Write values, or their codes with levels or magnitudes; `ordered` is either, in the order of the scan."""
     if quantised.codes is None:
         writer.put_stream(ordered.numpy().astype("<f4", copy=False).tobytes())
         return
@@ -151,7 +155,7 @@ def _put_values(writer: Writer, quantised: Quantised, ordered: Tensor, settings:
 
 
 def _width_of_codes(settings: CompressionSettings) -> int:
-    """Bits that a code is packed to: whole numbers of codes in a byte, so that an entropy coder sees them."""
+    """Return the packed bits of a code: a divisor of 8, because an entropy coder needs whole codes in a byte."""
     return 4 if settings.value_bits == 3 else settings.value_bits
 
 
@@ -159,12 +163,12 @@ def _width_of_codes(settings: CompressionSettings) -> int:
 
 
 class ReceivedBlob:
-    """A blob whose digest, header and outline are checked. Its tensors are decoded one at a time."""
+    """A blob with checked digest, header and outline. Its tensors are decoded one at a time."""
 
     def __init__(
         self, data: bytes, address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings
     ) -> None:
-        """The tensors must be exactly those of `shapes`, compressed as the run's settings say.
+        """The tensors must be exactly those of `shapes`, compressed with the run's settings.
 
         Raises MalformedContribution for anything else.
         """
@@ -177,7 +181,7 @@ class ReceivedBlob:
         self._contents = dict(outline)
 
     def tensor(self, name: str) -> DecodedTensor:
-        """The values of a tensor. Raises MalformedContribution."""
+        """Return the values of a tensor. Raises MalformedContribution."""
         reader = Reader(self._contents[name], f"{self._block}: {name}")
         return _read_tensor(reader, self._shapes[name], self._settings)
 
@@ -185,13 +189,13 @@ class ReceivedBlob:
 def decode_blob(
     data: bytes, address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings
 ) -> dict[str, DecodedTensor]:
-    """All tensors of a blob at once. Raises MalformedContribution, see ReceivedBlob."""
+    """Return all tensors of a blob at once. Raises MalformedContribution as ReceivedBlob does."""
     blob = ReceivedBlob(data, address, shapes, settings)
     return {name: blob.tensor(name) for name in sorted(shapes)}
 
 
 def _checked_body(data: bytes, what: str) -> memoryview:
-    """What comes after the digest, if that is its digest."""
+    """Return the bytes after the digest, if the digest matches them."""
     reader = Reader(data, what)
     if reader.take_bytes(len(MAGIC)) != MAGIC:
         raise reader.error("not a blob")
@@ -215,7 +219,7 @@ def _check_header(reader: Reader, address: BlobAddress, settings: CompressionSet
 
 
 def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, memoryview]]:
-    """The tensors that a blob holds, by name, and the bytes of each."""
+    """Yield the name and the bytes of each tensor in a blob."""
     while True:
         (more,) = reader.take("B")
         if more not in (0, 1):
@@ -249,7 +253,7 @@ def _read_tensor(reader: Reader, shape: Shape, settings: CompressionSettings) ->
 
 
 def _read_values(reader: Reader, count: int, kept: Kept, settings: CompressionSettings) -> Tensor:
-    """Values [count] of chunks."""
+    """Read the values [count] of chunks."""
     width = settings.value_bits
     if width == 32:
         return _floats(reader, reader.take_stream(4 * count, 4 * count))
@@ -281,7 +285,7 @@ def _floats(reader: Reader, data: memoryview) -> Tensor:
 
 
 def entry_of(address: BlobAddress, data: bytes, values: Sequence[Tensor]) -> BlobEntry:
-    """How the round record names a blob, and what the values of its tensors come to."""
+    """Return a blob's entry in the round record, with the norm and the peak of its tensors' values."""
     squares = sum(float(one.double().square().sum()) for one in values)
     return BlobEntry(
         block=address.block,
@@ -294,12 +298,12 @@ def entry_of(address: BlobAddress, data: bytes, values: Sequence[Tensor]) -> Blo
 
 
 def scale_of(entry: ContributionEntry) -> float:
-    """What the values of a contribution are multiplied by."""
+    """Return the factor by which a contribution's values are multiplied."""
     return entry.scale or 1.0
 
 
 def contribution_digest(entries: Iterable[BlobEntry]) -> bytes:
-    """The digest of a whole contribution, over its blobs in block order."""
+    """Return the digest of a whole contribution, over its blobs in block order."""
     digest = hashlib.sha256()
     for entry in sorted(entries, key=lambda entry: entry.block):
         digest.update(entry.block.encode() + b"\0" + entry.sha256)
@@ -307,12 +311,12 @@ def contribution_digest(entries: Iterable[BlobEntry]) -> bytes:
 
 
 def kept_values(shape: Shape, settings: CompressionSettings) -> int:
-    """Values sent of a tensor of this shape."""
+    """Return the number of values sent for a tensor of this shape."""
     return sum(group.count * group.kept(settings.density) for group in groups_of(shape, settings.tile))
 
 
 def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, int]:
-    """About how many bytes the positions and the values of a tensor of this shape will take, before they are known."""
+    """Estimate the bytes of positions and of values for a tensor of this shape, before its values are known."""
     groups = list(groups_of(shape, settings.tile))
     positions = sum(group.count * expected_position_bits(group, group.kept(settings.density)) for group in groups)
     is_dense = settings.density == 1 and 1 < settings.value_bits < 32
@@ -323,14 +327,14 @@ def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, in
 
 
 def most_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
-    """More than any blob of tensors of these shapes takes: what is longer is refused before it is read."""
+    """Return an upper bound of a blob's size for tensors of these shapes; longer blobs are refused unread."""
     return _HEADER_ROOM + sum(
         _TENSOR_ROOM + len(name) + _BYTES_A_VALUE * kept_values(shape, settings) for name, shape in shapes.items()
     )
 
 
 def blob_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
-    """About the size of a blob of tensors of these shapes; what is kept decides it."""
+    """Estimate the size of a blob of tensors of these shapes, from the number of values kept."""
     size = len(encode_blob(address, (), settings))
     for name, shape in shapes.items():
         levels = 4 << settings.value_bits if settings.quantiser != "signs" and settings.value_bits < 32 else 0

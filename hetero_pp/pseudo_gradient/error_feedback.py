@@ -1,15 +1,16 @@
-"""From a parameter difference to what is sent, keeping what was not: SparseLoCo equation 2.
+"""Error feedback: selects what is sent of a parameter difference and keeps the rest (SparseLoCo, equation 2).
 
     e <- beta e + Delta;  D = Q(TopK(e));  e <- e - D
 
-The value that is subtracted is the quantised one, so the receiver's loss of precision is made good later too.
-A contribution that no round counted goes back, whole or a share r of it: e <- e + r D.
+The quantised value is subtracted, so that the receiver's loss of precision is corrected later, too. A share r of an
+excluded contribution is restored: e <- e + r D.
 
-With a momentum instead (DiLoCo-LOM, SparseLoCo section 2.2) nothing is subtracted but, of LOM-Sub-k, the largest:
+With a momentum instead (DiLoCo-LOM, SparseLoCo section 2.2) nothing is subtracted, except the largest by LOM-Sub-k:
 
     m <- beta m + Delta;  D = Q(Delta + beta m);  m <- m - TopK(m)
 
-With a transform (DeMo) Delta is that of the parameter, and so e, m and D are of coefficients: the outer step goes back.
+With a transform (DeMo) Delta is the transformed difference. So e, m and D are coefficients, and the outer step inverts
+the transform.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from hetero_pp.pseudo_gradient.random_k import random_positions
 
 @dataclass(frozen=True)
 class Selection:
-    """What is sent of one tensor: positions [n, k] per group, ascending within chunks, and the values there."""
+    """What is sent of one tensor: positions [n, k] per group, ascending within chunks, and their values."""
 
     positions: tuple[Tensor, ...]
     indices: Tensor
-    """Of all kept values, into the flattened tensor, in the order of the positions."""
+    """Indices of all kept values into the flattened tensor, in the order of the positions."""
     quantised: Quantised
 
     @property
     def values(self) -> Tensor:
-        """As the receiver will see them [n], fp32, in the order of the positions."""
+        """Values as the receiver decodes them [n], fp32, in the order of the positions."""
         return self.quantised.values
 
     @property
@@ -55,10 +56,10 @@ def select(
     sum_over: SumOver | None = None,
     generator: torch.Generator | None = None,
 ) -> Selection:
-    """Take from `error`, in place, what is sent this round. Both have the parameter's shape, fp32.
+    """Select what is sent this round and subtract it from `error` in place.
 
-    Or the shape of a part of it, whole rows of chunks, or none (pseudo_gradient.rows); then `sum_over` sums over parts.
-    `generator`, on the CPU, is what random-k draws from.
+    Both tensors have the parameter's shape, fp32, or that of a part of it: whole rows of chunks, or none
+    (pseudo_gradient.rows). `sum_over` then sums over parts. Random-k draws from `generator`, on the CPU.
     """
     told = delta if settings.transform == "none" else transformed(delta, settings.tile)
     if settings.memory == "momentum":
@@ -90,7 +91,7 @@ def _select(
 def _select_with_momentum(
     momentum: Tensor, delta: Tensor, settings: CompressionSettings, sum_over: SumOver | None
 ) -> Selection:
-    """What is sent of one tensor by a replica that keeps a momentum of its own, which is changed in place."""
+    """Select what is sent of one tensor by a replica with its own momentum, which is updated in place."""
     beta = settings.error_feedback_decay
     momentum.mul_(beta).add_(delta)
     told = momentum.mul(beta).add_(delta)
@@ -105,9 +106,9 @@ def _select_with_momentum(
 
 
 def give_back(error: Tensor, indices: Tensor, values: Tensor, share: float) -> None:
-    """Return to `error`, in place, `share` of what was sent and not counted: values [n] at flat indices [n], unique.
+    """Restore to `error`, in place, `share` of an excluded contribution: values [n] at flat indices [n], unique.
 
-    They are as receivers decode them. Without a decay (beta = 0) nothing is kept, and the next round forgets this too.
+    The values are as receivers decode them. Without a memory (beta = 0) the next round discards this too.
     """
     error.view(-1).index_add_(0, indices, values * share)
 
@@ -115,12 +116,12 @@ def give_back(error: Tensor, indices: Tensor, values: Tensor, share: float) -> N
 def _advance(
     error: Tensor, delta: Tensor, group: Group, settings: CompressionSettings, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """error <- beta error + delta in a group; positions, flat indices and values [count, k] of what is sent."""
+    """Update error <- beta error + delta in a group; return positions, flat indices and values [count, k] to send."""
     kept, decay = group.kept(settings.density), settings.error_feedback_decay
     if _is_accelerated(error, settings):
         return _accelerated(settings).advance(error, delta, group, kept, decay)
     positions, indices, values = [], [], []
-    for band in group.bands(error.device):  # all of it while the band is in the cache
+    for band in group.bands(error.device):  # all steps while the band is in the cache
         positions.append(_advance_band(error, delta, band, settings, generator))
         indices.append(band.flat_indices(positions[-1]))
         values.append(error.view(-1).take(indices[-1]))
@@ -130,7 +131,7 @@ def _advance(
 def _advance_band(
     error: Tensor, delta: Tensor, band: Group, settings: CompressionSettings, generator: torch.Generator | None
 ) -> Tensor:
-    """error <- beta error + delta in a band; positions [count, k] of what is sent."""
+    """Update error <- beta error + delta in a band; return positions [count, k] to send."""
     kept, decay = band.kept(settings.density), settings.error_feedback_decay
     if settings.accelerator == "compile" and settings.selection == "top_k" and kept < band.size:
         return fused.advance(error, delta, band, kept, decay)
@@ -141,7 +142,7 @@ def _advance_band(
 
 
 def _joined(parts: list[Tensor], none: Tensor) -> Tensor:
-    """Without a copy if there is one part, as of most tensors."""
+    """Join the parts; does not copy a single part, the usual case."""
     return parts[0] if len(parts) == 1 else torch.cat([none, *parts])
 
 
@@ -150,6 +151,6 @@ def _is_accelerated(error: Tensor, settings: CompressionSettings) -> bool:
 
 
 def _accelerated(settings: CompressionSettings) -> ModuleType:
-    """The module that needs numba. Raises ConfigError if that is not installed."""
+    """Return the module that needs numba. Raises ConfigError if numba is not installed."""
     settings.require_accelerator()
     return importlib.import_module("hetero_pp.pseudo_gradient.accelerated")

@@ -1,7 +1,7 @@
-"""Error feedback and the largest magnitude of each group in one pass over memory, compiled by torch: for GPUs.
+"""Error feedback and the largest magnitude of each group in one pass over memory, compiled by torch for GPUs.
 
-What follows looks at few values: the groups' largest, and what lies in the groups that are chosen (see two_level). A
-compiler may round a multiplication and an addition once, so the error can differ from the CPU's in the last place.
+The next steps read few values: the groups' largest, and those in the chosen groups (as in two_level). A compiler may
+round a multiplication and an addition once, so the error can differ from the CPU's in the last place.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hetero_pp.pseudo_gradient.two_level import MAGNITUDE, choose, find_among, g
 
 
 def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) -> Tensor:
-    """error <- decay error + delta in a band; positions [count, k] of the k largest of each chunk, ascending.
+    """Update error <- decay error + delta in a band; return positions [count, k] of each chunk's k largest, ascending.
 
-    Of equal magnitudes the lower position is kept, as everywhere.
+    Of equal magnitudes the lower position is kept, as in the other implementations.
     """
     own, added = (band.part(as_matrix(tensor)) for tensor in (error, delta))
     height = group_height(band, kept)
@@ -36,7 +36,7 @@ def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) 
 
 
 def update_and_largest(error: Tensor, delta: Tensor, decay: float, height: int) -> Tensor:
-    """error <- decay error + delta [R, C], in place; of each `height` rows the largest magnitude [R / height, C]."""
+    """Update error <- decay error + delta [R, C] in place; return the groups' largest magnitudes [R / height, C]."""
     updated = error * decay + delta
     error.copy_(updated)
     return updated.view(torch.int32).bitwise_and(MAGNITUDE).view(-1, height, updated.shape[1]).amax(dim=1)

@@ -1,8 +1,8 @@
-"""Positions within chunks as gaps: a few low bits as they are, the rest as bytes for an entropy coder.
+"""Positions within chunks as gaps: a few low bits unchanged, the rest as bytes for an entropy coder.
 
-Uniform positions have nearly geometric gaps, which lose nothing by being cut into low bits and a high part. A high part
-of 255 or more is that many bytes of 255 and one below, so the byte stream is all there is. The scan is by rows or by
-columns of a tile, whichever is smaller: embeddings use few rows, heads few columns. Described in docs/wire-format.md.
+Uniform positions have nearly geometric gaps, which lose nothing by a split into low bits and a high part. A high part
+of 255 or more is encoded as bytes of 255 and one smaller byte, so one byte stream suffices. The scan of a tile is by
+rows or by columns, whichever is smaller: embeddings use few rows, heads few columns. Described in docs/wire-format.md.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from hetero_pp.pseudo_gradient.streams import Reader, Writer
 
 CONTINUES = 255
 USUAL_HIGH_BITS = 6
-"""Of a mean gap: about 64 different bytes are common, which zstd's entropy coder tells apart well."""
+"""High bits of a mean gap: about 64 different bytes are common, which zstd's entropy coder separates well."""
 
 FEW = 4096
-"""Gaps of which the table of an entropy coder is felt: all numbers of low bits are tried."""
+"""Number of gaps up to which an entropy coder's table matters, so that all numbers of low bits are tried."""
 
 WORTH_TURNING = 0.01
-"""Of the size: what a scan by columns has to save, as it takes time."""
+"""Share of the size that a scan by columns must save, because it takes time."""
 
 SAMPLED_CHUNKS = 128
-"""Of which the better scan is found."""
+"""Number of chunks from which the better scan is estimated."""
 
 
 def by_columns(group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [count, k] counted along columns, ascending, and the permutation [count, k] that sorted them."""
+    """Return positions [count, k] counted along columns, ascending, and the permutation [count, k] that sorts them."""
     turned = positions % group.columns * group.rows + positions // group.columns
     return turned.sort(dim=1)
 
 
 def by_rows(group: Group, turned: Tensor) -> Tensor:
-    """The positions that `by_columns` counted along columns, in the order they come."""
+    """Return the positions of `by_columns` counted along rows again, in the given order."""
     return turned % group.rows * group.columns + turned // group.rows
 
 
 def scans_columns(groups: Sequence[Group], positions: Sequence[Tensor]) -> bool:
-    """Whether a scan by columns is likely smaller by more than chance, from the magnitudes of gaps in some chunks."""
+    """Return whether a scan by columns is likely smaller by more than chance, from the gaps in some chunks."""
     by_row = by_column = 0.0
     for group, chosen in zip(groups, positions, strict=True):
         if len(chosen) and 1 < chosen.shape[1] < group.size and min(group.rows, group.columns) > 1:
@@ -56,7 +56,7 @@ def scans_columns(groups: Sequence[Group], positions: Sequence[Tensor]) -> bool:
 
 
 def write_positions(writer: Writer, group: Group, positions: Tensor) -> None:
-    """Positions [count, k] of a group, ascending; of a group that is kept whole, nothing."""
+    """Write positions [count, k] of a group, ascending; writes nothing for a group that is kept whole."""
     kept = positions.shape[1]
     if kept == group.size:
         return
@@ -78,7 +78,7 @@ def _encode(gaps: NDArray[np.int32], low: int) -> bytes:
 
 
 def read_positions(reader: Reader, group: Group, kept: int) -> Tensor:
-    """What was written above. Raises MalformedContribution unless positions ascend strictly within the chunk."""
+    """Read positions. Raises MalformedContribution unless they ascend strictly within the chunk."""
     if kept == group.size:
         return torch.arange(kept).expand(group.count, kept)
     count = group.count * kept
@@ -99,12 +99,12 @@ def read_positions(reader: Reader, group: Group, kept: int) -> Tensor:
 
 
 def usual_low_bits(size: int, kept: int) -> int:
-    """How many bits of a gap are best sent as they are, if there are many gaps."""
+    """Return how many low bits of a gap are best sent unchanged, if there are many gaps."""
     return max(0, math.floor(math.log2(size / kept)) - USUAL_HIGH_BITS)
 
 
 def expected_position_bits(group: Group, kept: int) -> float:
-    """About how many bits the positions of one chunk take if they are uniform: the entropy of geometric gaps."""
+    """Estimate the bits of one chunk's positions, if they are uniform: the entropy of geometric gaps."""
     if kept == group.size:
         return 0.0
     share = kept / group.size
@@ -113,7 +113,7 @@ def expected_position_bits(group: Group, kept: int) -> float:
 
 
 def _gaps(positions: Tensor) -> NDArray[np.int32]:
-    """Positions that are skipped before each one [count * k]."""
+    """Return the number of positions skipped before each position [count * k]."""
     flat = positions.numpy().reshape(-1)
     gaps = np.empty(len(flat), dtype=np.int32)
     np.subtract(flat[1:], flat[:-1], out=gaps[1:])
@@ -123,7 +123,10 @@ def _gaps(positions: Tensor) -> NDArray[np.int32]:
 
 
 def _size_of_gaps(positions: Tensor) -> float:
-    """Bits of the gaps [count, k], were they geometric with the mean of each length's neighbours: sum log2(1 + gap)."""
+    """Return sum log2(1 + gap) over positions [count, k], an estimate of the bits of their gaps.
+
+    It assumes that gaps are geometric, with the mean of gaps of about the same length.
+    """
     return float(np.log2(_gaps(positions) + 1.0).sum())
 
 
@@ -137,7 +140,7 @@ def _as_bytes(high: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 
 def _from_bytes(stream: NDArray[np.uint8]) -> NDArray[np.int64] | None:
-    """High parts; None if the last one does not end."""
+    """Return the high parts; None if the last one is incomplete."""
     continued = np.flatnonzero(stream == CONTINUES)
     if not len(continued):
         return stream.astype(np.int64)

@@ -1,11 +1,11 @@
-"""Kept values as small codes: into a table of levels a tensor, or their signs beside a magnitude a chunk.
+"""Quantisation of kept values: codes of a table of levels per tensor, or signs with one magnitude per chunk.
 
-Source: SparseLoCo section 2.3 (2 bits), in the form its authors deploy: per tensor, centre the values, cut six
-standard deviations into 2^bits buckets (rounded to the nearest, so they are not symmetric about the centre), and let
-each bucket's level be the mean of what fell into it.
+Source of levels: SparseLoCo section 2.3 (2 bits), as its authors deploy it. Per tensor, centre the values and cut six
+standard deviations into 2^bits buckets. Rounding to the nearest bucket makes them asymmetric about the centre. Each
+bucket's level is the mean of its values.
 
-Signs are ours: error feedback makes the kept magnitudes of a chunk nearly equal, so one of them, to 1/16 of an octave,
-stands for all.
+Signs are our own. Error feedback makes the kept magnitudes of a chunk nearly equal, so one magnitude, to 1/16 of an
+octave, represents all.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ RANGE_IN_DEVIATIONS = 6.0
 STEPS_PER_OCTAVE = 16
 OCTAVES_BELOW_BASE = 8
 BASES = range(-118, 120)
-"""Of which all magnitudes are normal fp32 numbers."""
+"""Bases for which all magnitudes are normal fp32 numbers."""
 
 Kept = Sequence[tuple[int, int]]
-"""How values [n] belong to chunks: of each group its chunks, and how many values are kept of each."""
+"""Layout of values [n] in chunks: for each group, its number of chunks and of kept values per chunk."""
 
 SumOver = Callable[[Tensor], None]
-"""Adds up, in place, what several holders of parts of one tensor have."""
+"""Sums a tensor, in place, over the holders of parts of one tensor."""
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """What is sent of the kept values of a tensor, and what a receiver makes of it."""
+    """Quantised values of a tensor: what is sent, and what a receiver decodes."""
 
     values: Tensor
-    """As the receiver will see them [n], fp32."""
+    """Values as the receiver decodes them [n], fp32."""
     codes: Tensor | None = None
-    """[n], uint8: which level, or the sign (1: negative); None if the values are sent as they are."""
+    """Codes [n], uint8: index of the level, or the sign (1: negative); None if values are sent unchanged."""
     levels: Tensor | None = None
-    """[2^bits], fp32."""
+    """Levels [2^bits], fp32."""
     magnitudes: Tensor | None = None
-    """[chunks], uint8: log magnitudes of a chunk's values, with signs."""
+    """Magnitudes [chunks], uint8: logarithm of each chunk's magnitude, with signs."""
     base: int = 0
     """Binary exponent that the magnitudes are relative to."""
 
@@ -53,7 +53,7 @@ class Quantised:
 def quantise_as(
     settings: CompressionSettings, values: Tensor, kept: Kept, sum_over: SumOver | None = None
 ) -> Quantised:
-    """Values [n] of chunks as the settings say.
+    """Quantise values [n] of chunks as the settings say.
 
     If `values` are only a part of the tensor's, `sum_over` sums over all parts.
     """
@@ -66,10 +66,10 @@ def quantise_as(
 
 
 def quantise(values: Tensor, bits: int, sum_over: SumOver | None = None) -> tuple[Tensor, Tensor]:
-    """Codes [n] (uint8) and levels [2^bits] (fp32) of values [n]; an empty bucket's level is 0.
+    """Return codes [n] (uint8) and levels [2^bits] (fp32) of values [n]; an empty bucket's level is 0.
 
-    If `values` are only a part of the tensor's, `sum_over` sums over all parts: levels are then equal for all, and
-    those of the whole but for the order of sums.
+    If `values` are only a part of the tensor's, `sum_over` sums over all parts. Levels are then equal for all parts,
+    and equal to the whole's except for the order of sums.
     """
     count = 1 << bits
     centre, deviation = _moments(values, sum_over)
@@ -85,15 +85,15 @@ def quantise(values: Tensor, bits: int, sum_over: SumOver | None = None) -> tupl
 
 
 def _totals(codes: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sum and number of the values of each code [count], fp64."""
-    if values.device.type == "cpu":  # several times faster there, and not deterministic on a GPU
+    """Return the sum and the number of the values of each code [count], fp64."""
+    if values.device.type == "cpu":  # several times faster on a CPU, and not deterministic on a GPU
         return torch.bincount(codes, values.double(), count), torch.bincount(codes, minlength=count).double()
     none = torch.zeros(count, dtype=torch.float64, device=values.device)
     return none.index_add(0, codes, values.double()), none.index_add(0, codes, torch.ones_like(values).double())
 
 
 def _moments(values: Tensor, sum_over: SumOver | None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, [] each."""
+    """Return mean and standard deviation, each of shape []."""
     if sum_over is None:
         centre = values.mean()
         return centre, (values - centre).square().mean().sqrt()
@@ -106,14 +106,14 @@ def _moments(values: Tensor, sum_over: SumOver | None) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, levels: Tensor) -> Tensor:
-    """The level of each code [n], fp32."""
+    """Return the level of each code [n], fp32."""
     return levels.index_select(0, codes.int())
 
 
 def quantise_signs(values: Tensor, kept: Kept, sum_over: SumOver | None = None) -> Quantised:
-    """Signs [n] of values [n], and the mean magnitude of each chunk [chunks] as a byte; 0 for a chunk of zeros.
+    """Quantise values [n] to signs [n] and the mean magnitude of each chunk [chunks] as a byte; 0 for a chunk of zeros.
 
-    A byte c > 0 stands for 2^(base - 8 + c / 16); the base is the exponent of the mean magnitude of all values.
+    A byte c > 0 represents 2^(base - 8 + c / 16); the base is the exponent of the mean magnitude of all values.
     """
     parts = values.abs().split([chunks * each for chunks, each in kept])
     sums = [part.view(shape).sum(dim=1, dtype=torch.float64) for part, shape in zip(parts, kept, strict=True)]
@@ -125,7 +125,7 @@ def quantise_signs(values: Tensor, kept: Kept, sum_over: SumOver | None = None) 
 def magnitudes_of(
     sums: Sequence[Tensor], kept: Kept, device: torch.device, sum_over: SumOver | None = None
 ) -> tuple[int, Tensor]:
-    """The base and the byte of each chunk [chunks], from the sums of each group's magnitudes [chunks], fp64."""
+    """Return the base and each chunk's byte [chunks], from the sums of each group's magnitudes [chunks], fp64."""
     none = torch.empty(0, dtype=torch.float64, device=device)
     count = sum(chunks * each for chunks, each in kept)
     total = torch.stack([torch.cat([none, *sums]).sum(), none.new_tensor(count)])
@@ -140,7 +140,7 @@ def magnitudes_of(
 
 
 def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -> Tensor:
-    """The magnitude of its chunk with each sign [n], fp32, the same bits on every device."""
+    """Return the magnitude of its chunk with each sign [n], fp32, bitwise equal on every device."""
     table = _table(base, codes.device)
     of_chunks = table.index_select(0, magnitudes.int()).split([chunks for chunks, _ in kept])
     parts = [part[:, None].expand(shape).reshape(-1) for part, shape in zip(of_chunks, kept, strict=True)]
@@ -150,6 +150,6 @@ def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -
 
 @lru_cache(maxsize=256)  # tensors of a run have few bases, and a table takes longer than a small tensor's values
 def _table(base: int, device: torch.device) -> Tensor:
-    """What each byte of a chunk's magnitude stands for [256], fp32."""
+    """Return the magnitude that each byte represents [256], fp32."""
     octaves = ((step / STEPS_PER_OCTAVE) + base - OCTAVES_BELOW_BASE for step in range(1, 256))
     return torch.tensor([0.0, *(2.0**octave for octave in octaves)], device=device)

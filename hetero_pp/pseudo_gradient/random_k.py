@@ -1,4 +1,4 @@
-"""Random-k within each chunk: the yardstick that top-k is measured with."""
+"""Random-k within each chunk: the baseline for top-k."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetero_pp.seeds import seed_of
 
 
 def random_positions(chunks: int, size: int, kept: int, generator: torch.Generator | None) -> Tensor:
-    """Positions [chunks, k] drawn without replacement from each chunk of `size` values, ascending."""
+    """Draw positions [chunks, k] without replacement from each chunk of `size` values, ascending."""
     if kept == size:
         return torch.arange(kept).expand(chunks, kept)
     drawn = torch.rand(chunks, size, generator=generator).topk(kept, dim=1, sorted=False).indices
@@ -17,5 +17,5 @@ def random_positions(chunks: int, size: int, kept: int, generator: torch.Generat
 
 
 def generator_of(run: str, round_: int, replica: str, name: str, part: int = 0) -> torch.Generator:
-    """What one replica draws the positions of one tensor, or of a rank's part of it, from in one round."""
+    """Return the generator of a replica's positions in one round, for one tensor or a rank's part of it."""
     return torch.Generator().manual_seed(seed_of("random_k", run, round_, replica, name, part))

@@ -1,6 +1,6 @@
-"""Tensors cut by rows of chunks, so that several ranks compress one tensor: each takes whole chunks, in order.
+"""Tensors split by rows of chunks, so that several ranks compress one tensor: each rank takes whole chunks, in order.
 
-What the parts select, joined, is what the whole would select: the same positions, and levels from the same sums.
+The joined selections of the parts equal the whole's: the same positions, and levels from the same sums.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Shape = tuple[int, ...]
 
 
 def rows_of(shape: Shape, tile: tuple[int, int], part: int, parts: int) -> range:
-    """The rows of a tensor that are one part's: equal numbers of tiles, or nothing for the last parts if few are left.
+    """Return the rows of one part: equal numbers of tiles, or none for the last parts if few tiles are left.
 
-    What is no matrix is one chunk, the first part's. Where torch's `Shard(0)` cuts between tiles, it cuts here too.
+    A tensor that is no matrix is one chunk, which belongs to the first part. If torch's `Shard(0)` cuts between tiles,
+    the cuts are the same.
     """
     rows = shape[0]
     height = tile[0] if len(shape) == 2 else rows
@@ -30,7 +31,7 @@ def rows_of(shape: Shape, tile: tuple[int, int], part: int, parts: int) -> range
 
 
 def join(shape: Shape, tile: tuple[int, int], parts: Sequence[Mapping[str, Tensor]]) -> Selection:
-    """The selection of the whole tensor from `packed` parts, in the order of their rows. Its indices are left out."""
+    """Join `packed` parts, in the order of their rows, to the selection of the whole tensor, without its indices."""
     positions: list[Tensor] = []
     found: dict[str, list[Tensor]] = {"values": [], "codes": [], "magnitudes": []}
     where = [dict(_groups(part)) for part in parts]
@@ -50,7 +51,7 @@ def join(shape: Shape, tile: tuple[int, int], parts: Sequence[Mapping[str, Tenso
 
 
 def packed(selection: Selection, shape: Shape, tile: tuple[int, int]) -> dict[str, Tensor]:
-    """A part's selection as tensors by name, to be sent and joined; `shape` is the part's."""
+    """Return a part's selection as tensors by name, to be sent and joined; `shape` is the part's."""
     found = {f"positions.{index}": positions for index, positions in enumerate(selection.positions)}
     quantised = selection.quantised
     found["values"] = quantised.values
@@ -66,7 +67,7 @@ def packed(selection: Selection, shape: Shape, tile: tuple[int, int]) -> dict[st
 
 
 def _groups(part: Mapping[str, Tensor]) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
-    """(rows, columns) of each group's chunks -> its index, and where its values lie among the part's."""
+    """Return for each group the (rows, columns) of its chunks, its index, and the range of its values in the part's."""
     found, start = [], 0
     for index, (rows, columns) in enumerate(part["groups"].tolist()):
         stop = start + part[f"positions.{index}"].numel()

@@ -1,6 +1,6 @@
-"""Bytes of a contribution: fields one after the other, and streams that are compressed if that makes them smaller.
+"""Bytes of a contribution: fields in sequence, and streams that are compressed if that makes them smaller.
 
-Reading is total: nothing is read beyond the end, and nothing is allocated that the bytes do not justify. Described in
+Reading is total: it never reads beyond the end and allocates nothing that the bytes do not justify. Described in
 docs/wire-format.md.
 """
 
@@ -13,45 +13,45 @@ import zstandard
 from hetero_pp.errors import MalformedContribution
 
 LEVEL = 1
-"""zstd's fastest: what is coded here has no repetitions, so only its entropy coder counts."""
+"""zstd's fastest level: the data has no repetitions, so only the entropy coder matters."""
 
 AS_IT_IS, ZSTD = 0, 1
 
 
 class Writer:
-    """Fields, little-endian, in the order they are put."""
+    """Writes little-endian fields in sequence."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     def put(self, layout: str, *values: float) -> None:
-        """Numbers, as `struct` lays them out."""
+        """Write numbers in a layout of `struct`."""
         self._parts.append(struct.pack(f"<{layout}", *values))
 
     def put_bytes(self, data: bytes) -> None:
-        """Bytes whose number the reader knows."""
+        """Write bytes whose number the reader knows."""
         self._parts.append(data)
 
     def put_text(self, text: str) -> None:
-        """Its length in two bytes, and UTF-8."""
+        """Write the text's length in two bytes, and the text as UTF-8."""
         data = text.encode()
         self.put("H", len(data))
         self._parts.append(data)
 
     def put_stream(self, data: bytes) -> None:
-        """How it is coded, the length as it is coded in four bytes, and that."""
+        """Write the coding, the coded length in four bytes, and the coded data."""
         coded = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False).compress(data) if data else b""
         is_smaller = len(coded) < len(data)
         self.put("BI", ZSTD if is_smaller else AS_IT_IS, len(coded) if is_smaller else len(data))
         self._parts.append(coded if is_smaller else data)
 
     def take(self) -> bytes:
-        """Everything that was put."""
+        """Return everything that was written."""
         return b"".join(self._parts)
 
 
 class Reader:
-    """Takes fields off the front of `data`. Every method raises MalformedContribution if they are not there."""
+    """Takes fields from the front of `data`. Every method raises MalformedContribution if a field is missing."""
 
     def __init__(self, data: bytes | memoryview, what: str) -> None:
         """`what` is named in errors."""
@@ -59,18 +59,18 @@ class Reader:
         self._what = what
 
     def take(self, layout: str) -> tuple[int, ...]:
-        """Whole numbers, as `struct` lays them out."""
+        """Read integers in a layout of `struct`."""
         return struct.unpack(f"<{layout}", self.take_bytes(struct.calcsize(f"<{layout}")))
 
     def take_bytes(self, count: int) -> memoryview:
-        """So many bytes, where they are."""
+        """Read `count` bytes, without a copy."""
         if count > len(self._rest):
             raise self.error(f"found {len(self._rest)} bytes where {count} were announced")
         taken, self._rest = self._rest[:count], self._rest[count:]
         return taken
 
     def take_text(self) -> str:
-        """What `put_text` put."""
+        """Read a text that `put_text` wrote."""
         (length,) = self.take("H")
         try:
             return str(self.take_bytes(length), "utf-8")
@@ -78,7 +78,7 @@ class Reader:
             raise self.error("a name is not UTF-8") from None
 
     def take_stream(self, least: int, most: int) -> memoryview:
-        """What `put_stream` put, of `least` to `most` bytes; no more than that is ever allocated."""
+        """Read a stream that `put_stream` wrote, of `least` to `most` bytes; never allocates more."""
         coding, length = self.take("BI")
         coded = self.take_bytes(length)
         size = length if coding == AS_IT_IS else self._size_of_frame(coding, coded)
@@ -87,16 +87,16 @@ class Reader:
         return coded if coding == AS_IT_IS else self._decompressed(coded, size)
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Raise an error if bytes are left."""
         if len(self._rest):
             raise self.error(f"found {len(self._rest)} bytes behind the end")
 
     def error(self, reason: str) -> MalformedContribution:
-        """What to raise."""
+        """Return the exception for a reason."""
         return MalformedContribution(f"{self._what}: {reason}")
 
     def _size_of_frame(self, coding: int, coded: memoryview) -> int:
-        """What a frame says of itself; the decompressor believes it whatever bound it is given."""
+        """Return the size that a frame declares, which the decompressor trusts despite any bound."""
         if coding != ZSTD:
             raise self.error(f"found a stream coded by way {coding}, expected {AS_IT_IS} or {ZSTD}")
         try:

@@ -1,4 +1,4 @@
-"""Top-k within each chunk, with a fixed order of ties, so that the same input always keeps the same values."""
+"""Top-k within each chunk with a fixed order of ties, so that equal inputs keep equal values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
-    """Positions [n, k] of the k largest magnitudes of each row of [n, size], ascending.
+    """Return positions [n, k] of the k largest magnitudes of each row of [n, size], ascending.
 
-    Among equal magnitudes the lower index is kept: torch.topk leaves that open, so rows with a tie at the edge are
+    Of equal magnitudes the lower index is kept. torch.topk leaves that open, so rows with a tie at the edge are
     selected again.
     """
     if kept == chunks.shape[1]:
@@ -25,7 +25,7 @@ def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
 
 
 def _by_order(magnitudes: Tensor, least: Tensor, kept: int) -> Tensor:
-    """The same for rows [n, size] whose k-th largest magnitude `least` [n, 1] occurs more often than it is needed."""
+    """Return positions for rows [n, size] whose k-th largest magnitude `least` [n, 1] occurs more often than needed."""
     above, equal = magnitudes > least, magnitudes == least
     room = kept - above.sum(dim=1, keepdim=True)
     keep = above | (equal & (equal.cumsum(dim=1) <= room))

@@ -1,9 +1,9 @@
-"""Top-k of each chunk by two small searches instead of a large one: a few groups by their largest, then among these.
+"""Top-k of each chunk by two small searches: choose a few groups by their largest value, then search those.
 
-A group is one column of a few consecutive rows of a tile, so the largest of all groups are elementwise maxima of rows,
-without a copy of the tiles. Whatever is among the k largest of a chunk lies in one of the k groups whose largest are
-the largest. One more is searched than is kept: if it is as large as the least that is kept, there is a tie, and
-`top_k` decides it; else the k largest are known, in whatever order they were found.
+A group is one column of a few consecutive rows of a tile. The largest values of all groups are therefore elementwise
+maxima of rows, without a copy of the tiles. The k largest values of a chunk lie in the k groups with the largest
+maxima. One value more than is kept is searched. If it equals the smallest kept value, there is a tie, which `top_k`
+decides. Otherwise the k largest are known, in any order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from hetero_pp.pseudo_gradient.chunks import Group
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
 
 GROUPS_PER_KEPT = 8
-"""At least so many groups of a chunk there are for each value that is kept: fewer rows a group, fewer candidates."""
+"""Fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates."""
 
 MAGNITUDE = 0x7FFFFFFF
-"""The bits of a float without its sign: they have the order of magnitudes, and cannot be NaN."""
+"""Mask of a float's bits without its sign; the bits have the order of magnitudes and cannot be NaN."""
 
 
 def find(matrix: Tensor, band: Group, kept: int) -> Tensor:
-    """Positions [count, k] of the k largest magnitudes of each chunk of a band of a [R, C] matrix (fp32), ascending.
+    """Return positions [count, k] of the k largest magnitudes of each chunk of a band of a [R, C] matrix, ascending.
 
-    Exactly what `top_k_positions` finds in the chunks, ties included.
+    The matrix is fp32. The result equals that of `top_k_positions`, including ties.
     """
     height = group_height(band, kept)
     if height == 1:
@@ -36,13 +36,13 @@ def find(matrix: Tensor, band: Group, kept: int) -> Tensor:
 
 
 def choose(largest: Tensor, band: Group, height: int, kept: int) -> Tensor:
-    """The k + 1 groups [count, k + 1] of each chunk whose largest values [R / height, C] are the largest."""
+    """Return the k + 1 groups [count, k + 1] of each chunk with the largest maxima; `largest`: [R / height, C]."""
     tiles = largest.view(-1, band.rows // height, largest.shape[1] // band.columns, band.columns)
     return tiles.transpose(1, 2).reshape(band.count, -1).topk(kept + 1, dim=1, sorted=False).indices
 
 
 def find_among(candidates: Tensor, chosen: Tensor, matrix: Tensor, band: Group, kept: int) -> Tensor:
-    """Positions [count, k] of the largest of the chosen groups' values [count, (k + 1) height], group by group."""
+    """Return positions [count, k] of the largest of the chosen groups' values [count, (k + 1) height]."""
     height = candidates.shape[1] // chosen.shape[1]
     values, where = candidates.topk(kept + 1, dim=1, sorted=False)
     least, last = values.min(dim=1, keepdim=True)
@@ -57,13 +57,13 @@ def find_among(candidates: Tensor, chosen: Tensor, matrix: Tensor, band: Group, 
 
 
 def group_height(band: Group, kept: int) -> int:
-    """Rows of a group: the largest divisor of a tile's rows that leaves enough groups; 1 if groups do not help."""
+    """Return a group's rows: the largest divisor of a tile's rows that leaves enough groups; 1 if none helps."""
     most = band.size // (GROUPS_PER_KEPT * kept)
     return max((height for height in range(1, min(most, band.rows) + 1) if band.rows % height == 0), default=1)
 
 
 def _candidates(magnitudes: Tensor, band: Group, height: int, chosen: Tensor) -> Tensor:
-    """The values [count, groups * height] of the chosen groups [count, groups] of each chunk of a band's magnitudes."""
+    """Return the values [count, groups * height] of the chosen groups [count, groups] of each chunk of a band."""
     width = magnitudes.shape[1]
     tops = torch.arange(0, magnitudes.shape[0], band.rows, device=chosen.device) * width
     origins = (tops[:, None] + torch.arange(0, width, band.columns, device=chosen.device)).view(-1, 1)

@@ -1,1 +1,1 @@
-"""Engines that train a whole replica: plain PyTorch, torchtitan, DeepSpeed; one contract."""
+"""Engines that train a whole replica behind one interface: plain PyTorch, torchtitan, DeepSpeed."""

@@ -1,4 +1,4 @@
-"""The engine that a YAML names; an extra that is not installed is missed in one line."""
+"""Construction of the engine that a replica's YAML names; reports an extra that is not installed in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_engine(
     total_steps: int | None,
     ranks: Ranks,
 ) -> Engine:
-    """The engine of a replica on these ranks, which starts from the whole model's parameters.
+    """Build a replica's engine on these ranks, starting from the whole model's parameters.
 
     Raises ConfigError if the engine's package is not installed.
     """
@@ -35,7 +35,7 @@ def build_engine(
         titan = importlib.import_module("replica_groups.engines.titan")
         return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, replica.torchtitan, ranks)
     if replica.engine == "deepspeed":
-        os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # it would look for one, and guess
+        os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # otherwise DeepSpeed would guess the accelerator
         zero = importlib.import_module("replica_groups.engines.zero")
         rows = replica.batch_size // micro_batches
         return zero.ZeroEngine(

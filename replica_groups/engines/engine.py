@@ -1,4 +1,4 @@
-"""What a whole replica offers the run, whatever trains it."""
+"""Interface of a whole replica's trainer to the run."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from replica_groups.parameter_store import ParameterStore
 
 
 class Engine(ParameterStore, Protocol):
-    """A whole replica on one process, or on the ranks of one torchrun. Every rank makes every call, in one order.
+    """A whole replica in one process or on the ranks of one torchrun. Every rank makes every call, in the same order.
 
-    Each rank is given the whole replica's tokens and takes those that are its own, so that what a replica trains on
-    does not depend on how many ranks it has. Losses and norms are the whole replica's, on every rank.
+    Each rank is given the whole replica's tokens and takes its own share. A replica's training data therefore does not
+    depend on its number of ranks. Losses and norms are the whole replica's, on every rank.
     """
 
     def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
+        """Use other learning rates from the next step on."""
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        """One inner step on tokens [B, L + 1]: (loss, gradient norm, learning rate). `step` counts over the run."""
+        """Take step `step` of the run on tokens [B, L + 1]; return (loss, gradient norm, learning rate)."""
 
     def remember(self, moments: bool) -> None:
-        """Copy what the next steps depend on beside the parameters, the moments of Adam only if `moments` says so."""
+        """Copy what the next steps depend on beside the parameters; copy Adam's moments only if `moments` is set."""
 
     def undo(self) -> None:
-        """Between two steps: go back to what was copied; whoever calls writes the parameters."""
+        """Return, between two steps, to the copied state. The caller writes the parameters."""
 
     def evaluate(self, validation: Sequence[Tensor]) -> float:
-        """Mean loss over batches [b, L + 1], by rows."""
+        """Return the mean loss over batches [b, L + 1], weighted by rows."""
 
     def save(self, folder: Path) -> None:
-        """Write all that the next step depends on, beside the parameters too, into a folder of its own."""
+        """Write everything that the next step depends on, including the parameters, to a folder of its own."""
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Resume from a folder that `save` wrote."""
 
 
 Parameters = Mapping[str, Tensor]
-"""The whole model by name, fp32: what an engine starts from."""
+"""Initial parameters of the whole model by name, fp32."""

@@ -26,31 +26,24 @@ class PlainEngine(LocalParameters):
         self._moments = Moments(whole.optimizer.optimizers)
 
     def follow(self, rates: LearningRates) -> None:
-        """See Engine."""
         self.whole.optimizer.follow(rates)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        """See Engine."""
         return self.whole.inner_step(tokens, step)
 
     def remember(self, moments: bool) -> None:
-        """See Engine."""
         self._moments.remember(moments)
 
     def undo(self) -> None:
-        """See Engine."""
         self.whole.drop()
         self._moments.restore()
 
     def evaluate(self, validation: Sequence[Tensor]) -> float:
-        """See Engine."""
         return self.whole.evaluate(validation)
 
     def save(self, folder: Path) -> None:
-        """See Engine."""
         folder.mkdir(parents=True, exist_ok=True)
         save_object(self.whole.state(), folder / _STATE)
 
     def load(self, folder: Path) -> None:
-        """See Engine."""
         self.whole.load(torch.load(folder / _STATE, map_location="cpu", weights_only=True))

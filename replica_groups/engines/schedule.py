@@ -1,4 +1,4 @@
-"""The learning rate of engines whose steps are torch's schedulers': a share of the rate that the engine began with."""
+"""Learning rates of engines that use torch's schedulers: a share of the initial rate."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hetero_pp.learning_rates import LearningRates
 
 
 class Schedule:
-    """What share of its first peak the learning rate is at a step, by settings that may change on the way."""
+    """Share of the first peak learning rate at each step, by settings that may change during the run."""
 
     def __init__(self, inner: InnerSettings, total_steps: int | None) -> None:
         self._peak = inner.learning_rate
         self._rates = inner.first_rates(total_steps)
 
     def share(self, step: int) -> float:
-        """Of step `step`, which counts over the run."""
+        """Return the share at step `step`, which counts over the run."""
         return self._rates.at(step) / self._peak
 
     def follow(self, rates: LearningRates, schedulers: Iterable[LRScheduler]) -> None:
-        """From the next step on other rates: of that step, a scheduler has told the optimizer the rate already."""
+        """Use other rates from the next step on; correct the rate that schedulers have already set for that step."""
         self._rates = rates
         for scheduler in schedulers:
             told = [base * self.share(scheduler.last_epoch) for base in scheduler.base_lrs]

@@ -62,7 +62,7 @@ class TitanEngine:
         self.parallel = _parallel_dims(settings, ranks)
         self.data_parallel = ranks.world // settings.tensor_parallel
         self.part = ranks.rank // settings.tensor_parallel
-        """Which part of a micro-batch is this rank's."""
+        """Index of this rank's part of a micro-batch."""
         with torch.device("meta"):
             self.module = Transformer(shape)
         _parallelise(self.module, self.parallel, settings, ranks.device)
@@ -78,11 +78,9 @@ class TitanEngine:
         self._rates_before: dict = {}
 
     def follow(self, rates: LearningRates) -> None:
-        """See Engine."""
         self._schedule.follow(rates, self.rates.schedulers)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        """See Engine."""
         micro_batches = tokens.chunk(self.micro_batches)
         loss = sum(self.backward(micro_batch, tokens[:, 1:].numel()) for micro_batch in micro_batches)
         rate = self.rates.schedulers[0].get_last_lr()[0]
@@ -94,18 +92,17 @@ class TitanEngine:
         return loss, norm.item(), rate
 
     def remember(self, moments: bool) -> None:
-        """See Engine. Every rank copies its shards."""
+        """Implement Engine.remember; every rank copies its shards."""
         self._rates_before = self.rates.state_dict()
         self._moments.remember(moments)
 
     def undo(self) -> None:
-        """See Engine."""
         self.optimizers.zero_grad()
         self.rates.load_state_dict(self._rates_before)
         self._moments.restore()
 
     def backward(self, micro_batch: Tensor, targets: int) -> float:
-        """Accumulate the gradient of a micro-batch [b, L + 1]; its loss, as a share of a step of so many targets."""
+        """Accumulate the gradient of a micro-batch [b, L + 1]; return its summed loss divided by `targets`."""
         own = micro_batch.to(self.ranks.device).chunk(self.data_parallel)[self.part]
         logits = self.module(own[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), own[:, 1:].flatten(), reduction="sum") / targets
@@ -114,7 +111,10 @@ class TitanEngine:
 
     @torch.no_grad()
     def evaluate(self, validation: Sequence[Tensor]) -> float:
-        """See Engine. Every rank takes part in every forward; one that has no rows left counts nothing."""
+        """Implement Engine.evaluate.
+
+        Every rank takes part in every forward; a rank without rows runs one with weight 0.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for tokens in validation:
             own = tokens.to(self.ranks.device).tensor_split(self.data_parallel)[self.part]
@@ -123,13 +123,13 @@ class TitanEngine:
         return self._over_parts(total) / sum(len(tokens) for tokens in validation)
 
     def _over_parts(self, value: Tensor) -> float:
-        """Sum over the parts of a batch; ranks that share a part have the same value."""
+        """Return the sum over the parts of a batch; ranks that share a part hold the same value."""
         self.ranks.sum(value)
         return value.item() * self.data_parallel / self.ranks.world
 
     @torch.no_grad()
     def read(self, name: str, rows: range) -> Tensor:
-        """See ParameterStore. Without communication where the shards are the rows that are asked for."""
+        """Implement ParameterStore.read; no communication if every rank asks for its own shard."""
         parameter = self._named[name].detach()
         assert isinstance(parameter, DTensor)
         if self._are_local(name, parameter, rows):
@@ -137,7 +137,7 @@ class TitanEngine:
         return parameter.full_tensor()[rows.start : rows.stop]
 
     def _are_local(self, name: str, parameter: DTensor, rows: range) -> bool:
-        """Whether every rank asks for just what it has; ranks agree on that once, as gathering takes all of them."""
+        """Return whether every rank asks for exactly its shard; agreed on once, as gathering needs all ranks."""
         if name not in self._is_local:
             share = -(-len(parameter) // self.ranks.world)
             start, stop = (min(rank * share, len(parameter)) for rank in (self.ranks.rank, self.ranks.rank + 1))
@@ -146,7 +146,6 @@ class TitanEngine:
         return self._is_local[name]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See ParameterStore."""
         gradient, self._named[name].grad = self._named[name].grad, None
         if gradient is None:
             return torch.zeros(self.shapes[name], device=self.ranks.device)
@@ -155,7 +154,6 @@ class TitanEngine:
 
     @torch.no_grad()
     def write(self, name: str, whole: Tensor) -> None:
-        """See ParameterStore."""
         parameter = self._named[name]
         assert isinstance(parameter, DTensor)
         whole = whole.to(parameter.device_mesh.device_type)
@@ -168,13 +166,13 @@ class TitanEngine:
         local.copy_(new.to_local())
 
     def finish_writing(self) -> None:
-        """See ParameterStore."""
+        """Do nothing: every write is complete."""
 
     def save(self, folder: Path) -> None:
-        """See Engine: in torch's distributed format, which another number of ranks can read."""
+        """Implement Engine.save in torch's distributed format, which another number of ranks can read."""
         try:
             dcp.save(self._state(), checkpoint_id=folder)
-        except CheckpointException as error:  # on every rank, though the disk of one has failed
+        except CheckpointException as error:  # raised on every rank, even if the disk of only one failed
             cause, _ = next(iter(error.failures.values()))
             if not isinstance(cause, OSError | RuntimeError):
                 raise
@@ -182,7 +180,6 @@ class TitanEngine:
             raise OSError(number, str(cause).split("\n", 1)[0], str(folder)) from error
 
     def load(self, folder: Path) -> None:
-        """See Engine."""
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
         self.optimizers.load_state_dict(state["optimizer"])
@@ -215,7 +212,7 @@ def _parallel_dims(settings: TorchtitanSettings, ranks: Ranks) -> ParallelDims:
 def _parallelise(
     module: Transformer, parallel: ParallelDims, settings: TorchtitanSettings, device: torch.device
 ) -> None:
-    """In torchtitan's order: tensor parallelism, checkpointing, compilation, FSDP2."""
+    """Apply in torchtitan's order: tensor parallelism, checkpointing, compilation, FSDP2."""
     if parallel.tp_enabled:
         _apply_tensor_parallelism(module, parallel)
     if settings.activation_checkpointing != "none":
@@ -240,7 +237,7 @@ def _parallelise(
 
 
 def _apply_tensor_parallelism(module: Transformer, parallel: ParallelDims) -> None:
-    """Megatron's plan with sequence parallelism: columns then rows, hidden states cut by position in between."""
+    """Apply Megatron's plan with sequence parallelism: columns, then rows; hidden states are split by position."""
     mesh = parallel.get_mesh("tp")
     outer: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -268,7 +265,7 @@ def _apply_tensor_parallelism(module: Transformer, parallel: ParallelDims) -> No
 
 
 def _optimizers(module: nn.Module, inner: InnerSettings, device: torch.device) -> OptimizersContainer:
-    """AdamW without decay on norms. The fused one knows no DTensors on a CPU."""
+    """Return AdamW without decay on norms. Not fused on a CPU, where the fused one does not support DTensors."""
     values = {"lr": inner.learning_rate, "betas": inner.betas, "eps": inner.epsilon}
     groups = [
         ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={**values, "weight_decay": 0.0}),
@@ -282,10 +279,10 @@ def _optimizers(module: nn.Module, inner: InnerSettings, device: torch.device) -
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """The shard of this rank."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _plain(name: str) -> str:
-    """The name without what wrappers put into it."""
+    """Return the name without the prefixes of wrappers."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -1,6 +1,7 @@
 """`engine: deepspeed`: ZeRO 0 to 3 with DeepSpeed's own JSON passed through.
 
-Nothing is compiled at start: DeepSpeed would build its shared-memory collectives, which a replica does not need.
+Nothing is compiled at start. DeepSpeed would otherwise build its shared-memory collectives, which a replica does not
+need.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from replica_groups.ranks import Ranks
 
 
 class ZeroEngine:
-    """Implements Engine. `settings` is DeepSpeed's JSON, without what follows from the other arguments."""
+    """Implements Engine. `settings` is DeepSpeed's JSON without the keys that follow from the other arguments."""
 
     def __init__(
         self,
@@ -57,20 +58,18 @@ class ZeroEngine:
             dist_init_required=False,
         )
         self._named = dict(self.engine.module.named_parameters())
-        for name, tensor in parameters.items():  # into fp32 master weights, as those made from bf16 are rounded
+        for name, tensor in parameters.items():  # into fp32 master weights, because those made from bf16 are rounded
             self.write(name, tensor)
         self.finish_writing()
         self._moments = Moments([getattr(self.optimizer, "optimizer", self.optimizer)])
         self._before: tuple[dict, dict] = ({}, {})
         self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")
-        """Plain data parallelism in fp32: gradients are whole on every rank, and DeepSpeed tells no norm of them."""
+        """Plain data parallelism in fp32: every rank has the whole gradients, and DeepSpeed computes no norm."""
 
     def follow(self, rates: LearningRates) -> None:
-        """See Engine."""
         self._schedule.follow(rates, [self.rates])
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        """See Engine."""
         rate = self.rates.get_last_lr()[0]
         loss, norm = 0.0, None
         for micro_batch in tokens.chunk(self.micro_batches):
@@ -82,13 +81,12 @@ class ZeroEngine:
         return loss, float(norm), rate
 
     def remember(self, moments: bool) -> None:
-        """See Engine. Every rank copies its part of the moments; of fp16 the scale of the loss, too."""
+        """Implement Engine.remember; every rank copies its part of the moments, and with fp16 the loss scale."""
         scaler = getattr(self.optimizer, "loss_scaler", None)
         self._before = dict(self.rates.state_dict()), {} if scaler is None else dict(vars(scaler))
         self._moments.remember(moments)
 
     def undo(self) -> None:
-        """See Engine."""
         rates, scale = self._before
         self.optimizer.zero_grad()
         self.rates.load_state_dict(rates)
@@ -97,7 +95,7 @@ class ZeroEngine:
         self._moments.restore()
 
     def backward(self, micro_batch: Tensor) -> float:
-        """Accumulate the gradient of a micro-batch [b, L + 1]; returns its mean loss."""
+        """Accumulate the gradient of a micro-batch [b, L + 1]; return its mean loss."""
         own = micro_batch.to(self.ranks.device).chunk(self.ranks.world)[self.ranks.rank]
         loss = next_token_loss(self.engine(own[:, :-1]), own[:, 1:])
         self.engine.backward(loss)
@@ -107,7 +105,10 @@ class ZeroEngine:
 
     @torch.no_grad()
     def evaluate(self, validation: Sequence[Tensor]) -> float:
-        """See Engine. Every rank takes part in every forward; one that has no rows left counts nothing."""
+        """Implement Engine.evaluate.
+
+        Every rank takes part in every forward; a rank without rows runs one with weight 0.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for tokens in validation:
             own = tokens.to(self.ranks.device).tensor_split(self.ranks.world)[self.ranks.rank]
@@ -118,14 +119,14 @@ class ZeroEngine:
 
     @torch.no_grad()
     def read(self, name: str, rows: range) -> Tensor:
-        """See ParameterStore. DeepSpeed cuts flattened groups, so the parameter is made whole first."""
+        """Implement ParameterStore.read; gathers the whole parameter, because DeepSpeed splits flattened groups."""
         parameter = self._named[name]
         whole = safe_get_full_fp32_param(parameter)
         whole = parameter.detach().float() if whole is None else whole
         return whole.view(self.shapes[name])[rows.start : rows.stop]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See ParameterStore: the mean over ranks of what was accumulated; it is cleared by the next step, not here."""
+        """Implement ParameterStore.read_gradient: the mean over ranks. The next step clears it, not this call."""
         gradient = safe_get_full_grad(self._named[name])
         if gradient is None:
             return torch.zeros(self.shapes[name], device=self.ranks.device)
@@ -133,7 +134,7 @@ class ZeroEngine:
 
     @torch.no_grad()
     def write(self, name: str, whole: Tensor) -> None:
-        """See ParameterStore: master weights, and where they are kept apart from it, what forward uses."""
+        """Implement ParameterStore.write: writes the master weights, and the forward's own copy where there is one."""
         parameter = self._named[name]
         whole = whole.to(self.ranks.device)
         safe_set_full_fp32_param(parameter, whole)
@@ -141,15 +142,16 @@ class ZeroEngine:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.ranks.is_first:
                     parameter.data.copy_(whole)
-        else:  # what DeepSpeed would gather from all ranks again, all parameters at once
+        else:  # otherwise DeepSpeed would gather all parameters from all ranks again
             parameter.data.copy_(whole)
 
     def finish_writing(self) -> None:
-        """See ParameterStore."""
+        """Do nothing: every write is complete."""
 
     def save(self, folder: Path) -> None:
-        """See Engine: in DeepSpeed's own format. A disk that fails is told once DeepSpeed is through, as ranks wait for
-        each other there.
+        """Implement Engine.save in DeepSpeed's own format.
+
+        Raises OSError for a failed disk only after DeepSpeed is done, because the ranks wait for each other there.
         """
         failures: list[str] = []
         files = self.engine.checkpoint_engine
@@ -158,7 +160,7 @@ class ZeroEngine:
         def save(state_dict: dict, path: str) -> None:
             try:
                 write(state_dict, path)
-            except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
+            except (OSError, RuntimeError) as error:  # torch reports a full disk by a RuntimeError
                 failures.append(str(error).split("\n", 1)[0])
 
         files.save = save
@@ -170,7 +172,7 @@ class ZeroEngine:
             raise OSError(errno.EIO, failures[0], str(folder))
 
     def load(self, folder: Path) -> None:
-        """See Engine. Raises FileNotFoundError if nothing was saved there."""
+        """Implement Engine.load. Raises FileNotFoundError if nothing was saved there."""
         found, _ = self.engine.load_checkpoint(str(folder), tag="state")
         if found is None:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint")
@@ -179,7 +181,7 @@ class ZeroEngine:
 def _config(
     settings: Mapping[str, Any], inner: InnerSettings, micro_batches: int, rows_per_rank: int
 ) -> dict[str, Any]:
-    """The user's JSON and what follows from the run. A plain AdamW of torch's is allowed under ZeRO."""
+    """Return the user's JSON and the keys that follow from the run. Allows torch's plain AdamW under ZeRO."""
     allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9}
     return {
         **allowed,
@@ -191,7 +193,7 @@ def _config(
 
 
 def _adamw(module: nn.Module, inner: InnerSettings, device: torch.device) -> torch.optim.Optimizer:
-    """Without decay on norms."""
+    """Return AdamW without decay on norms."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
     groups = [

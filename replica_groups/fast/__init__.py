@@ -1,1 +1,1 @@
-"""The fast path: whole replicas in one process, one after the other, with nothing serialised. It makes the tables."""
+"""Vectorized trainer: whole replicas in one process with nothing serialised; `hetero-pp reproduce` uses it."""

@@ -1,6 +1,6 @@
-"""All replicas of a run whole, in one process or over the ranks of torchrun: their inner steps and outer rounds.
+"""All replicas of a run, each whole, in one process or over the ranks of torchrun: inner steps and outer rounds.
 
-Held once per replica: weights, optimizer state and error feedback; once for all: theta at the start of the round.
+Weights, optimizer state and error feedback are held once per replica. theta at the start of the round is held once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from stages.peers.resbm import ResBM
 
 
 class AllReplicas:
-    """All replicas of a run, or this rank's, and theta."""
+    """All replicas of a run, or this rank's share of them, and theta."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class AllReplicas:
         self.spec = spec
         self.ranks = ranks
         self.count = len(spec.config.replicas)
-        """Replicas on all ranks."""
+        """Number of replicas on all ranks."""
         self.indices = ranks.mine(self.count)
-        """Of those that are here; everything below that has an index counts these only."""
+        """Indices of the replicas on this rank; all indexed attributes below count only these."""
         snapshot = first_snapshot(spec)
         firsts = {member.replica.name: member for member in reversed(spec.members.values())}
         everyone = [firsts[replica.name] for replica in spec.config.replicas]
@@ -83,9 +83,9 @@ class AllReplicas:
         self.bias: list[tuple[int, float]] = []
         self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world)
         self.ahead: list[dict[str, Tensor]] = []
-        """With overlap, between rounds: the pseudo-gradient of the round that each replica has trained already."""
+        """With overlap, between rounds: the pseudo-gradient of the round that each replica has already trained."""
         self.local: dict[int, dict[str, Tensor]] = {}
-        """With keep_local, between rounds: the parameters of each replica here that the last round did not count."""
+        """With keep_local, between rounds: the parameters of each replica here that the last round excluded."""
         if bias_every is not None and spec.config.outer.overlap:
             raise ConfigError(
                 ("outer", "overlap"), "found 1, expected 0: `bias_every` compares replicas that start a round together"
@@ -94,7 +94,7 @@ class AllReplicas:
             told = "found true, expected false: `bias_every` compares replicas that start a round together"
             raise ConfigError(("outer", "keep_local"), told)
         self.own_embeddings: dict[int, Tensor] = {}
-        """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
+        """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(
@@ -109,16 +109,16 @@ class AllReplicas:
             replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
             for replica in spec.config.replicas
         }
-        """Of a round, by replica, on all ranks."""
+        """Training tokens of a round by replica, on all ranks."""
         is_weighed = spec.config.outer.weights == "examples"
         self._examples = [(since, examples_in(spec, source, since)) for since in spec.shared_out_since if is_weighed]
         self.weights = self._weights_in(1)
-        """Of all replicas, by name, in the round that is trained, or was."""
+        """Weight of every replica, by name, in the current or last round."""
         self.taking_part = self._taking_part_in(1)
-        """In the round that is trained, or was, of the replicas here."""
+        """Indices of the replicas here that take part in the current or last round."""
         self.stacks: list[Stack] = []
         self.loose = list(range(len(self.replicas)))
-        """Replicas in no stack, which take their steps one after the other."""
+        """Indices of replicas in no stack, which take their steps one after the other."""
         self._split()
         outer = spec.config.outer
         is_one_by_one = spec.config.inner.optimizer == "muon" or outer.counts or outer.averages_moments
@@ -135,7 +135,7 @@ class AllReplicas:
         return {name: weight(tokens, examples.get(name, 0)) for name, tokens in self.tokens.items()}
 
     def tokens_in(self, rounds: int) -> int:
-        """That all replicas, on all ranks, train on in the first so many rounds."""
+        """Return the training tokens of all replicas, on all ranks, in the first `rounds` rounds."""
         counted = (self.spec.replicas_in(round_) for round_ in range(1, rounds + 1))
         return sum(self.tokens[replica.name] for replicas in counted for replica in replicas)
 
@@ -144,7 +144,7 @@ class AllReplicas:
         return len(self.stacks) > 0
 
     def _stack(self, is_measured: bool) -> None:
-        """Stack the replicas that can be; `is_measured`: only if that is faster."""
+        """Stack the replicas that can be stacked; with `is_measured`, only if stacking is faster."""
         kinds: dict[object, list[int]] = {}
         for index, settings in enumerate(self.settings):
             if can_stack(settings):
@@ -162,8 +162,10 @@ class AllReplicas:
         self.loose = [index for index in self.loose if not any(index in indices for indices in groups)]
 
     def read_ahead(self, round_: int) -> None:
-        """Have a round's batches at hand. Raises ConfigError, on every rank, if the text of a replica ends before: the
-        state is then that of the round before.
+        """Read a round's batches ahead.
+
+        Raises ConfigError, on every rank, if the text of a replica ends before the round does. The state is then that
+        of the previous round.
         """
         ended, overlap = None, self.outer.settings.overlap
         last = min(round_ + overlap, self.spec.config.outer.rounds)
@@ -180,9 +182,9 @@ class AllReplicas:
         return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
 
     def round(self, round_: int) -> bool:
-        """H inner steps on every replica, and the outer round; False if it diverged.
+        """Run H inner steps on every replica, and the outer round; return False if training diverged.
 
-        With overlap, the inner steps of the next round, while what this one came to is on its way.
+        With overlap, runs the inner steps of the next round while this round's mean is on its way.
         """
         if self.outer.settings.overlap:
             return self._overlapped_round(round_)
@@ -209,7 +211,7 @@ class AllReplicas:
         return True
 
     def _overlapped_round(self, round_: int) -> bool:
-        """See OuterRound: the same on all replicas, in the same order."""
+        """Run a round with overlap: the steps of OuterRound in the same order, on all replicas."""
         if not self.ahead and not self._train(round_, [self.theta for _ in self.replicas]):
             return False
         means, starts = self._contribute(round_)
@@ -230,7 +232,7 @@ class AllReplicas:
         return True
 
     def _train(self, round_: int, starts: Sequence[Mapping[str, Tensor]]) -> bool:
-        """A round's inner steps, from where each replica starts; False if one diverged."""
+        """Run a round's inner steps from each replica's own start; return False if a replica diverged."""
         for replica in self.replicas:
             replica.enter_round(round_)
         if not all(self.ranks.gather(self._inner_steps(self._steps(round_)))):
@@ -244,7 +246,7 @@ class AllReplicas:
 
     @torch.no_grad()
     def _contribute(self, round_: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        """The means of what replicas have trained ahead, and where each of them starts the next round."""
+        """Return the means of the contributions trained ahead, and each replica's start of the next round."""
         missed, counted = self._missed_in(round_)
         outer, means = self.outer.settings, {}
         self.measured.begin(round_)
@@ -280,7 +282,7 @@ class AllReplicas:
 
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
-        """The outer round, parameter by parameter."""
+        """Run the outer round, parameter by parameter."""
         outer = self.outer.settings
         missed, counted = self._missed_in(round_)
         self.measured.begin(round_)
@@ -306,7 +308,7 @@ class AllReplicas:
         self._average_peers()
 
     def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
-        """Whose contributions a round does not count, and the weight of all others."""
+        """Return the replicas that a round excludes, and the total weight of the others."""
         names = [replica.name for replica in self.spec.replicas_in(round_)]
         missed = missed_in(round_, names, self.outer.settings.missed, self.spec.config.seed)
         return missed, sum(self.weights[name] for name in names if name not in missed)
@@ -314,7 +316,7 @@ class AllReplicas:
     def _send(
         self, round_: int, index: int, name: str, delta: Tensor, mean: WeightedMean, missed: Collection[str]
     ) -> DecodedTensor:
-        """What a replica sends of one parameter; the mean has it, or the replica has it back."""
+        """Return a replica's contribution of one parameter; add it to the mean, or restore it if it is excluded."""
         outer, replica, error = self.outer.settings, self.settings[index].name, self.errors[index][name]
         generator = generator_of(self.spec.run, round_, replica, name)
         selection = select(error, delta, outer.compression, generator=generator)
@@ -327,14 +329,14 @@ class AllReplicas:
         return sent
 
     def _finish(self, mean: WeightedMean, counted: float) -> Tensor:
-        """The mean over all ranks."""
+        """Return the mean over all ranks."""
         self.ranks.sum(mean.total)
         if mean.sent is not None:
             self.ranks.sum(mean.sent)
         return mean.finish(counted)
 
     def _average_peers(self) -> None:
-        """What another's boundaries have learned belongs to the model: replicas that have them keep them equal."""
+        """Average the parameters that peers' boundaries have learned, because they belong to the model."""
         learned = [replica.peer for replica in self.replicas if isinstance(replica.peer, ResBM | Mapl)]
         for name in learned[0].parameters if learned else ():
             mean = torch.stack([peer.parameters[name] for peer in learned]).mean(0)
@@ -344,7 +346,7 @@ class AllReplicas:
             peer.averaged()
 
     def _step_together(self, step: int) -> None:
-        """AdamW DDP: average the gradients, clip, one step that all replicas share: that of the very first."""
+        """Take one step of AdamW DDP: average and clip gradients; the very first replica's step is copied to all."""
         first, *others = self.replicas
         for stack in self.stacks:
             stack.backward(step)
@@ -384,7 +386,7 @@ class AllReplicas:
 
     @torch.no_grad()
     def _move_basis(self, round_: int) -> None:
-        """Grassmann update of the one U that all replicas share (an ablation), by the first that asks for it."""
+        """Update the one basis U that all replicas share by a Grassmann step (an ablation)."""
         first = next((i for i, settings in enumerate(self.spec.config.replicas) if _moves(settings, round_)), None)
         if first is None:
             return
@@ -395,7 +397,7 @@ class AllReplicas:
                 replica.optimizer.basis = moved
 
     def _moved_basis(self, index: int) -> Tensor:
-        """The basis [D, K] that the gradients of the replica (counted over all ranks) ask for, on every rank."""
+        """Return the basis [D, K] after a replica's Grassmann step, on every rank; `index` counts over all ranks."""
         settings = self.spec.config.replicas[index]
         assert isinstance(settings, ParticipantsReplica)
         width = self.spec.shape.width
@@ -409,7 +411,7 @@ class AllReplicas:
         return moved
 
     def state(self) -> dict[str, Any]:
-        """All that the next round depends on, as tensors that are still in use: save it before going on."""
+        """Return everything that the next round depends on; save it before continuing, as its tensors are in use."""
         return {
             "theta": self.theta,
             "errors": self.errors,
@@ -427,7 +429,7 @@ class AllReplicas:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, in a group of the same run."""
+        """Resume from the result of `state`, in a group of the same run."""
         _copy(state["theta"], self.theta)
         for error, saved in zip(self.errors, state["errors"], strict=True):
             _copy(saved, error)
@@ -450,9 +452,9 @@ class AllReplicas:
             stack.split_embedding()
 
     def evaluate(self, rows: Sequence[Tensor] | None = None) -> float:
-        """Mean over the replicas that take part of the loss in each one's own forward; equal ones are run once a rank.
+        """Return the mean loss over the participating replicas, each in its own forward.
 
-        `rows`: batches [b, L + 1]; the validation rows if None, as below.
+        Equal forwards run once per rank. `rows`: batches [b, L + 1], here and below; the validation rows if None.
         """
         losses: dict[object, float] = {}
         own = []
@@ -465,7 +467,10 @@ class AllReplicas:
 
     @torch.no_grad()
     def evaluate_uncompressed(self, rows: Sequence[Tensor] | None = None) -> float:
-        """The loss without any boundary, of the embedding that is synced: a replica may have dropped a part of it."""
+        """Return the loss of the synced model without any boundary.
+
+        Uses the synced embedding, because a replica may have discarded a part of its own.
+        """
         plain = WholeReplica("plain", self.replicas[0].module, self.spec.config.inner, self.spec.total_steps)
         own, embedding = self.own_embeddings.get(0), plain.parameters[EMBEDDING]
         if own is not None:
@@ -476,7 +481,7 @@ class AllReplicas:
         return loss
 
     def evaluate_compressed(self, rows: Sequence[Tensor] | None = None) -> float | None:
-        """The loss in the forward of the first compressed replica, on every rank."""
+        """Return the loss in the forward of the first compressed replica, on every rank; None if there is none."""
         first = next((i for i, settings in enumerate(self.spec.config.replicas) if _is_compressed(settings)), None)
         if first is None:
             return None
@@ -486,14 +491,14 @@ class AllReplicas:
 
 
 def _is_compressed(replica: ReplicaSettings) -> bool:
-    """Whether less than all of its activations crosses in its forward."""
+    """Return whether less than all of the replica's activations crosses in its forward."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return False
     return replica.boundary.rank != "full" or replica.boundary.ablations.peer is not None
 
 
 def _moves(replica: ReplicaSettings, round_: int) -> bool:
-    """Whether it asks for another U after this round."""
+    """Return whether the replica updates the basis U after this round."""
     if not isinstance(replica, ParticipantsReplica) or not _is_compressed(replica):
         return False
     every = replica.boundary.ablations.grassmann_every
@@ -501,7 +506,7 @@ def _moves(replica: ReplicaSettings, round_: int) -> bool:
 
 
 def _forward_of(replica: ReplicaSettings) -> object:
-    """Equal for replicas whose forwards are equal."""
+    """Return a key that is equal for replicas with equal forwards."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return None
     owner = replica.name if replica.boundary.anchors is not None else None
@@ -509,7 +514,7 @@ def _forward_of(replica: ReplicaSettings) -> object:
 
 
 def can_stack(replica: ReplicaSettings) -> bool:
-    """Whether several replicas with these settings can take their steps together."""
+    """Return whether replicas with these settings can take their steps together."""
     if not isinstance(replica, ParticipantsReplica):
         return True
     boundary = replica.boundary
@@ -517,7 +522,7 @@ def can_stack(replica: ReplicaSettings) -> bool:
 
 
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> WholeReplica:
-    """The whole replica that `member` is, or is a stage of, with the snapshot's parameters."""
+    """Build the whole replica to which `member` belongs, with the snapshot's parameters."""
     replica = member.replica
     module = build_filled(spec.shape, snapshot.parameters, device=device)
     boundary, cuts, ablations = None, [], None
@@ -533,7 +538,7 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
             if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, rounds, *of)) is not None:
                 one.to(device)
                 anchors.append(one)
-        seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep them equal
+        seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep the peers equal
         peer = peer_of(replica.boundary, spec.shape, len(cuts), spec.config.inner, spec.total_steps, seed)
         if isinstance(peer, OwnParameters):
             peer.to(device)

@@ -1,11 +1,11 @@
-"""Equation 5 of Het-PP, measured: how far compression turns the averaged pseudo-gradient from the unbiased one.
+"""Equation 5 of Het-PP, measured: how far compression moves the averaged pseudo-gradient from the unbiased one.
 
-Some rounds are run twice by the compressed replicas, from the same weights and optimizer state and on the same data:
-as they are, and without compression. The difference of a replica is B and noise, as each has data of its own; equation
-5 says that the mean over all replicas is (1 - alpha) B on average. The norm of that mean would count the noise in, most
-where few replicas are compressed. So squared lengths are means of products of two *different* replicas' vectors, of
-which noise is no part on average. Where one replica is compressed, its second sample is of data that nobody trains on.
-The second runs change nothing that training goes on from.
+In some rounds the compressed replicas run twice, from the same weights and optimizer state and on the same data: with
+and without compression. A replica's difference is B plus noise, as each replica has its own data. Equation 5 says that
+the mean over all replicas is (1 - alpha) B on average. The norm of that mean would include the noise, most of all if
+few replicas are compressed. Squared lengths are therefore means of products of two *different* replicas' vectors, in
+which noise averages out. If only one replica is compressed, its second sample uses data that no replica trains on. The
+second runs do not affect training.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from replica_groups.whole import WholeReplica
 
 
 class BiasMeter:
-    """One round's measurement: made before its inner steps, asked after them and before its outer round."""
+    """Measurement of one round: created before its inner steps, read after them and before its outer round."""
 
     def __init__(
         self, replicas: Sequence[WholeReplica], batches: Sequence[Batches], steps: range, fresh: int, compressed: int
     ) -> None:
-        """`compressed`: how many replicas are, on all ranks. Data of a step and `fresh` more is nobody's."""
+        """`compressed`: number of compressed replicas on all ranks. `fresh`: offset in steps to unused data."""
         self.replicas = replicas
         self.compressed = compressed
         self.unbiased: dict[int, Mapping[str, Tensor]] = {}
-        """Parameters that a compressed replica would have had after these steps without compression, by its index."""
+        """Parameters of each compressed replica, by index, if it took these steps without compression."""
         self.more: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = []
-        """The same on other data, with compression and without."""
+        """Parameters after the same steps on other data, with compression and without."""
         for index, replica in enumerate(replicas):
             if replica.boundary is None or replica.boundary.basis is None or not replica.hops:
                 continue
@@ -46,10 +46,10 @@ class BiasMeter:
 
     @torch.no_grad()
     def share(self, theta: Mapping[str, Tensor], ranks: Ranks) -> float:
-        """|| mean (Delta* - Delta) || / || mean Delta* || without noise.
+        """Return || mean (Delta* - Delta) || / || mean Delta* || without noise.
 
-        Delta = theta - parameters after the inner steps. Negative where the mean product of two differences is, as that
-        of nothing but noise is half of the time.
+        Delta = theta - parameters after the inner steps. The result is negative if the mean product of two differences
+        is, which is the case half of the time for pure noise.
         """
         count = int(sum(ranks.gather(len(self.replicas))))
         pairs = [
@@ -68,13 +68,13 @@ class BiasMeter:
 
 
 class Products:
-    """The mean product of two different ones of some vectors, which come part by part and from several ranks."""
+    """Mean product of two different vectors of a set; the vectors arrive part by part and from several ranks."""
 
     def __init__(self) -> None:
         self._of_sum = self._of_each = 0.0
 
     def add(self, like: Tensor, parts: Sequence[Tensor], ranks: Ranks) -> None:
-        """The same part of each vector that is here, with the shape of `like`."""
+        """Add the same part of each vector on this rank, with the shape of `like`."""
         total = torch.zeros_like(like)
         for part in parts:
             total += part
@@ -83,21 +83,21 @@ class Products:
         self._of_each += sum(ranks.gather(sum(part.double().square().sum().item() for part in parts)))
 
     def mean(self, count: int) -> float:
-        """Over all pairs of `count` vectors; of one, its square."""
+        """Return the mean over all pairs of `count` vectors; for one vector, its square."""
         return self._of_each if count == 1 else (self._of_sum - self._of_each) / (count * (count - 1))
 
 
 def _after(twin: WholeReplica, batches: Batches, steps: range, later: int) -> Mapping[str, Tensor]:
-    """The parameters of a replica after these steps, on the data of as many steps later."""
+    """Return a replica's parameters after these steps, with the data of `later` steps later."""
     for step in steps:
         twin.inner_step(batches.train(step + later), step)
     return twin.parameters
 
 
 def uncompressed_twin(replica: WholeReplica) -> WholeReplica:
-    """A copy of a compressed replica, with its weights and optimizer state, that trains without compression.
+    """Copy a compressed replica, with its weights and optimizer state, into one that trains without compression.
 
-    Its embedding has to be trained as it is (`free`), not by coefficients.
+    The replica must train its embedding directly (`free`), not by coefficients.
     """
     twin = copy.deepcopy(replica)
     twin.boundary, twin.hops, twin.anchors, twin.peer = None, {}, (), None

@@ -1,6 +1,6 @@
-"""The state of a run of the fast path as a file, so that an interrupted row goes on where it was.
+"""Row checkpoint: the state of a run of the vectorized trainer as a file, from which an interrupted row resumes.
 
-One file per rank; a run with several ranks goes on only if all of them have the state after the same round.
+There is one file per rank. A run with several ranks resumes only if all of them have the state after the same round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replica_groups.ranks import Ranks
 class Checkpoint:
     """At most one saved state of the run `run`, in `path` (with several ranks, in files named after it).
 
-    Every method has to be called by all ranks.
+    All ranks must call every method.
     """
 
     def __init__(self, path: Path, run: str, ranks: Ranks, seconds: float) -> None:
@@ -33,13 +33,13 @@ class Checkpoint:
         self.run = run
         self.ranks = ranks
         self.seconds = seconds
-        """Between two times that the state is saved."""
+        """Seconds between two saves of the state."""
         self._saved = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:
-        """What was saved last, on the CPU; None if nothing was, or not the same round by all ranks.
+        """Return the last saved state, on the CPU; None if there is none, or if the ranks' rounds differ.
 
-        Raises ConfigError if another run is in the file.
+        Raises ConfigError if the file belongs to another run.
         """
         remove_parts(self.path.parent, f"{self.path.name}.*")
         found: dict[str, Any] | None = None
@@ -54,27 +54,27 @@ class Checkpoint:
         return found if found is not None and len(set(rounds)) == 1 else None
 
     def is_due(self) -> bool:
-        """Whether it is time to save, by the first rank's clock."""
+        """Return whether it is time to save, by the first rank's clock."""
         return self.ranks.gather(time.monotonic() - self._saved)[0] >= self.seconds
 
     def save(self, round_: int, state: dict[str, Any]) -> None:
-        """Save the state after a round, so that no reader ever sees half of it.
+        """Save the state after a round atomically: no reader sees half of it.
 
-        If the disk of a rank does not take it, what was saved before stays, and it is tried again when it is due next.
+        If a rank cannot write its file, the previous save stays, and the next due save tries again.
         """
         self._saved = time.monotonic()
         content = {"run": self.run, "round": round_, **state}
         part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}{PART}")
         failure = self._failure_of(partial(self._write, content, part))
-        if not any(self.ranks.gather(float(bool(failure)))):  # nobody's file is replaced before all are written
+        if not any(self.ranks.gather(float(bool(failure)))):  # no file is replaced before all ranks have written theirs
             failure = self._failure_of(partial(self._name, part))
-        with suppress(OSError):  # it has its name, or was never made
+        with suppress(OSError):  # the part was renamed, or never made
             part.unlink()
         if failure:
             print(f"{failure}; training goes on, and is saved later", file=sys.stderr, flush=True)
 
     def _failure_of(self, do: Callable[[], object]) -> str:
-        """Do something; what an OSError says, empty if there is none."""
+        """Run `do`; return the message of an OSError, empty if there is none."""
         try:
             with naming(self.path):
                 do()
@@ -92,6 +92,6 @@ class Checkpoint:
         flush(self.path.parent)
 
     def remove(self) -> None:
-        """Remove the file, if its disk allows it: the run is over."""
+        """Remove the file at the end of the run, if its disk allows it."""
         with suppress(OSError):
             self.path.unlink()

@@ -1,4 +1,4 @@
-"""Compiling the model's layers, where this machine can: a C++ compiler for the CPU, Triton for a GPU."""
+"""Compilation of the model's layers where possible: needs a C++ compiler for the CPU, Triton for a GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hetero_pp.model import Transformer
 
 @lru_cache(maxsize=4)
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile works here, found out by compiling one operation (seconds; kept on disk by torch)."""
+    """Return whether torch.compile works here, by compiling one operation (takes seconds; torch caches it on disk)."""
     try:
         torch.compile(torch.sin, dynamic=False)(torch.ones(2, device=device))
-    except RuntimeError:  # what every error of the compiler is
+    except RuntimeError:  # the base of all compiler errors
         return False
     return True
 
 
 def compile_layers(models: Iterable[Transformer]) -> None:
-    """Compile the layers of models that have one shape: one compilation serves all of them.
+    """Compile the layers of models of one shape; one compilation serves all of them.
 
-    The whole model would take longer to compile and gains no more; boundaries lie between layers and stay as they are.
+    Compiling the whole model would take longer for no further gain. Boundaries lie between layers and are not compiled.
     """
     for model in models:
         for block in model.layers.values():

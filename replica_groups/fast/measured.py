@@ -1,4 +1,4 @@
-"""What is measured of contributions beside training: how alike they are, and what they come to on the wires."""
+"""Measurements of contributions during training: their similarity, and their size on the wires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replica_groups.ranks import CPU
 
 
 class Measured:
-    """Over a run, every so many rounds. What is trained does not depend on it."""
+    """Measurements at intervals over a run; they do not affect training."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Measured:
         device: torch.device = CPU,
         world: int = 1,
     ) -> None:
-        """Raises ConfigError where contributions are not seen: on other ranks, or where gradients are averaged."""
+        """Raises ConfigError if contributions are not visible: they are on other ranks, or gradients are averaged."""
         self._spec, self._similarity_every, self._volume_every = spec, similarity_every, volume_every
         for name, every in (("similarity_every", similarity_every), ("volume_every", volume_every)):
             if every is not None and world > 1:
@@ -46,20 +46,20 @@ class Measured:
         self.similarity: list[tuple[int, float, float]] = []
         """(round, mean of the cosines of all pairs, their standard deviation)"""
         self.volume: list[tuple[int, float, float, float | None, float]] = []
-        """(round, bytes that a replica sends in it by each way of Volume)"""
+        """(round, bytes that a replica sends in it with each collective of Volume)"""
         self._blocks = frozenset(map(block_of, spec.parameter_shapes))
         self._alike: Similarities | None = None
         self._volume: RoundVolume | None = None
 
     def begin(self, round_: int) -> None:
-        """What follows is of this round."""
+        """Begin a round; the calls below are about it."""
         self._round = round_
         self._senders: set[str] = set()
         self._alike = Similarities() if _is_due(self._similarity_every, round_) else None
         self._volume = RoundVolume() if _is_due(self._volume_every, round_) else None
 
     def contribution(self, replica: str, name: str, selection: Selection) -> None:
-        """What a replica sends of one parameter, as it goes into a blob of its block."""
+        """Add a replica's contribution of one parameter, with its size in a blob of its block."""
         if self._volume is not None:
             self._senders.add(replica)
             own = (name, self._spec.parameter_shapes[name], selection)
@@ -67,7 +67,7 @@ class Measured:
             self._volume.contribute(self._size(address, [own]) - self._size(address))
 
     def parameter(self, name: str, sent: Sequence[DecodedTensor]) -> None:
-        """What each has sent of one parameter, in the same order every time."""
+        """Add every replica's contribution of one parameter, in the same order every time."""
         shape = self._spec.parameter_shapes[name]
         if self._alike is not None:
             self._alike.add(sent, shape)
@@ -75,7 +75,7 @@ class Measured:
             self._volume.add(shape, sent)
 
     def finish(self) -> None:
-        """The round is over."""
+        """End the round."""
         if self._alike is not None and (found := self._alike.of_pairs()) is not None:
             self.similarity.append((self._round, *found))
         if self._volume is not None:
@@ -89,11 +89,11 @@ class Measured:
         return len(encode_blob(address, tensors, self._spec.config.outer.compression))
 
     def state(self) -> dict[str, Any]:
-        """See AllReplicas.state."""
+        """Return the measurements, for AllReplicas.state."""
         return {"similarity": self.similarity, "volume": self.volume}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """See AllReplicas.load."""
+        """Restore the measurements, for AllReplicas.load."""
         self.similarity, self.volume = state.get("similarity", []), state.get("volume", [])
 
 

@@ -1,6 +1,6 @@
-"""The moments of replicas' inner AdamW, averaged: what DiLoCo tried beside its parameters (section 6.1).
+"""Averages of the moments of replicas' inner AdamW: an experiment of DiLoCo (section 6.1).
 
-It is here alone: over the network it would be three times as much to send, and a moment has no place in a contribution.
+Only the vectorized trainer has it. Over the network it would triple the bytes, and contributions hold no moments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def average_moments(replicas: Sequence[WholeReplica], weights: Mapping[str, float], ranks: Ranks) -> None:
-    """Each moment of each parameter becomes the weighted mean over the replicas of all ranks, in all of them."""
+    """Replace each moment of each parameter by its weighted mean over the replicas of all ranks."""
     states = [_states(replica) for replica in replicas]
     for name in replicas[0].parameters:
         for kind in KINDS:
@@ -32,6 +32,6 @@ def average_moments(replicas: Sequence[WholeReplica], weights: Mapping[str, floa
 
 
 def _states(replica: WholeReplica) -> dict[str, dict[str, Tensor]]:
-    """What the replica's optimizers keep of each parameter, by its name."""
+    """Return the optimizers' state of each parameter, by the parameter's name."""
     kept = {id(tensor): state for one in replica.optimizer.optimizers for tensor, state in one.state.items()}
     return {name: kept[id(parameter)] for name, parameter in replica.parameters.items()}

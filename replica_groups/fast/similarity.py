@@ -1,7 +1,7 @@
-"""How alike are what replicas contribute to one round: the cosines of the angles between any two of them.
+"""Similarity of the contributions to one round: the cosines of the angles between all pairs.
 
-Source: DiLoCo (Douillard et al. 2023), A.1, Figures 10 and 11, of outer gradients. Here they are of what is sent: with
-dense contributions that is the same; a compressed one is what is decoded of it, 0 where nothing was sent.
+Source: DiLoCo (Douillard et al. 2023), A.1, Figures 10 and 11, for outer gradients. Here the cosines are of the sent
+values. They equal DiLoCo's for dense contributions. A compressed contribution is decoded, with 0 for values not sent.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
 
 class Similarities:
-    """Of one round, parameter by parameter."""
+    """Cosines of one round, gathered parameter by parameter."""
 
     def __init__(self) -> None:
         self._products: Tensor | None = None
-        """[n, n] of the n vectors as far as they have come, in fp64."""
+        """Products [n, n] of the n vectors over the parameters added so far, in fp64."""
 
     def add(self, sent: Sequence[DecodedTensor], shape: Sequence[int]) -> None:
-        """What each has sent of one parameter, in the same order every time."""
+        """Add every replica's contribution of one parameter, in the same order every time."""
         vectors = []
         for one in sent:
             dense = one.values.new_zeros(tuple(shape))
@@ -34,7 +34,7 @@ class Similarities:
             self._products = products if self._products is None else self._products + products
 
     def of_pairs(self) -> tuple[float, float] | None:
-        """Mean and standard deviation over all pairs, of which that of a vector of nothing has 0; None without any."""
+        """Return mean and standard deviation over all pairs; None without pairs. A zero vector's pairs are 0."""
         products = self._products
         if products is None or len(products) < 2:
             return None

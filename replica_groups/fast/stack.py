@@ -1,8 +1,8 @@
-"""Several whole replicas of one kind that take their inner steps together: for a GPU, which one alone keeps idle.
+"""Stacks: several whole replicas of one kind that take their inner steps together, because one leaves a GPU idle.
 
-Their parameters lie in one tensor [n, ...] per name, of which each replica's is a view; so whoever reads or changes a
-replica's parameters between steps need not know. Boundaries may write floats, not few bits, whose scale is one for a
-whole message, and have no ablations.
+Parameters are one tensor [n, ...] per name, and each replica's are views of it. Code that reads or changes a replica's
+parameters between steps needs no change. Boundaries may write floats but not few bits, because a bit format has one
+scale for a whole message. They have no ablations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replica_groups.whole import WholeReplica
 
 
 class Stack:
-    """n replicas with the same boundary, splits and sizes, and their batches. They start with one theta."""
+    """n replicas with the same boundary, splits and sizes, and their batches; all start with one theta."""
 
     def __init__(self, replicas: Sequence[WholeReplica], batches: Sequence[Batches], compiles: bool = False) -> None:
         self.replicas = replicas
@@ -33,7 +33,7 @@ class Stack:
         self._no_key = torch.tensor(0)
 
     def split_embedding(self) -> None:
-        """Derive T_perp [V, D] from the synced token embedding, once for all."""
+        """Derive T_perp [V, D] from the synced token embedding, once for all replicas."""
         first, *others = self.replicas
         first.split_embedding()
         for other in others:
@@ -43,7 +43,7 @@ class Stack:
         self.optimizer.perpendicular = first.optimizer.perpendicular
 
     def losses(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy [n] of tokens [n, B, L + 1] in the replicas' own forward."""
+        """Return the mean cross entropy [n] of tokens [n, B, L + 1] in the replicas' own forward."""
         first = self.replicas[0]
         inputs = tokens[..., :-1].flatten(0, 1)
 
@@ -63,14 +63,14 @@ class Stack:
             (self.losses(micro_batch).sum() / parts).backward()
 
     def inner_step(self, step: int) -> Tensor:
-        """One inner step of all; the gradients' norms [n]."""
+        """Take one inner step of all replicas; return the gradients' norms [n]."""
         self.backward(step)
         norms = self.optimizer.gradient_norm()
         self.optimizer.step(step, norms)
         return norms
 
     def give_gradients(self) -> None:
-        """Hand each replica its gradients, and keep none."""
+        """Move the gradients to the replicas."""
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
             for replica, gradient in zip(self.replicas, parameter.grad, strict=True):
@@ -79,7 +79,7 @@ class Stack:
 
     @torch.no_grad()
     def start_again(self, theta: Mapping[str, Tensor]) -> None:
-        """Forget every step: weights are theta, and the optimizers, the replicas' own too, have no state."""
+        """Reset the weights to theta, and clear the state of all optimizers, including the replicas' own."""
         for name, parameter in self.parameters.items():
             parameter.copy_(theta[name])
             parameter.grad = None
@@ -89,12 +89,12 @@ class Stack:
 
 
 class StackedOptimizer(InnerOptimizer):
-    """InnerOptimizer for parameters [n, ...] of n replicas, clipped by each one's own norm."""
+    """InnerOptimizer for parameters [n, ...] of n replicas, each clipped by its own norm."""
 
     leading_dimensions = 1
 
     def gradient_norm(self) -> Tensor:
-        """The 2-norms [n] of the replicas' gradients."""
+        """Return the 2-norms [n] of the replicas' gradients."""
         gradients = [p.grad.flatten(1) for p in self._parameters if p.grad is not None]
         return torch.stack([torch.linalg.vector_norm(each, dim=1) for each in gradients]).norm(dim=0)
 
@@ -106,9 +106,9 @@ class StackedOptimizer(InnerOptimizer):
 
 
 def is_faster(stacks: Sequence[Stack], theta: Mapping[str, Tensor]) -> bool:
-    """Whether inner steps of stacks are faster here than those of their replicas, one after the other.
+    """Return whether inner steps of stacks are faster here than the replicas' steps one after the other.
 
-    To be asked before the first step: the replicas start with theta again.
+    Call it before the first step: it resets the replicas to theta.
     """
 
     def stacked(step: int) -> None:
@@ -129,7 +129,7 @@ def is_faster(stacks: Sequence[Stack], theta: Mapping[str, Tensor]) -> bool:
 
 
 def _seconds(run: Callable[[int], None], steps: int = 3, warm_up: int = 2) -> float:
-    """How long `steps` steps take; infinitely long if they need more memory than the GPU has."""
+    """Return the seconds that `steps` steps take; infinity if they exceed the GPU's memory."""
     try:
         for step in range(warm_up):
             run(step)
@@ -149,7 +149,7 @@ def _synchronise() -> None:
 
 
 def _join(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
-    """All in one tensor [n, ...], of which they become views."""
+    """Join parameters in one tensor [n, ...]; they become views of it."""
     whole = nn.Parameter(torch.stack([parameter.detach() for parameter in parameters]))
     for parameter, part in zip(parameters, whole.detach(), strict=True):
         parameter.data = part

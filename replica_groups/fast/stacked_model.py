@@ -1,8 +1,8 @@
-"""The model of hetero_pp.model for n replicas at once: every parameter has a leading dimension of replicas.
+"""Model of hetero_pp.model for n replicas at once: every parameter has a leading dimension of replicas.
 
 Shapes: n replicas, B sequences, L positions, D width, F any other width, V vocabulary. Products are batched over
-replicas; all else treats their sequences as one batch. Written out, as what torch.vmap makes of the model would copy
-each matrix once a sequence.
+replicas; all other operations treat their sequences as one batch. The model is written out, because torch.vmap of it
+would copy each matrix once a sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Block = Callable[[Tensor, Mapping[str, Tensor], Tensor, ModelShape], Tensor]
 
 
 def stacked_block(x_nBLD: Tensor, weights: Mapping[str, Tensor], rope_LE: Tensor, shape: ModelShape) -> Tensor:
-    """One layer of every replica: hetero_pp.model.TransformerBlock."""
+    """Apply one layer of every replica, as hetero_pp.model.TransformerBlock does."""
     normed = _norm(x_nBLD, weights["attention_norm.weight"], shape)
     q, k, v = (
         _linear(normed, weights[f"attention.{name}.weight"]).flatten(0, 1).unflatten(-1, (shape.heads, -1))
@@ -42,7 +42,7 @@ def stacked_losses(
     after_layer: AfterLayer,
     block: Block = stacked_block,
 ) -> Tensor:
-    """Mean cross entropy [n] of tokens [n, B, L + 1], each replica's in nats.
+    """Return the mean cross entropy [n] in nats of tokens [n, B, L + 1], for each replica.
 
     `after_layer` may change the hidden states [n B, L, D] after each layer. `block` may be compiled.
     """

@@ -1,9 +1,10 @@
-"""The fast path: every replica whole, one after the other, with nothing serialised. It makes the tables.
+"""Vectorized trainer: trains every replica whole, one after the other, with nothing serialised.
 
-On GPUs replicas of one kind may take their inner steps together, and the ranks of torchrun may share the replicas.
+It makes the tables. On GPUs replicas of one kind may take their inner steps together. The ranks of torchrun may share
+the replicas.
 
-One step's gradients agree with the staged reference to 1e-5, final losses to within the spread over seeds. Where no
-replica is a group and nothing is compiled, all losses have the staged run's bits.
+One step's gradients agree with the staged reference to 1e-5, final losses to within the spread over seeds. All losses
+are bitwise equal to the staged run's if no replica is a group and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -28,39 +29,40 @@ from replica_groups.ranks import ALONE, CPU, Ranks
 from stages.peers.peer import bytes_per_token
 
 SLICES = 8
-"""Parts of the validation rows, one after the other: how losses differ among them tells what other rows would do."""
+"""Number of consecutive parts of the validation rows; losses on them show what other rows would have given."""
 
 
 @dataclass(frozen=True)
 class FastResult:
-    """What a run came to. Losses are of the synced model after the embedding is split again, in nats."""
+    """Result of a run. Losses are of the synced model after the embedding is split again, in nats."""
 
     validation_loss: list[float]
-    """Per round: each replica's own forward, averaged over replicas."""
+    """Loss after each round: each replica's own forward, averaged over replicas."""
     uncompressed: float
     compressed: float | None
-    """In the forward of the first compressed replica; None if there is none."""
+    """Loss in the forward of the first compressed replica; None if there is none."""
     tokens: int
     seconds: float
     cpu_seconds: float
-    """Of all threads of this process."""
+    """CPU seconds of all threads of this process."""
     contribution_bytes: int
-    """Of all replicas over the run."""
+    """Bytes of the contributions of all replicas over the run."""
     boundary_bytes_per_token: float
-    """Tensor bytes of a token at one hop, in one direction, in the replica that sends most; 0 without a hop."""
+    """Tensor bytes of a token at one hop, in one direction, in the replica that sends the most; 0 without a hop."""
     diverged: bool = False
     bias: list[tuple[int, float]] = field(default_factory=list)
-    """Of equation 5, as a share of the unbiased pseudo-gradient: (round, share), where it was measured."""
+    """Bias of equation 5 as a share of the unbiased pseudo-gradient: (round, share) for each measured round."""
     similarity: list[tuple[int, float, float]] = field(default_factory=list)
-    """Of contributions: (round, mean of the cosines of all pairs, their standard deviation), where it was measured."""
+    """Similarity of contributions in measured rounds: (round, mean of the cosines of all pairs, standard deviation)."""
     volume: list[tuple[int, float, float, float | None, float]] = field(default_factory=list)
-    """What contributions come to on the wires: (round, bytes that a replica sends by each way of Volume), likewise."""
+    """Volume of contributions in measured rounds: (round, bytes that a replica sends with each collective of Volume).
+    """
     compiled: bool = False
     """Whether layers were compiled."""
     stacked: bool = False
     """Whether equal replicas took their inner steps together."""
     slices: dict[str, list[float]] = field(default_factory=dict)
-    """By forward (`own`, `uncompressed`, `compressed`): the loss on each of SLICES parts of the validation rows."""
+    """Loss on each of SLICES parts of the validation rows, by forward (`own`, `uncompressed`, `compressed`)."""
 
 
 def train_fast(
@@ -78,21 +80,21 @@ def train_fast(
     volume_every: int | None = None,
     on_result: Callable[[FastResult], object] = lambda result: None,
 ) -> FastResult:
-    """Train a whole topology in this thread. `on_round` is told each round's validation loss.
+    """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
 
-    `compiles`: with torch.compile, where it works. Losses then differ by what rounding makes of them.
+    `compiles`: use torch.compile where it works. Losses then differ by rounding.
     `bias_every`: rounds between measurements of equation 5's bias, which run those rounds twice.
-    `ranks`: of torchrun, each of which calls this with the same arguments and gets the same result.
-    `checkpoint`: the file that the state is kept in, saved after a round if `checkpoint_seconds` have passed. If it
-    is there, training goes on from it, to the same bits on a CPU; it is gone at the end.
-    `stacks`: replicas of one kind take their inner steps together (losses differ by rounding), where they can and the
-    bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
-
-    `similarity_every`: rounds between measurements of how alike contributions are, in one process. `volume_every`: of
-    what they come to on the wires. `on_result` keeps the result; the checkpoint is there until it returns.
+    `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
+    `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
+    resumes from it, bitwise equal on a CPU. It is removed at the end.
+    `stacks`: replicas of one kind take their inner steps together where they can, unless the bias is measured. Losses
+    then differ by rounding. None: on a GPU, if a measurement finds it faster; a checkpoint stores the choice.
+    `similarity_every`: rounds between measurements of the similarity of contributions, in one process.
+    `volume_every`: rounds between measurements of their size on the wires.
+    `on_result`: stores the result; the checkpoint exists until it returns.
 
     Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
-    then, and training goes on from it once the corpus may be.
+    then, and training resumes from it once repeats are allowed.
     """
     started, worked = time.monotonic(), time.process_time()
     kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), ranks, checkpoint_seconds)
@@ -116,7 +118,7 @@ def train_fast(
         started -= saved["seconds"]
         worked -= saved.get("cpu_seconds", 0.0)
         group.load(saved["group"])
-    del saved  # or everything would be held twice
+    del saved  # otherwise everything would be held twice
 
     def save() -> None:
         if kept is not None:
@@ -162,7 +164,10 @@ def train_fast(
 
 
 def _kept_as(spec: RunSpec) -> str:
-    """Names the run in its checkpoints: one whose stream has ended goes on as one that may repeat it."""
+    """Return the run's name for its checkpoints.
+
+    A streamed run is named as if it repeated its corpus, so that it can resume with repeats once the stream has ended.
+    """
     config = spec.config
     if config.data.streamed is None or config.data.repeat:
         return spec.run
@@ -181,7 +186,7 @@ def _slices(group: AllReplicas) -> dict[str, list[float]]:
 
 
 def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:
-    """Tensor bytes that one token costs at one hop, in the direction that costs more."""
+    """Return the tensor bytes of one token at one hop, in the direction that costs more."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return 0.0
     rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width

@@ -56,5 +56,5 @@ def _overlap(parts: Sequence[str], key: Sequence[str]) -> bool:
 
 
 def _without_variants(key: Sequence[str | int]) -> tuple[str, ...]:
-    """Return a run's key as cells write it: `replicas.boundary.rank` for a replica of either kind, without its index."""
+    """Return a run's key as cells write it: `replicas.boundary.rank` for either kind, without an index."""
     return tuple(part for part in key if isinstance(part, str) and part not in ("datacenter", "participants"))

@@ -79,7 +79,7 @@ def estimate_tokens(data: DataSettings, vocabulary: int) -> int:
 
 
 def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress) -> Path:
-    """Return the path of a byte-pair encoding with `vocabulary` tokens, trained on the corpus once and kept in `cache`."""
+    """Return the path of a byte-pair encoding with `vocabulary` tokens, trained once and kept in `cache`."""
     name = hashlib.sha256(f"{fingerprint(data)}/{vocabulary}".encode()).hexdigest()[:24]
     path = cache / f"bpe-{vocabulary}-{name}.json"
     if not path.exists():

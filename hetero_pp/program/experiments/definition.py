@@ -1,4 +1,4 @@
-"""Definition of an experiment: rows as changed cells over a scale's base, the paper's values, claims as inequalities."""
+"""Definition of an experiment: rows as changed cells of a scale's base, paper's values, claims as inequalities."""
 
 from __future__ import annotations
 

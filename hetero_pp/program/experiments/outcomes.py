@@ -21,8 +21,9 @@ ROWS = "rows.jsonl"
 """File in a scale's folder of results."""
 
 Outcome = dict[str, Any]
-"""`row` and `seed` for readers; `key` and the identity that it hashes (jobs.identity_of); the fields of a FastResult;
-`machine`, `device` and `commit` of the training (unknown for some older rows).
+"""Outcome of a row: `row` and `seed` for readers; `key` and the identity that it hashes (jobs.identity_of).
+
+Also the fields of a FastResult, and `machine`, `device` and `commit` of the training (unknown for some older rows).
 """
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]

@@ -92,7 +92,7 @@ def _steps_of(result: Mapping[str, Any], row: Row) -> int:
 
 
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
-    """Draw the cosines of each row's first seed, with the standard deviation over pairs: the papers' Figures 10 and 11."""
+    """Draw the cosines of each row's first seed, with the deviation over pairs: the papers' Figures 10 and 11."""
     for number, row in enumerate(result["rows"]):
         if measured := _similarity(outcomes.get(row["name"])):
             rounds, means, spreads = zip(*measured, strict=True)
@@ -139,9 +139,7 @@ def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
 
 
 def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
-    """Draw final loss against bytes; rows without a compressed boundary are horizontal lines, because they have no
-    bytes.
-    """
+    """Draw final loss against bytes; rows without a compressed boundary are horizontal lines."""
     sizes = set()
     for row, style in _known(result):
         size, loss = row["bytes_per_token"], row["ours"]["mean"]
@@ -247,7 +245,7 @@ def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
 
 
 def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequence[Sequence[tuple[str, float]]]) -> None:
-    """Draw final loss against a setting, with a line for rows that differ only in it. A baseline on no line is dashed."""
+    """Draw final loss against a setting, with lines of rows that differ only in it; a baseline on no line is dashed."""
     known = {row["name"]: row for row, _ in _known(result)}
     named: dict[str, list[Point]] = {}
     for line in lines:

@@ -136,7 +136,7 @@ def _spread(values: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _k_over_d(setting: Setting, row: Row) -> float | None:
-    """Return the share of dimensions that crosses a compressed boundary, after rounding; None without such a boundary."""
+    """Return the share of dimensions that crosses a compressed boundary, after rounding; None without one."""
     if row.rank == "full" or row.compressed_share == 0 or setting.not_representable(row) is not None:
         return None
     width = setting.config(row).model.resolve(setting.scale.vocabulary).width

@@ -1,4 +1,4 @@
-"""Progress of rows in training: a bar for each row on a terminal, otherwise occasional lines, and a line at each end."""
+"""Progress of rows in training: a bar per row on a terminal, otherwise occasional lines, and a line at each end."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ class RowProgress:
             return
 
     def round(self, index: int, round_: int, loss: float) -> None:
-        """Show a completed round of a row, or round 0 at its start; ignore rounds that arrive after the row is
-        finished.
-        """
+        """Show a completed round of a row, or round 0 at its start; ignore rounds that arrive after its end."""
         with self._lock:
             if index not in self._done:
                 self._show(index, round_, loss)

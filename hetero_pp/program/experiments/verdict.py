@@ -58,11 +58,10 @@ def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: floa
 
 
 def p_value(claim: Claim, values: Values, shares: Mapping[str, float]) -> float | None:
-    """Return the smallest level at which the claim has a verdict other than `within noise`; None with fewer than two
-    seeds.
+    """Return the smallest level at which the claim has a verdict other than `within noise`.
 
-    A claim about several quantities holds at the largest of their levels. It fails at the smallest level of those
-    beyond their bound.
+    None with fewer than two seeds. A claim about several quantities holds at the largest of their levels. It fails at
+    the smallest level of those beyond their bound.
     """
     found = quantities(claim, values, shares)
     if not found or len(found[0]) < 2:
@@ -96,7 +95,7 @@ def holm(values: Sequence[float | None], level: float = LEVEL) -> list[float | N
 
 
 def quantities(claim: Claim, values: Values, shares: Mapping[str, float]) -> list[dict[int, float]]:
-    """Return the values that the claim bounds, by seed, at the seeds that all its rows have; empty if there are none."""
+    """Return the values that the claim bounds, by seed, at the seeds of all its rows; empty if there are none."""
     seeds = sorted(set.intersection(*(set(values.get(row, {})) for row in claim.rows())))
     if not seeds:
         return []
