@@ -35,7 +35,7 @@ from hetero_pp.pseudo_gradient.streams import Reader, Writer
 MAGIC = b"HPPB"
 FORMAT_VERSION = 2
 QUANTISERS = {"levels": 0, "signs": 1}
-"""Numbers of the quantisers in a blob. All except signs send one table of levels per tensor."""
+"""As they are numbered in a blob. All but signs send a table of levels a tensor."""
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
 MAX_BLOB_BYTES = 4 << 30

@@ -99,7 +99,7 @@ class StackedOptimizer(InnerOptimizer):
         return torch.stack([torch.linalg.vector_norm(each, dim=1) for each in gradients]).norm(dim=0)
 
     def _clip(self, largest: float, norm: Tensor) -> None:
-        factors = (largest / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        factors = (largest / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factors.view(-1, *[1] * (parameter.ndim - 1)))
