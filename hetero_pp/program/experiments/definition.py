@@ -124,8 +124,8 @@ class Claim(Settings):
     lower: [a, b] says that a's loss is lower than b's.
     equal: [a, b] says that they differ by less than `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
-    proportional: [a, b, ...] says that each value's ratio to a's equals the ratio of their shares of compressed
-    replicas, within `margin`.
+    proportional: [a, b, ...] says that each other value is a's times the ratio of their shares of compressed replicas,
+    within `margin`.
     """
 
     text: str

@@ -79,9 +79,9 @@ def p_value(claim: Claim, values: Values, shares: Mapping[str, float]) -> float 
 def holm(values: Sequence[float | None], level: float = LEVEL) -> list[float | None]:
     """Return the level at which to judge each claim of a family. None stays None.
 
-    The share of wrong verdicts on noise in the whole family is then at most `level`. Source: Holm 1979. The smallest
-    p-value of m is judged at level / m, the next at level / (m - 1), and so on. From the first claim that is within
-    noise, all are judged at its level.
+    The probability of any wrong verdict on noise in the whole family is then at most `level`. Source: Holm 1979. The
+    smallest p-value of m is judged at level / m, the next at level / (m - 1), and so on. From the first claim that is
+    within noise, all are judged at its level.
     """
     ordered = sorted((value, index) for index, value in enumerate(values) if value is not None)
     levels: list[float | None] = [None] * len(values)
