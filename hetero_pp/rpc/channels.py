@@ -47,6 +47,11 @@ _SERVER_OPTIONS: Options = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     # Who connects and does not say who it is goes before it costs anything; by default it may stay for 120 seconds.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # A member has 16 calls open at most, and shows a name, a token, a run and an incarnation. By default a connection
+    # may open two billion streams, with 16 KB of headers each.
+    ("grpc.max_concurrent_streams", 32),
+    ("grpc.max_metadata_size", 4 << 10),
+    ("grpc.absolute_max_metadata_size", 8 << 10),
 ]
 
 _CALLS_A_WORKER = 4

@@ -5,6 +5,7 @@ In a call, a Frame of the .proto is one frame of raw bytes; everything else is t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from hetero_pp.errors import (
 )
 from hetero_pp.messages.messages_pb2 import Frame
 from hetero_pp.refusals import Kind
+from hetero_pp.rpc.call_rate import CallRate, close_connection
 from hetero_pp.rpc.open_calls import OpenCalls
 
 
@@ -96,9 +98,10 @@ def service_handler(service: ServiceDescriptor, servicer: object, door: Door, mo
     A caller has at most so many calls open. A HeteroPPError that is raised ends the call with its status code.
     """
     open_calls, open_streams = OpenCalls(most_open), OpenCalls(min(most_open, BULK_CALLS_MAX), "streams")
+    rate = CallRate()
     handlers = {
         call.name: _call_handler(
-            _Call(call, getattr(servicer, call.name), door, open_calls, open_streams if _is_bulk(call) else None)
+            _Call(call, getattr(servicer, call.name), door, open_calls, open_streams if _is_bulk(call) else None, rate)
         )
         for call in service.methods
     }
@@ -115,14 +118,17 @@ class _Call:
     open_calls: OpenCalls
     open_streams: OpenCalls | None
     """Counts the streams of frames of each caller; None for other calls."""
+    rate: CallRate
 
     @contextmanager
     def entered(self, context: grpc.ServicerContext) -> Iterator[None]:
         """While a caller is let in, and answered."""
         caller = None
         try:
-            caller = self.door.admit(self.method.name, context)
+            caller = self._admitted(context)
+            due = self._due_in(caller, context)
             with self.open_calls.one_more(caller), self._one_more_stream(caller):
+                time.sleep(due)  # it holds one of the caller's own open calls
                 yield
         except HeteroPPError as error:
             if caller is not None and isinstance(error, MalformedMessage):
@@ -133,6 +139,22 @@ class _Call:
 
     def _one_more_stream(self, caller: str) -> AbstractContextManager[None]:
         return nullcontext() if self.open_streams is None else self.open_streams.one_more(caller)
+
+    def _admitted(self, context: grpc.ServicerContext) -> str:
+        """Return the caller. A call that is not let in counts for its connection, as anybody may name anybody."""
+        try:
+            return self.door.admit(self.method.name, context)
+        except HeteroPPError:
+            self._due_in(context.peer(), context)
+            raise
+
+    def _due_in(self, caller: str, context: grpc.ServicerContext) -> float:
+        """Return the seconds that a call has to wait. Closes the connection of a caller that calls too often."""
+        try:
+            return self.rate.due_in(caller)
+        except TooMuch:
+            close_connection(context.peer())
+            raise
 
     def request(self, messages: Iterator[bytes]) -> object:
         """What is asked; the messages themselves where there are many, or no protobuf."""

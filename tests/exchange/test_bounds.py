@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
+from hetero_pp.rpc.call_rate import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of
@@ -357,3 +359,76 @@ def test_a_stream_that_moves_is_not_cut() -> None:
     stalled = cut_when_stalled(iter([b"a", b"b"]), context, 0.05)
     assert next(stalled) == b"a" and not context.cancelled.is_set()
     assert context.cancelled.wait(TIMEOUT)
+
+
+# ---- how fast one caller calls, and what one connection may have ----
+
+
+def test_a_caller_that_begins_too_many_calls_is_cut_until_it_stops() -> None:
+    now = 100.0
+    rate = CallRate(lambda: now)
+    waits = [rate.due_in("a") for _ in range(BURST)]
+    assert waits == [0.0] * BURST
+    assert [rate.due_in("a") for _ in range(int(CALLS_A_SECOND))][-1] == pytest.approx(1.0)
+    with pytest.raises(TooMuch, match="a began more than 500 calls per second; its connection is closed"):
+        rate.due_in("a")
+    assert rate.due_in("b") == 0.0
+    now += CUT_SECONDS / 2
+    with pytest.raises(TooMuch):
+        rate.due_in("a")
+    now += CUT_SECONDS
+    assert rate.due_in("a") <= 1.0
+
+
+def _short(text: str) -> bytes:
+    """A string of HPACK (RFC 7541, 5.2) of at most 126 bytes."""
+    return bytes([len(text)]) + text.encode()
+
+
+def _frame(kind: int, flags: int, body: bytes, stream: int) -> bytes:
+    """A frame of HTTP/2 (RFC 9113, 4.1)."""
+    return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
+
+
+def test_the_connection_of_a_member_that_calls_too_often_is_closed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other connection is closed, not even one of the same address."""
+    due_in, was_refused = CallRate.due_in, threading.Event()
+    monkeypatch.setattr(served.run.exchange, "refuse", lambda *_: was_refused.set())  # after the connection is closed
+
+    def due(rate: CallRate, caller: str) -> float:
+        if caller == "a":
+            raise TooMuch("too many")
+        return due_in(rate, caller)
+
+    monkeypatch.setattr(CallRate, "due_in", due)
+    other = served.client("b")
+    assert not other.beat("b", 1, 1).is_over
+    headers = {":method": "POST", ":scheme": "http", ":path": call_path(SERVICE, "Beat"), ":authority": "exchange"}
+    headers |= {"content-type": "application/grpc", "te": "trailers", **dict(shown(SECRET.credentials("a"), "run", 1))}
+    block = b"".join(b"\0" + _short(key) + _short(value) for key, value in headers.items())
+    host, _, port = served.address.rpartition(":")
+    with suppress(ConnectionError), socket.create_connection((host, int(port)), TIMEOUT) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, b"", 0))
+        connection.sendall(_frame(1, 4, block, 1))
+        while connection.recv(1 << 16):  # to its end, or TIMEOUT
+            pass
+    assert not other.beat("b", 1, 1).is_over
+    assert was_refused.wait(TIMEOUT)
+
+
+def test_a_connection_has_a_bounded_number_of_streams_and_bounded_headers(served: Served) -> None:
+    """The server says so in its settings, and refuses headers before anything is asked."""
+    host, _, port = served.address.rpartition(":")
+    with socket.create_connection((host, int(port)), TIMEOUT) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04\x00" + bytes(4))
+        head = connection.recv(9, socket.MSG_WAITALL)
+        assert head[3] == 4
+        body = connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
+    settings = {
+        int.from_bytes(body[at : at + 2], "big"): int.from_bytes(body[at + 2 : at + 6], "big")
+        for at in range(0, len(body), 6)
+    }
+    assert settings[3] == 32  # SETTINGS_MAX_CONCURRENT_STREAMS
+    assert settings[6] <= 8 << 10  # SETTINGS_MAX_HEADER_LIST_SIZE
