@@ -6,7 +6,8 @@ HeteroPPError
 ├── DamagedFile            a file of a run that is not as written
 ├── LinkError
 │   ├── LinkClosed         the other end is gone (a dead peer)
-│   │   └── ExchangeLost   the exchange is gone, at least for a moment
+│   │   ├── ExchangeLost   the exchange is gone, at least for a moment
+│   │   └── PeerAtFault    the other end sent a message that no honest stage sends
 │   └── LinkTimeout        nothing arrived in time (a slow link, or a peer that hangs)
 ├── MalformedMessage       bytes from the network that no honest peer sends
 │   └── MalformedContribution
@@ -68,6 +69,15 @@ class LinkClosed(LinkError):
 
 class ExchangeLost(LinkClosed):
     """The connection to the exchange broke. It may come back, and may have forgotten what it was told."""
+
+
+class PeerAtFault(LinkClosed):
+    """The other end of a link sent a message that no honest stage sends, so this end closed the link."""
+
+    def __init__(self, peer: str, message: str) -> None:
+        """`peer`: the member at the other end."""
+        self.peer = peer
+        super().__init__(message)
 
 
 class LinkTimeout(LinkError):

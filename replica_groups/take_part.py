@@ -11,7 +11,7 @@ from hetero_pp.data.sources import Source, open_source
 from hetero_pp.errors import Stopped
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.files import keep_trying
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import exchange_link_name, stage_link_name
@@ -57,12 +57,14 @@ class Connections(Protocol):
     def listen(self) -> str:
         """Be ready for the stages beside this one; the address at which they find it (empty: at none)."""
 
-    def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
+    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         """The links to the stages beside this one, of this epoch of its group; called once this member has joined.
 
         May be called again for a newer epoch: the ends of older ones are then aborted, and the ledgers of the new ones
         go on counting. `upstream` and `downstream` are where the stages before and after are to be dialled (empty: they
-        dial, or there is none). Raises LinkClosed if the epoch is over, LinkTimeout if a neighbour does not come.
+        dial, or there is none). A neighbour with another number than in `holders` is refused.
+
+        Raises LinkClosed if the epoch is over, LinkTimeout if a neighbour does not come.
         """
 
     def give_up(self, before: int, cause: str) -> None:
@@ -203,7 +205,8 @@ class _Links:
 
     def form(self, work: Assignment) -> LinkEnds:
         """See Links."""
-        self._ends = self._connections.open(work.epoch, work.upstream, work.downstream)
+        holders = (work.upstream_holder, work.downstream_holder)
+        self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, holders)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.data.shares import Share
-from hetero_pp.errors import LinkError, Stopped, Suspended, TermOver
+from hetero_pp.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
 from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
@@ -247,8 +247,9 @@ class TrainingLoop:
             self.member.undo(self.outer)
             self._under_way, self._ahead = False, None
         if isinstance(error, LinkError) and epoch is not None:
+            blames = error.peer if isinstance(error, PeerAtFault) else ""
             with suppress(TermOver):
-                self.seat.exchange.broken(self.seat.member, epoch, str(error))
+                self.seat.exchange.broken(self.seat.member, epoch, str(error), blames)
 
     # ---- a round ----
 

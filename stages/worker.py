@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from hetero_pp.coefficients import Symbols, noise_key
-from hetero_pp.errors import LinkClosed, MalformedMessage
-from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
 from stages.stage import Stage
+
+_LARGEST_NORM = torch.finfo(torch.float32).max
+_ROUNDING = 1e-5
+"""Relative error that the sum of squared norms may have."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class _Step:
     loss: float = 0.0
     rows: int = 0
     backwards_left: int = 0
+    gradients_left: int = 0
+    """Gradients of this step that the next stage has not sent yet."""
 
 
 class StageWorker:
@@ -97,6 +105,8 @@ class StageWorker:
         self._downstream = downstream
         self._pending_step: int | None = None
         self._norm_to_announce: float | None = None
+        self._own_squared = 0.0
+        """Squared gradient norm of this stage in the newest step."""
         spec = stage.spec
         self._train_events = one_forward_one_backward(
             spec.index, spec.count, settings.micro_batches, settings.extra_in_flight
@@ -126,26 +136,26 @@ class StageWorker:
 
         With `is_last` the first stage tells all others that the inner loop ends with this step.
         """
-        under_way = _Step(round_, step, global_step, ACTIVATION, is_last, backwards_left=self.settings.micro_batches)
+        count = self.settings.micro_batches
+        under_way = _Step(round_, step, global_step, ACTIVATION, is_last, backwards_left=count, gradients_left=count)
         if tokens is not None:
             under_way.tokens = dict(enumerate(tokens.chunk(self.settings.micro_batches)))
         self._run(self._train_events, under_way)
-        if self._downstream is not None and under_way.squared_norm_after is None:
-            raise MalformedMessage("found no squared norm on the last gradient of a step")
         self._pending_step = global_step
         self.was_last = under_way.is_last
         if self.stage.spec.is_first:
-            own = self._own_squared_norm()
-            self._apply(math.sqrt(own + (under_way.squared_norm_after or 0.0)))
+            self._apply(math.sqrt(self._squared_norm(under_way)))
+        self._require_acknowledgements()
         return under_way.loss if self.stage.spec.is_last else None
 
     def flush(self, round_: int) -> None:
         """End the inner loop: pass the last gradient norm on, so that every stage has stepped."""
         if self._upstream is not None:
-            header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
-            if not header.HasField("gradient_norm"):
-                raise MalformedMessage("found no gradient norm on the flush of an inner loop")
-            self._apply(_a_norm(header.gradient_norm))
+            with self._blaming(self._upstream):
+                header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
+                if not header.HasField("gradient_norm"):
+                    raise MalformedMessage("found no gradient norm on the flush of an inner loop")
+                self._apply_told(header.gradient_norm)
         if self._downstream is not None:
             self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))
         self._norm_to_announce = None
@@ -197,37 +207,97 @@ class StageWorker:
         under_way.backwards_left -= 1
         self.timing.compute += time.perf_counter() - started
 
-    def _own_squared_norm(self) -> float:
-        return self.stage.optimizer.gradient_norm().item() ** 2
+    def _squared_norm(self, under_way: _Step) -> float:
+        """Squared gradient norm of this stage and all stages after it.
+
+        Every gradient was finite when it arrived. A norm that is not finite here comes from the values of a neighbour,
+        which answers for it: this stage must not pass it on, or its own neighbour would blame this stage.
+        """
+        self._own_squared = own = self.stage.optimizer.gradient_norm().item() ** 2
+        total = own + (under_way.squared_norm_after or 0.0)
+        if not (math.isfinite(own) and total <= _LARGEST_NORM**2):
+            self._fail(self._downstream or self._upstream, f"the squared gradient norm became {total}")
+        return total
+
+    def _fail(self, link: LinkEnd | None, reason: str) -> NoReturn:
+        """End the step because its values are not finite. `link`: where the values came from that it was computed of.
+
+        Raises PeerAtFault, or HeteroPPError on the first stage, which computed them from text alone.
+        """
+        if link is None:
+            raise HeteroPPError(f"stage {self.stage.spec.index} of {self.settings.replica} diverged: {reason}")
+        raise link.accuse(f"{reason}, computed of values from there: training diverged, or the values are wrong")
+
+    def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> Symbols:
+        """Check what is about to be sent, so that no neighbour refuses it. `link`: see _fail."""
+        if not all(bool(torch.isfinite(one).all()) for one in symbols if one.is_floating_point()):
+            self._fail(link, f"{what} became infinite or not a number")
+        return symbols
 
     def _apply(self, norm: float) -> None:
         """The optimizer step that was waiting for the norm of the whole replica."""
         if self._pending_step is None:
-            raise MalformedMessage("found a gradient norm, but no step waits for one")
+            raise AssertionError("no step waits for a gradient norm")
         started = time.perf_counter()
         self.learning_rate = self.stage.step(self._pending_step, torch.tensor(norm))
         self.gradient_norm = self._norm_to_announce = norm
         self._pending_step = None
         self.timing.compute += time.perf_counter() - started
 
+    def _apply_told(self, norm: float) -> None:
+        """The same with a norm that the stage before sent. The norm of all stages is at least that of this one."""
+        if self._pending_step is None:
+            raise MalformedMessage("found a gradient norm, but no step waits for one")
+        least = math.sqrt(self._own_squared) * (1 - _ROUNDING)
+        if not least <= norm <= _LARGEST_NORM:
+            raise MalformedMessage(f"found a gradient norm of {norm}, expected {least:.6g} to {_LARGEST_NORM:.3g}")
+        self._apply(norm)
+
     # ---- messages ----
+
+    @contextmanager
+    def _blaming(self, link: LinkEnd) -> Iterator[None]:
+        """Raise PeerAtFault for what is malformed in a message of this link, and abort the link."""
+        try:
+            yield
+        except MalformedMessage as error:
+            raise link.accuse(str(error)) from error
+
+    def _require_acknowledgements(self) -> None:
+        """After a step both neighbours have received everything before it, so they acknowledged nearly all of that.
+
+        A neighbour that acknowledges nothing would fill the memory of this stage.
+        """
+        most = ACKNOWLEDGED_EVERY + self.settings.micro_batches
+        for link in (self._upstream, self._downstream):
+            if link is not None and (found := link.unacknowledged) > most:
+                raise link.accuse(f"found {found} messages without an acknowledgement, expected at most {most}")
 
     def _receive_activation(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
-        message = self._receive(self._upstream, under_way.purpose, under_way.round, under_way.step, index)
-        batch, length = self.settings.micro_batch_size, self.settings.sequence_length
-        if under_way.purpose == EVALUATION and 0 < message.header.rows < batch:
-            batch = message.header.rows
+        with self._blaming(self._upstream):
+            message = self._receive(self._upstream, under_way.purpose, under_way.round, under_way.step, index)
+            self._read_activation(under_way, index, message)
+
+    def _read_activation(self, under_way: _Step, index: int, message: Message) -> None:
+        header, length = message.header, self.settings.sequence_length
+        least = 1 if under_way.purpose == EVALUATION else self.settings.micro_batch_size
+        if not least <= header.rows <= self.settings.micro_batch_size:
+            raise MalformedMessage(
+                f"found {header.rows} sequences in a micro-batch, expected {least} to {self.settings.micro_batch_size}"
+            )
         if not message.tensors:
             raise MalformedMessage("found no token ids beside an activation")
         packed, *wire = message.tensors
-        under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, batch, length)
-        shape = (batch, length, self.stage.boundary.dimensions)
+        under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
+        shape = (header.rows, length, self.stage.boundary.dimensions)
         under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
         under_way.received[index] = message
-        under_way.is_last |= message.header.is_last
-        if message.header.HasField("gradient_norm"):
-            self._apply(_a_norm(message.header.gradient_norm))
+        if header.is_last and (index > 0 or under_way.purpose == EVALUATION):
+            raise MalformedMessage("found the mark of a round's last step, expected it on the first micro-batch alone")
+        under_way.is_last |= header.is_last
+        if header.HasField("gradient_norm"):
+            self._apply_told(header.gradient_norm)
         elif under_way.purpose == ACTIVATION and self._pending_step is not None:
             raise MalformedMessage("found no gradient norm on the first activation after a step")
 
@@ -239,25 +309,28 @@ class StageWorker:
         header.rows = len(tokens)
         header.is_last = under_way.is_last and index == 0
         symbols = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
+        self._require_finite(symbols, self._upstream, "an activation")
         self._downstream.send(Message(header, (packed, *self.stage.boundary.format.to_wire(symbols))))
 
     def _receive_gradient(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
-        message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
         batch, length = self.settings.micro_batch_size, self.settings.sequence_length
         shape = (batch, length, self.stage.boundary.dimensions)
-        under_way.came[index] = self.stage.boundary.format.from_wire(message.tensors, shape)
-        under_way.received[index] = message
-        if message.header.HasField("squared_norm"):
-            under_way.squared_norm_after = _a_norm(message.header.squared_norm)
+        with self._blaming(self._downstream):
+            message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
+            under_way.came[index] = self.stage.boundary.format.from_wire(message.tensors, shape)
+            under_way.received[index] = message
+            under_way.gradients_left -= 1
+            under_way.squared_norm_after = _squared_norm_of(message.header, under_way.gradients_left == 0)
 
     def _send_gradient(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
         symbols = under_way.gradients.pop(index)
         assert symbols is not None
+        self._require_finite(symbols, self._downstream or self._upstream, "a gradient")
         header = self._header(GRADIENT, under_way.round, under_way.step, index)
         if under_way.backwards_left == 0:
-            header.squared_norm = self._own_squared_norm() + (under_way.squared_norm_after or 0.0)
+            header.squared_norm = self._squared_norm(under_way)
         self._upstream.send(Message(header, self.stage.boundary.format.to_wire(symbols)))
 
     def _header(
@@ -286,8 +359,13 @@ class StageWorker:
         return message
 
 
-def _a_norm(value: float) -> float:
-    """The value, if a norm can have it: a NaN here would become every weight."""
-    if not math.isfinite(value) or value < 0:
-        raise MalformedMessage(f"found a gradient norm of {value}: training diverged, or the message is damaged")
-    return value
+def _squared_norm_of(header: LinkHeader, is_due: bool) -> float | None:
+    """The squared norm on a gradient, which the last one of a step has and no other. A NaN would reach every weight."""
+    if header.HasField("squared_norm") != is_due:
+        found, expected = ("no", "one") if is_due else ("a", "none before the last")
+        raise MalformedMessage(f"found {found} squared norm on a gradient of a step, expected {expected}")
+    if not is_due:
+        return None
+    if not 0 <= header.squared_norm <= _LARGEST_NORM**2:
+        raise MalformedMessage(f"found a squared gradient norm of {header.squared_norm}, expected a finite one")
+    return header.squared_norm

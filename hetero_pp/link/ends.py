@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from hetero_pp.link.protocol import LinkEnd
 
+Holders = tuple[int | None, int | None]
+"""Holder numbers of the stages before and after, as in Assignment."""
+NOT_KNOWN: Holders = (None, None)
+
 
 @dataclass(frozen=True)
 class LinkEnds:

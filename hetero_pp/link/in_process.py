@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from hetero_pp.errors import LinkClosed
+from hetero_pp.errors import LinkClosed, PeerAtFault
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds
@@ -31,8 +31,8 @@ def in_process_pair(
     forward: Queue = lines.crossing(spec, "forward", seed)
     backward: Queue = lines.crossing(spec, "backward", seed)
     return (
-        InProcessLinkEnd(spec.forward, forward, backward, sent_forward),
-        InProcessLinkEnd(spec.backward, backward, forward, sent_backward),
+        InProcessLinkEnd(spec.forward, forward, backward, sent_forward, spec.target),
+        InProcessLinkEnd(spec.backward, backward, forward, sent_backward, spec.source),
     )
 
 
@@ -87,8 +87,9 @@ class InProcessLink:
 class InProcessLinkEnd:
     """One end; implements LinkEnd. Messages pass by reference."""
 
-    def __init__(self, shape: LinkShape, outgoing: Queue, incoming: Queue, ledger: Ledger) -> None:
+    def __init__(self, shape: LinkShape, outgoing: Queue, incoming: Queue, ledger: Ledger, peer: str) -> None:
         self.ledger = ledger
+        self._peer = peer
         self._shape = shape
         self._outgoing = outgoing
         self._incoming = incoming
@@ -110,6 +111,15 @@ class InProcessLinkEnd:
 
     def recycle(self, message: Message) -> None:
         """Nothing to give back: the tensors are the sender's own."""
+
+    @property
+    def unacknowledged(self) -> int:
+        return 0
+
+    def accuse(self, reason: str) -> PeerAtFault:
+        cause = f"malformed data from {self._peer}: {reason}"
+        self.abort(cause)
+        return PeerAtFault(self._peer, cause)
 
     def close(self) -> None:
         self._closed = True

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hetero_pp.errors import PeerAtFault
 from hetero_pp.link.ledger import Ledger, frame_sizes, wire_bytes
 from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, TensorHeader
 
@@ -16,6 +17,9 @@ WIRE_DTYPES: dict[DType, torch.dtype] = {FP32: torch.float32, BF16: torch.bfloat
 
 MAX_MESSAGE_BYTES = 1 << 30
 """The largest payload of one message, unless the caller says otherwise."""
+
+ACKNOWLEDGED_EVERY = 32
+"""Messages after which a receiver acknowledges at the latest."""
 
 PEER_CLOSED = "the peer closed the link"
 END_CLOSED = "this end of the link is closed"
@@ -62,6 +66,16 @@ class LinkEnd(Protocol):
 
     def recycle(self, message: Message) -> None:
         """Give a received message's buffer back; its tensors must not be used any more. Optional."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Number of sent messages that the other end has not acknowledged."""
+
+    def accuse(self, reason: str) -> PeerAtFault:
+        """Abort the link because of a malformed message, and return the error to raise.
+
+        The refusal is counted with the other end as its sender.
+        """
 
     def close(self) -> None:
         """Deliver what was sent, then end this direction; the peer can still send.

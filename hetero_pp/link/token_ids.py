@@ -17,8 +17,9 @@ def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
 def unpack_tokens(packed: Tensor, vocabulary: int, batch: int, length: int) -> Tensor:
     """The ids [B, L + 1] packed above; MalformedMessage if they cannot be that."""
     count = batch * (length + 1)
-    if packed.dtype != torch.uint8:
-        raise MalformedMessage(f"token ids: found a tensor of {packed.dtype}, expected packed bytes")
+    if packed.dtype != torch.uint8 or packed.dim() != 1:
+        found = f"a tensor of {packed.dtype} with {packed.dim()} dimensions"
+        raise MalformedMessage(f"token ids: found {found}, expected packed bytes")
     try:
         ids = bits.unpack(packed.numpy(), bits.width_of(vocabulary), count)
     except ValueError as error:

@@ -377,7 +377,7 @@ class AssignRequest(_message.Message):
     def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed")
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +387,8 @@ class AssignReply(_message.Message):
     UPSTREAM_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
+    DOWNSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: int
     downstream: str
@@ -396,7 +398,9 @@ class AssignReply(_message.Message):
     upstream: str
     trained: int
     changed: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ...) -> None: ...
+    upstream_holder: int
+    downstream_holder: int
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("round", "epoch", "progress", "computes")
@@ -421,12 +425,14 @@ class BeatReply(_message.Message):
     def __init__(self, is_over: _Optional[bool] = ..., suspended: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class BrokenRequest(_message.Message):
-    __slots__ = ("epoch", "cause")
+    __slots__ = ("epoch", "cause", "blames")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    BLAMES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     cause: str
-    def __init__(self, epoch: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    blames: str
+    def __init__(self, epoch: _Optional[int] = ..., cause: _Optional[str] = ..., blames: _Optional[str] = ...) -> None: ...
 
 class BrokenReply(_message.Message):
     __slots__ = ()

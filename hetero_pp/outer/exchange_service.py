@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -47,8 +47,22 @@ class Assignment:
     """Address of the previous stage, to dial; empty: that stage dials, or there is none."""
     trained: int = 0
     """Round beyond theta that every slot of the replica has trained; 0: none."""
+    upstream_holder: int | None = None
+    """Holder number of the previous stage (see Memberships); 0: no ticket; None: unknown, or there is no such stage."""
+    downstream_holder: int | None = None
+    """Holder number of the next stage, likewise."""
     changed: int = 0
     """Changes.mark of the run's changes, some of which the member may not know yet."""
+
+
+class HeldBy(NamedTuple):
+    """Who acts for a place."""
+
+    place: str
+    holder: int
+    """Number of the ticket's holder at this place; 0 without a ticket."""
+    term: int
+    """Incarnation of the member."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +129,11 @@ class ExchangeService(Protocol):
         `computes`: it is busy, and does not wait for another process.
         """
 
-    def broken(self, member: str, epoch: int, cause: str) -> None:
-        """Report that the member cannot reach a neighbour; a stage of its replica counts as missing from then on."""
+    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
+        """Report that the member cannot reach a neighbour; a stage of its replica counts as missing from then on.
+
+        `blames`: the neighbour that sent a malformed message; empty if the link only broke.
+        """
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """Deposit one blob of the replica's contribution to a round, after `steps` inner steps. May be repeated.

@@ -27,6 +27,10 @@ CERTIFICATE_SECONDS = 24 * 3600.0
 """For so long a certificate holds that was asked for by a ticket; who holds it renews it at half of that."""
 
 
+MOST_BLAMED = 3
+"""Malformed messages on the links of a ticket's holder after which the ticket is revoked."""
+
+
 class Holder(Protocol):
     """Of a place, by an invitation."""
 
@@ -48,6 +52,11 @@ class Host(Guests, Protocol):
     def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder: ...
 
     def end(self, place: str, number: int, why: str) -> None: ...
+
+    def blame(self, place: str, number: int) -> bool:
+        """Count a malformed message on a link of a holder. With the last of MOST_BLAMED, revoke its ticket and its
+        place, and return True.
+        """
 
     def lacks_place(self, ticket: str, key: bytes) -> bool:
         """Whether who shows a ticket is to have one that nobody has named. Raises as `enrol`."""

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.faults import NO_FAULTS, Faults
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import RELAYED, Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
@@ -136,6 +136,8 @@ class NetworkConnections:
         self._spec, self._member, self._credentials = spec, member, credentials
         self._refusals = Refusals(self._report_refusal)
         self._before, self._after = self._neighbours(address)
+        for neighbour in self._both:
+            neighbour.server.expect(0, None)  # nobody, until the first assignment tells of somebody
         self._server: StageLinkServer | None = None
         self._local: LocalAddress | None = None
         self._ends = LinkEnds()
@@ -186,8 +188,11 @@ class NetworkConnections:
             neighbour.listens = found
         return RELAYED if listen == RELAYED else found
 
-    def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
+    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         """See Connections: dial who is to be dialled, and wait for the others."""
+        for neighbour, holder in zip((self._before, self._after), holders, strict=True):
+            if neighbour is not None:
+                neighbour.server.expect(epoch, holder)
         for neighbour, address in ((self._before, upstream), (self._after, downstream)):
             if neighbour is not None and not address:
                 neighbour.be_found(epoch)

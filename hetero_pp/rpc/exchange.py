@@ -23,11 +23,11 @@ from hetero_pp.errors import ExchangeLost, Forbidden, MalformedMessage, Refused,
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
-from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
+from hetero_pp.outer.exchange_service import Assignment, AvailableStates, HeldBy, Standing
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.refusals import Kind
+from hetero_pp.rpc.admission import MOST_BLAMED, Admission, Host, Lobby, Places, Told
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
-from hetero_pp.rpc.admission import Admission, Host, Lobby, Places, Told
 from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
@@ -123,7 +123,14 @@ class WatchedExchange(Protocol):
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
 
     def assign(
-        self, member: str, holds: int, address: str, trained: int, term: int | None, is_asked: IsAsked
+        self,
+        member: str,
+        holds: int,
+        address: str,
+        trained: int,
+        term: int | None,
+        is_asked: IsAsked,
+        holder: int = 0,
     ) -> Assignment: ...
 
     def beat(
@@ -136,7 +143,11 @@ class WatchedExchange(Protocol):
         term: int | None = None,
     ) -> Standing: ...
 
-    def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None: ...
+    def link_broke(self, member: str, epoch: int, cause: str, blames: str, term: int | None = None) -> Sequence[HeldBy]:
+        """As ExchangeService.broken. Return the two ends of a link with a malformed message; empty if none is to be blamed."""
+
+        """As `broken`. Return both ends of a link with a malformed message; empty if none is to be blamed."""
+        """Return the other members of a member's group that have a ticket."""
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         """Who started a member's process knows that it has ended."""
@@ -218,7 +229,7 @@ def serve_exchange(
     """
     guests = None if open_house is None else open_house.host
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
-    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach)
+    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)
     if not encrypted:
         return make_server(listen, [servicer.handler()], threads)
@@ -244,10 +255,16 @@ class _Servicer(ExchangeServicer):
     """One method per call."""
 
     def __init__(
-        self, exchange: WatchedExchange, callers: Callers, most_open: int = MOST_OPEN, reach: Reach | None = None
+        self,
+        exchange: WatchedExchange,
+        callers: Callers,
+        most_open: int = MOST_OPEN,
+        reach: Reach | None = None,
+        guests: Host | None = None,
     ) -> None:
-        """With `reach` members are dialled where they say that they listen."""
+        """With `reach` members are dialled where they say that they listen. `guests`: members with a ticket."""
         self.exchange, self.callers, self._most_open, self._reach = exchange, callers, most_open, reach
+        self._guests = guests
         self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
         self._joins = Pace(JOINS_A_MINUTE / 60, JOINS_AT_ONCE)
         self._counting = threading.Lock()
@@ -292,6 +309,16 @@ class _Servicer(ExchangeServicer):
 
     def _term(self, context: grpc.ServicerContext) -> int | None:
         return self.callers.of(context).term
+
+    def _end_revoked(self, member: str) -> None:
+        """End the incarnation of each place of a member's group that was revoked, so that its links are cut at once."""
+        if self._guests is None:
+            return
+        for place, holder, term in self.exchange.guests_beside(member):
+            try:
+                self._guests.require_in(place, holder)
+            except Refused as error:
+                self.exchange.died(place, str(error).removeprefix(f"{place}: "), term)
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Whether a call's caller is there. Else who comes and goes on a bad line would leave all threads waiting."""
@@ -353,7 +380,10 @@ class _Servicer(ExchangeServicer):
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
         member, is_asked = self._member(context), self._is_asked(context)
         address = self._listens(context, request.address)
-        work = self.exchange.assign(member, request.holds, address, request.trained, self._term(context), is_asked)
+        caller = self.callers.of(context)
+        work = self.exchange.assign(
+            member, request.holds, address, request.trained, caller.term, is_asked, caller.holder
+        )
         return pb.AssignReply(
             round=work.round,
             epoch=work.epoch,
@@ -363,10 +393,13 @@ class _Servicer(ExchangeServicer):
             elapsed=work.elapsed,
             upstream=work.upstream,
             trained=work.trained,
+            upstream_holder=work.upstream_holder,
+            downstream_holder=work.downstream_holder,
             changed=work.changed,
         )
 
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:
+        self._end_revoked(self._member(context))
         round_ = request.round if request.HasField("round") else None
         found = self.exchange.beat(
             self._member(context), round_, request.epoch, request.progress, request.computes, self._term(context)
@@ -374,7 +407,12 @@ class _Servicer(ExchangeServicer):
         return pb.BeatReply(is_over=found.is_over, suspended=found.suspended, cause=found.cause)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
-        self.exchange.broken(self._member(context), request.epoch, plain(request.cause), self._term(context))
+        caller, cause = self.callers.of(context), plain(request.cause)
+        ends = self.exchange.link_broke(caller.name, request.epoch, cause, plain(request.blames), caller.term)
+        for place, holder, term in ends:
+            if holder and self._guests is not None and self._guests.blame(place, holder):
+                why = f"its ticket was revoked after {MOST_BLAMED} malformed messages: {cause}"
+                self.exchange.died(place, why, term)
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:

@@ -184,6 +184,8 @@ class ExchangeClient:
             elapsed=reply.elapsed,
             upstream=reply.upstream,
             trained=reply.trained,
+            upstream_holder=reply.upstream_holder if reply.HasField("upstream_holder") else None,
+            downstream_holder=reply.downstream_holder if reply.HasField("downstream_holder") else None,
             changed=reply.changed,
         )
 
@@ -202,9 +204,9 @@ class ExchangeClient:
             self.stay()  # the exchange was gone, and is there again
         return Standing(reply.is_over, reply.suspended if reply.HasField("suspended") else None, reply.cause)
 
-    def broken(self, member: str, epoch: int, cause: str) -> None:
+    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
         """See ExchangeService."""
-        self._ask(lambda calls: calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause))
+        self._ask(lambda calls: calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause, blames=blames))
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         """Tell that the process of a member has ended, as who started it knows; and which term it held."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from hetero_pp.errors import LinkClosed, MalformedMessage
+from hetero_pp.errors import LinkClosed, MalformedMessage, PeerAtFault
 from hetero_pp.link.ledger import PREFIX_BYTES, Ledger, wire_bytes
 from hetero_pp.link.outbox import COUNT_BYTES, Outbox, low_bytes
-from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import Direction, LinkShape, LinkSpec
@@ -31,9 +31,9 @@ from hetero_pp.rpc.link_stream import LinkStream, Outgoing
 CLOSE_SECONDS = 5.0
 STOP_SECONDS = 1.0
 """How long a link that has ended here may take to tell its peer why."""
-HELD_MESSAGES = 32
 HELD_BYTES = 4 << 20
-"""The peer hears of what has come whole once it is so much: no sooner, as every word costs both ends time."""
+"""The peer hears of what has come whole once it is so much, or ACKNOWLEDGED_EVERY messages: no sooner, as every word
+costs both ends time."""
 
 OnRefusal = Callable[[str, str, Kind], None]
 """Told of every refusal: (sender, reason, kind)."""
@@ -67,6 +67,8 @@ class GrpcLinkEnd:
         """Why it is of no use any more."""
         self.failure: str | None = None
         """Why it was aborted here."""
+        self._accusation: PeerAtFault | None = None
+        """What the peer sent that no honest stage sends."""
         self.streams = 0
         """That have been attached."""
         self._last_stream = 0
@@ -101,10 +103,28 @@ class GrpcLinkEnd:
         self.ledger.add(message.header.round, message.payload_bytes, wire, busy_seconds(self._shape, wire))
 
     def receive(self, timeout: float | None = None) -> Message:
-        return self._incoming.get(timeout)
+        try:
+            return self._incoming.get(timeout)
+        except LinkClosed:
+            if self._accusation is not None:
+                raise self._accusation from None
+            raise
 
     def recycle(self, message: Message) -> None:
         self._buffers.recycle(message)
+
+    @property
+    def unacknowledged(self) -> int:
+        with self._changed:
+            return len(self._outbox)
+
+    def accuse(self, reason: str) -> PeerAtFault:
+        cause = f"malformed data from {self._peer}: {reason}"
+        self._accusation = accusation = self._accusation or PeerAtFault(self._peer, cause)
+        if self._on_refusal is not None:
+            self._on_refusal(self._peer, cause, Kind.MALFORMED)
+        self.abort(cause)
+        return accusation
 
     def close(self) -> None:
         with self._changed:
@@ -241,10 +261,7 @@ class GrpcLinkEnd:
                 self._take(stream, frame)
             self.cut(stream, "the peer hung up")
         except MalformedMessage as error:
-            reason = f"malformed data from {self._peer}: {error}"
-            if self._on_refusal is not None:
-                self._on_refusal(self._peer, reason, Kind.MALFORMED)
-            self.abort(reason)
+            self.accuse(str(error))
         except LinkClosed as error:
             self.lost(str(error))
         except grpc.RpcError as error:
@@ -270,7 +287,7 @@ class GrpcLinkEnd:
             self._incoming.put_due(message, due)
             self._received += 1
             self._untold_bytes += message.payload_bytes
-            if self._received - self._told >= HELD_MESSAGES or self._untold_bytes >= HELD_BYTES:
+            if self._received - self._told >= ACKNOWLEDGED_EVERY or self._untold_bytes >= HELD_BYTES:
                 self._tell(stream)
 
     def _take_control(self, stream: LinkStream, frame: bytes) -> None:

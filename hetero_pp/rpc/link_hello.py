@@ -42,13 +42,14 @@ class Introduction:
         """By which a call shows that it is the neighbour's, before anything of it is read."""
         return ((_TOKEN, self.credentials.token),) if self.credentials.identity is None else ()
 
-    def is_shown_by(self, context: grpc.ServicerContext) -> bool:
-        """Whether a call is the neighbour's."""
+    def holder_of(self, context: grpc.ServicerContext) -> int | None:
+        """Return the holder number that a call of the neighbour shows, 0 without a ticket; None for other callers."""
         if self.credentials.identity is not None:
             found = shown_by(context)
-            return found is not None and found.name == self.peer
+            return found.holder if found is not None and found.name == self.peer else None
         metadata = context.invocation_metadata()
-        return any(key == _TOKEN and self._is_token(value) for key, value in metadata if isinstance(value, str))
+        is_shown = any(key == _TOKEN and self._is_token(value) for key, value in metadata if isinstance(value, str))
+        return 0 if is_shown else None
 
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.credentials.token.encode())

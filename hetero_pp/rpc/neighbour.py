@@ -44,7 +44,15 @@ class Neighbour:
         self.listens = ""
         """Where on this machine that does."""
         self._dialer = StageLinkDialer(
-            spec, own, member, seed, lines, patience=CUT_OFF_SECONDS, sends=sends, ledger=ledger
+            spec,
+            own,
+            member,
+            seed,
+            lines,
+            patience=CUT_OFF_SECONDS,
+            sends=sends,
+            ledger=ledger,
+            on_refusal=on_refusal,
         )
         self._spec, self._credentials, self._exchange, self._faults = spec, credentials, exchange, faults
         self._unreached = set[str]()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import grpc
 
-from hetero_pp.errors import LinkClosed, MalformedMessage, Refused
+from hetero_pp.errors import Forbidden, LinkClosed, MalformedMessage, Refused
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
@@ -36,8 +36,18 @@ HELLO_SECONDS = 10.0
 _SESSION_BYTES = 8
 _MOST_OPEN = 6
 """Calls of the neighbour: a link, what is left of those before, and one that is to come."""
+_HOLDERS = 2
+"""Holders of the neighbour's place that may call at once: a former one, until the exchange tells of the next."""
 _SPARE = 2
 """Threads of a server, to refuse strangers."""
+
+
+class Expected(NamedTuple):
+    """The neighbour that the exchange told this member of."""
+
+    epoch: int
+    holder: int | None
+    """Number of its ticket's holder; 0: no ticket; None: not known."""
 
 
 class StageLinkDialer:
@@ -53,6 +63,7 @@ class StageLinkDialer:
         patience: float = 0.0,
         sends: Direction = "forward",
         ledger: Ledger | None = None,
+        on_refusal: OnRefusal | None = None,
     ) -> None:
         """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone.
 
@@ -62,7 +73,7 @@ class StageLinkDialer:
         self._ledger = ledger or Ledger()
         self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
         self._introduction = Introduction(credentials, spec.name, member, peer)
-        self._lines = lines or Lines()
+        self._lines, self._on_refusal = lines or Lines(), on_refusal
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
         self._dialling: Dialling | None = None
 
@@ -94,7 +105,9 @@ class StageLinkDialer:
 
     def _make_end(self) -> GrpcLinkEnd:
         session = secrets.token_bytes(_SESSION_BYTES)
-        return GrpcLinkEnd(self._spec, self._sends, self._seed, self._ledger, self._lines, session, self._patience)
+        return GrpcLinkEnd(
+            self._spec, self._sends, self._seed, self._ledger, self._lines, session, self._patience, self._on_refusal
+        )
 
 
 def open_stage_link(
@@ -141,6 +154,7 @@ class StageLinkServer:
         self._introduction = Introduction(credentials, spec.name, member, peer)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
+        self._expected: Expected | None = None
         self._lock = threading.Lock()
         self._server: grpc.Server | None = None
 
@@ -150,7 +164,8 @@ class StageLinkServer:
         PORT 0 takes any free one. OSError if it cannot be had.
         """
         door = _Door([self, *others])
-        handler, threads = service_handler(SERVICE, door, door, _MOST_OPEN), _SPARE + _MOST_OPEN * (1 + len(others))
+        threads = _SPARE + _HOLDERS * _MOST_OPEN * (1 + len(others))
+        handler = service_handler(SERVICE, door, door, _MOST_OPEN)
         self._server, port = make_server(address, [handler], threads, self._introduction.credentials.identity)
         return port
 
@@ -171,15 +186,32 @@ class StageLinkServer:
         """Links of epochs before this one are over; one that is waited for, too."""
         self._epochs.give_up(before, cause)
 
+    def expect(self, epoch: int, holder: int | None) -> None:
+        """Accept no generation after this one, and in this one only the neighbour with this holder number (None: any).
+
+        Both are what the exchange told. Without this call every generation is accepted, which tests do.
+        """
+        self._expected = Expected(epoch, holder)
+
     def waits_for(self, context: grpc.ServicerContext) -> str | None:
-        """The neighbour, if a call is its own."""
-        return self._introduction.peer if self._introduction.is_shown_by(context) else None
+        """The neighbour, if a call is its own; with its number if it has a ticket, as one holder may follow another."""
+        holder = self._introduction.holder_of(context)
+        if holder is None:
+            return None
+        return f"{self._introduction.peer} (holder {holder})" if holder else self._introduction.peer
+
+    def require_current(self, context: grpc.ServicerContext) -> None:
+        """Raise Forbidden for a former holder of the neighbour's place, before anything of its call is read."""
+        holder, expected = self._introduction.holder_of(context), self._expected
+        if expected is not None and expected.holder is not None and holder is not None and holder < expected.holder:
+            raise Forbidden(f"found holder {holder} of {self._introduction.peer}, expected {expected.holder}")
 
     def open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The neighbour's call `Open`."""
         hello, complaint = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
         if complaint is not None:
             self._turn_away(hello, complaint, context)
+        self._require_expected(hello, context)
         end = self._admit(hello, context)
         stream = end.new_stream()
         stream.hang_up = context.cancel
@@ -201,6 +233,19 @@ class StageLinkServer:
         if end is not None and end.session == request.hello.session:
             end.lost(f"the peer aborted: {request.cause}")
         return LinkLeft()
+
+    def _require_expected(self, hello: LinkHello, context: grpc.ServicerContext) -> None:
+        """End a call of a generation, or of a holder, that the exchange has not told this member of."""
+        expected = self._expected
+        if expected is None or hello.epoch < expected.epoch:
+            return
+        if hello.epoch > expected.epoch:  # the neighbour may have been told a moment ago: it dials again
+            why = f"found generation {hello.epoch}, and this member was told of {expected.epoch}"
+            context.abort(grpc.StatusCode.UNAVAILABLE, why)
+        holder = self._introduction.holder_of(context)
+        if expected.holder is not None and holder != expected.holder:
+            reason = f"found holder {holder} of {self._introduction.peer}, expected {expected.holder}"
+            self._turn_away(hello, Complaint(Kind.FORBIDDEN, reason), context)
 
     def _admit(self, hello: LinkHello, context: grpc.ServicerContext) -> GrpcLinkEnd:
         """This member's end of the link that a neighbour asks for; ends the call if it gets none."""
@@ -251,11 +296,17 @@ class _Door(StageLinkServicer):
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
         """See Door. Who does not show to be a neighbour is refused before anything is read."""
-        caller = self._of(context).waits_for(context)
+        server = self._of(context)
+        caller = server.waits_for(context)
         if caller is None:
             reason = "found another token than the link's"
             self.refuse(context.peer(), reason, Kind.STRANGER)
             raise Refused(reason)
+        try:
+            server.require_current(context)
+        except Forbidden as error:
+            self.refuse(caller, str(error), Kind.FORBIDDEN)
+            raise
         return caller
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:

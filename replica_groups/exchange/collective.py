@@ -76,11 +76,11 @@ class CollectiveExchange:
         """See ExchangeService. Asked by the first rank alone, beside what all of them do."""
         return Standing() if self._exchange is None else self._exchange.beat(member, round_, epoch, progress, computes)
 
-    def broken(self, member: str, epoch: int, cause: str) -> None:
+    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
         """See ExchangeService."""
 
         def tell(exchange: ExchangeService) -> bytes:
-            exchange.broken(member, epoch, cause)
+            exchange.broken(member, epoch, cause, blames)
             return b""
 
         self._ask(tell)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ from hetero_pp.messages.messages_pb2 import (
     Waiting,
 )
 from hetero_pp.model import block_of, shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
+from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, HeldBy, Standing
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -69,6 +70,14 @@ from replica_groups.protocol.rules import Rules
 
 _REMEMBERED_CONFIRMATIONS = 4
 """Of how many rounds it is known who has confirmed what."""
+
+
+class _Formed(NamedTuple):
+    """A group as one of its members was told of it."""
+
+    epoch: int
+    members: Mapping[str, HeldBy]
+    """By place: the member that was told, and its neighbours as far as they were known."""
 
 
 class Exchange:
@@ -140,6 +149,10 @@ class Exchange:
         self._addresses: dict[str, str] = {}
         self._dialled: dict[str, Listens] = {}
         """Where members were dialled, which they may not be by the time they join."""
+        self._holders: dict[str, HeldBy] = {}
+        """By place, the member that asked for work last."""
+        self._formed: dict[str, _Formed] = {}
+        """By member, the group of its newest assignment, until the member blames a neighbour."""
         self._available: dict[str, AvailableStates] = {}
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
         self._here: set[str] = set()
@@ -428,9 +441,43 @@ class Exchange:
         is_over = not self.coordinator.holds(member, term)
         return Standing(is_over, None if found is None else found.epoch, "" if found is None else found.cause)
 
-    def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None:
+    def broken(self, member: str, epoch: int, cause: str, blames: str = "", term: int | None = None) -> None:
         """See ExchangeService."""
-        self.decisions.tell(e.Broken(member, self._term(member, term), epoch, cause))
+        self.link_broke(member, epoch, cause, blames, term)
+
+    def link_broke(self, member: str, epoch: int, cause: str, blames: str, term: int | None = None) -> Sequence[HeldBy]:
+        """As `broken`. Return the two ends of a link with a malformed message; empty if none is to be blamed.
+
+        Nobody can know which of the two ends lies, so both answer for it. A member blames once in each generation.
+        """
+        term = self._term(member, term)
+        ends = self._ends(member, epoch, term, blames) if blames else ()
+        trusted = blames if ends and not any(end.holder for end in ends) else ""
+        self.decisions.tell(e.Broken(member, term, epoch, cause, trusted))
+        return ends
+
+    def _ends(self, member: str, epoch: int, term: int, blamed: str) -> Sequence[HeldBy]:
+        """The link between a member and one that it blames, with the holders that its group was formed of."""
+        if blamed not in self._beside(member):
+            raise self._refused(member, f"blames {blamed}, which is no stage beside it", Kind.FORBIDDEN)
+        with self._changed:
+            formed = self._formed.get(member)
+            if formed is None or formed.epoch != epoch or formed.members[member].term != term:
+                return ()
+            del self._formed[member]
+        return [formed.members[place] for place in (member, blamed) if place in formed.members]
+
+    def guests_beside(self, member: str) -> Sequence[HeldBy]:
+        """Return the other members of a member's group that have a ticket."""
+        places = self.coordinator.rules.places_of(self.roster.members[member])
+        with self._changed:
+            found = [self._held_by(place) for place in places if place != member]
+        return [one for one in found if one is not None and one.holder]
+
+    def _held_by(self, place: str) -> HeldBy | None:
+        """Return the member that acts for a place, if it has asked this exchange for work."""
+        found = self._holders.get(place)
+        return found if found is not None and self.coordinator.holds(place, found.term) else None
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         """Who started a member's process knows that it has ended, however that was, and perhaps which term it held."""
@@ -445,17 +492,21 @@ class Exchange:
         trained: int = 0,
         term: int | None = None,
         is_asked: IsAsked = always,
+        holder: int = 0,
     ) -> Assignment:
-        """See ExchangeService."""
+        """See ExchangeService. `holder`: number of the caller's ticket at its place, 0 without one."""
         term = self._term(member, term)
         with self._changed:
             if self.coordinator.holds(member, term):
-                self._addresses[member] = address
+                self._addresses[member], self._holders[member] = address, HeldBy(member, holder, term)
         self.decisions.asks(member, term)
         self.decisions.tell(e.Asked(member, term, holds, trained))
         work = self.decisions.wait_for_work(member, term, is_asked)
         upstream, downstream = self._ways(member)
         with self._changed:
+            before, after = map(self._held_by, self._beside(member))
+            beside = (HeldBy(member, holder, term), before, after)
+            self._formed[member] = _Formed(work.epoch, {one.place: one for one in beside if one is not None})
             return Assignment(
                 work.round,
                 work.epoch,
@@ -465,8 +516,16 @@ class Exchange:
                 elapsed=self.decisions.elapsed(work.round),
                 upstream=upstream,
                 trained=work.trained,
+                upstream_holder=None if before is None else before.holder,
+                downstream_holder=None if after is None else after.holder,
                 changed=self._changes.mark,
             )
+
+    def _beside(self, member: str) -> tuple[str, str]:
+        """The stages before and after a member; empty where there is none."""
+        places = ["", *self.coordinator.rules.places_of(self.roster.members[member]), ""]
+        index = places.index(member)
+        return places[index - 1], places[index + 1]
 
     def _ways(self, member: str) -> tuple[str, str]:
         """Where a stage dials the one before it, and the one after; empty where it is dialled, or there is none."""

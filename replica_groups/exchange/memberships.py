@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.errors import Forbidden, Refused, StoreError
+from hetero_pp.rpc.admission import MOST_BLAMED
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
@@ -25,6 +26,7 @@ CREATE TABLE IF NOT EXISTS holders (
     place TEXT NOT NULL, holder INTEGER NOT NULL, ticket TEXT NOT NULL, key BLOB NOT NULL, until REAL NOT NULL,
     ended TEXT, PRIMARY KEY (place, holder)
 );
+CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NULL);
 """
 _BUSY_SECONDS = 10.0
 _ID_BYTES = 8
@@ -176,6 +178,29 @@ class Memberships:
             self._database.execute(
                 "UPDATE holders SET ended = ? WHERE place = ? AND holder = ? AND ended IS NULL", (why, place, number)
             )
+
+    def blame(self, place: str, number: int) -> bool:
+        """Count a malformed message on a stage link of a holder, by its ticket. With the last of MOST_BLAMED revoke
+        both the ticket and the place; return whether they are revoked.
+
+        A holder that leaves and comes back by its ticket gets another number, so numbers are not counted.
+        """
+        with self._changing():
+            query = "SELECT ticket FROM holders WHERE place = ? AND holder = ?"
+            row: tuple[str] | None = self._database.execute(query, (place, number)).fetchone()
+            if row is None:
+                return False
+            self._database.execute(
+                "INSERT INTO blamed VALUES (?, 1) ON CONFLICT (ticket) DO UPDATE SET count = count + 1", row
+            )
+            query = "SELECT count FROM blamed WHERE ticket = ?"
+            count: int = self._database.execute(query, row).fetchone()[0]
+            if count < MOST_BLAMED:
+                return False
+            why = f"its links had {count} malformed messages"
+            self._database.execute("UPDATE tickets SET revoked = 1 WHERE id = ?", row)
+            self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, *row))
+            return True
 
     def tickets(self) -> list[IssuedTicket]:
         """All that were made and not taken back, in the order in which they end."""

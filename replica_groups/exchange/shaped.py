@@ -83,9 +83,9 @@ class ShapedExchange:
         """See ExchangeService."""
         return self._exchange.beat(member, round_, epoch, progress, computes)
 
-    def broken(self, member: str, epoch: int, cause: str) -> None:
+    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
         """See ExchangeService."""
-        self._exchange.broken(member, epoch, cause)
+        self._exchange.broken(member, epoch, cause, blames)
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """See ExchangeService."""

@@ -41,6 +41,10 @@ WRONG_AGAIN_WITHIN = 16
 EXCLUDED_ROUNDS = 16
 """Rounds that a replica does not take part in once a member of it held other bits again."""
 
+MOST_MALFORMED = 3
+"""Malformed messages between two members without a ticket, in one round, after which the run stops: both are trusted,
+so training diverged or a machine is damaged, and it would happen again for ever."""
+
 REMEMBERED_LATE = 16
 """For how many rounds who is late may be so and be learnt from."""
 
@@ -89,6 +93,8 @@ class Coordinator:
         self._late: dict[int, Late] = {}
         self._in_step: dict[str, int] = {}
         """Replicas whose contribution to the last round came in time, with the epoch that it is of."""
+        self._malformed: dict[frozenset[str], int] = {}
+        """Pair of neighbouring places -> malformed messages between them in the open round; see MOST_MALFORMED."""
         self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
@@ -329,8 +335,18 @@ class Coordinator:
         replica = self.replicas[place.replica]
         if not (yield from self._admits(place, event.term, now)):
             return
+        if event.blames:
+            yield from self._count_malformed(event)
         if event.epoch == replica.epoch and replica.alive:
             yield from self._end_term(place, event.cause)
+
+    def _count_malformed(self, event: e.Broken) -> Iterator[e.Effect]:
+        """Stop the run if a link between two trusted members carries malformed messages again and again."""
+        pair = frozenset((event.place, event.blames))
+        self._malformed[pair] = self._malformed.get(pair, 0) + 1
+        if self._malformed[pair] >= MOST_MALFORMED:
+            first, second = sorted(pair)
+            yield e.Stop(f"{first} and {second}: {MOST_MALFORMED} times in one round: {event.cause}")
 
     # ---- work ----
 
@@ -477,6 +493,7 @@ class Coordinator:
         if self.open is None or record.round != self.open.number:
             return
         closed, self.last_round = self.open, record.round
+        self._malformed.clear()
         self._learn(closed)
         yield e.Closed(record)
         counted = {one.replica for one in record.contributions}

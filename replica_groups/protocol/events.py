@@ -136,6 +136,8 @@ class Broken:
     term: int
     epoch: int
     cause: str
+    blames: str = ""
+    """The place beside it that sent a malformed message, if neither of the two is held by a ticket."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.links import LAUNCHER
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
-from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
+from hetero_pp.outer.exchange_service import Assignment, AvailableStates, HeldBy, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
@@ -118,7 +118,14 @@ class Recorder:
         return dict.fromkeys(names, NORM)
 
     def assign(
-        self, member: str, holds: int, address: str, trained: int, term: int | None, is_asked: IsAsked
+        self,
+        member: str,
+        holds: int,
+        address: str,
+        trained: int,
+        term: int | None,
+        is_asked: IsAsked,
+        holder: int = 0,
     ) -> Assignment:
         self.asked.append(("assign", member, holds, address, trained, term))
         return WORK
@@ -135,8 +142,12 @@ class Recorder:
         self.asked.append(("beat", member, round_, epoch, progress, computes, term))
         return Standing() if round_ is None else STANDING
 
-    def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None:
-        self.asked.append(("broken", member, epoch, cause, term))
+    def link_broke(self, member: str, epoch: int, cause: str, blames: str, term: int | None = None) -> Sequence[HeldBy]:
+        self.asked.append(("broken", member, epoch, cause, term, blames))
+        return ()
+
+    def guests_beside(self, member: str) -> Sequence[HeldBy]:
+        return ()
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         self.asked.append(("died", member, cause, term))
@@ -324,7 +335,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.assign("dc", 7, "127.0.0.1:6", trained=8) == WORK
     assert client.beat("dc") == Standing()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
-    client.broken("dc", 7, "a cause")
+    client.broken("dc", 7, "a cause", "home.1")
     client.died("dc", "another", 4)
     assert client.newest_snapshot() == (6, ["a", "b"])
     assert client.snapshot(["a", "b"])["b"].equal(NORM)
@@ -349,7 +360,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("assign", "dc", 7, "127.0.0.1:6", 8, TERM),
             ("beat", "dc", None, 0, 0, False, TERM),
             ("beat", "dc", 8, 7, 6, True, TERM),
-            ("broken", "dc", 7, "a cause", TERM),
+            ("broken", "dc", 7, "a cause", TERM, "home.1"),
             ("died", "dc", "another", 4),
             ("newest_snapshot",),
             ("newest_snapshot",),

@@ -23,11 +23,11 @@ from hetero_pp.lines import LineSpec
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES
-from hetero_pp.link.protocol import Message
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.link_end import HELD_MESSAGES, GrpcLinkEnd
+from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 
 SECONDS = 60.0
@@ -131,7 +131,7 @@ def test_what_has_arrived_is_not_held(stack: ExitStack) -> None:
         link.below.send(_message(index, 100))
         link.above.receive(SECONDS)
         most = max(most, len(link.above._outbox), len(link.below._outbox))
-    assert most <= HELD_MESSAGES + 1
+    assert most <= ACKNOWLEDGED_EVERY + 1
 
 
 def test_who_does_not_come_back_is_gone(stack: ExitStack) -> None:

@@ -81,7 +81,7 @@ class Far:
         self._ask((member, round_, epoch, progress, computes))
         return Standing(is_over=True)
 
-    def broken(self, member: str, epoch: int, cause: str) -> None:
+    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
         self._ask((member, epoch, cause))
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:

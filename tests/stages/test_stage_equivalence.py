@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.coefficients import Bits, CoefficientFormat, Floats, noise_key
-from hetero_pp.errors import HeteroPPError, MalformedMessage
+from hetero_pp.errors import HeteroPPError, PeerAtFault
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, Message
@@ -496,7 +496,7 @@ def _activation(
 ) -> Message:
     wire = torch.zeros(BATCH, LENGTH, SHAPE.width) if wire is None else wire
     packed = pack_tokens(_batch(0), SHAPE.vocabulary) if packed is None else packed
-    fields: dict[str, Any] = {"purpose": purpose, "round": 1, "step": 0, "micro_batch": 0} | header
+    fields: dict[str, Any] = {"purpose": purpose, "round": 1, "step": 0, "micro_batch": 0, "rows": BATCH} | header
     return Message(LinkHeader(**fields), (packed, wire))
 
 
@@ -555,7 +555,7 @@ def test_what_an_honest_neighbour_sends_is_taken() -> None:
 def test_activations_that_do_not_belong_here(message: Message) -> None:
     last = Alone(1)
     last.far.send(message)
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         last.step()
 
 
@@ -576,7 +576,7 @@ def test_activations_that_do_not_belong_here(message: Message) -> None:
 def test_gradients_that_do_not_belong_here(message: Message) -> None:
     first = Alone(0)
     first.far.send(message)
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         first.step()
 
 
@@ -584,7 +584,7 @@ def test_compressed_stages_expect_coefficients() -> None:
     setup = Setup(cuts=(0, 2, 4), micro_batches=1, rank=8)
     last = Alone(1, setup)
     last.far.send(_activation(torch.zeros(BATCH, LENGTH, SHAPE.width)))
-    with pytest.raises(MalformedMessage, match="8"):
+    with pytest.raises(PeerAtFault, match="8"):
         last.step()
 
 
@@ -605,7 +605,7 @@ PACKED = pack_tokens(_batch(0), SHAPE.vocabulary)
 def test_token_ids_that_are_no_token_ids(packed: Tensor) -> None:
     last = Alone(1)
     last.far.send(_activation(packed=packed))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         last.step()
 
 
@@ -622,7 +622,7 @@ def test_a_token_id_beyond_the_vocabulary() -> None:
     worker.inner_step(1, 0, 0, None)
     ids[3, 5] = 50
     first.send(_activation(packed=pack_tokens(ids, 50), step=1, gradient_norm=1.0))
-    with pytest.raises(MalformedMessage, match="50"):
+    with pytest.raises(PeerAtFault, match="50"):
         worker.inner_step(1, 1, 1, None)
 
 
@@ -631,7 +631,7 @@ def test_a_flush_where_an_activation_was_due_and_the_other_way_round() -> None:
     last.far.send(_activation())
     last.step()
     last.far.send(_activation(step=1, gradient_norm=1.0))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         last.worker.flush(1)
 
 
@@ -642,7 +642,7 @@ def test_a_gradient_norm_that_is_no_norm(norm: float) -> None:
     last.far.send(_activation())
     last.step()
     last.far.send(_activation(step=1, gradient_norm=norm))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         last.step(1)
 
 
@@ -650,7 +650,7 @@ def test_a_gradient_norm_that_is_no_norm(norm: float) -> None:
 def test_a_squared_norm_that_is_none(squared: float) -> None:
     first = Alone(0)
     first.far.send(_gradient(squared_norm=squared))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         first.step()
 
 
@@ -660,7 +660,7 @@ def test_a_step_must_not_be_lost_for_want_of_a_norm() -> None:
     last.far.send(_activation())
     last.step()
     last.far.send(_activation(step=1))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         last.step(1)
 
 
@@ -670,7 +670,7 @@ def test_a_flush_must_bring_the_norm_that_a_step_waits_for() -> None:
     last.far.send(_activation())
     last.step()
     last.far.send(Message(LinkHeader(purpose=FLUSH, round=1)))
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         last.worker.flush(1)
 
 
@@ -678,5 +678,5 @@ def test_the_last_gradient_of_a_step_must_bring_a_squared_norm() -> None:
     first, message = Alone(0), _gradient()
     message.header.ClearField("squared_norm")
     first.far.send(message)
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(PeerAtFault):
         first.step()

@@ -12,7 +12,7 @@ import torch
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.faults import Missed
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
@@ -85,7 +85,7 @@ class ThreadConnections:
         """Return an empty address: neighbours share the link objects."""
         return ""
 
-    def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
+    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         above, below = self._upstream, self._downstream
         self._ends = LinkEnds(
             None if above is None else above.end("backward", epoch),
