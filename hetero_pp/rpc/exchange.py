@@ -144,9 +144,9 @@ class WatchedExchange(Protocol):
     ) -> Standing: ...
 
     def link_broke(self, member: str, epoch: int, cause: str, blames: str, term: int | None = None) -> Sequence[HeldBy]:
-        """As ExchangeService.broken. Return the two ends of a link with a malformed message; empty if none is to be blamed."""
+        """As ExchangeService.broken. Return both ends of a link with a malformed message, if it has any."""
 
-        """As `broken`. Return both ends of a link with a malformed message; empty if none is to be blamed."""
+    def guests_beside(self, member: str) -> Sequence[HeldBy]:
         """Return the other members of a member's group that have a ticket."""
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:

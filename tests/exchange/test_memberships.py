@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetero_pp.errors import Refused, StoreError
+from hetero_pp.rpc.admission import MOST_BLAMED
 from replica_groups.exchange.memberships import Memberships
 
 DAY, HOUR = 86400.0, 3600.0
@@ -196,3 +197,19 @@ def test_a_database_that_cannot_be_opened_is_told_as_a_store_that_fails(tmp_path
     path.mkdir()
     with pytest.raises(StoreError, match=r"members\.sqlite: cannot be opened \("):
         Memberships(path)
+
+
+def test_malformed_messages_are_counted_by_the_ticket_whatever_number_it_has(memberships: Memberships) -> None:
+    """Whoever leaves and comes back does not begin anew; tickets that nobody has used stay good."""
+    ticket, next_one = memberships.invite("home.1", DAY), memberships.invite("home.1", DAY)
+    for number in range(1, MOST_BLAMED + 1):
+        assert memberships.enrol(ticket, ANNA, PLACES, HOUR).number == number
+        assert memberships.blame("home.1", number) == (number == MOST_BLAMED)
+        if number < MOST_BLAMED:
+            memberships.end("home.1", number, "it was given back")
+    with pytest.raises(Refused, match=f"its links had {MOST_BLAMED} malformed messages"):
+        memberships.require_in("home.1", MOST_BLAMED)
+    with pytest.raises(Refused, match="the ticket was taken back"):
+        memberships.enrol(ticket, ANNA, PLACES, HOUR)
+    assert not memberships.blame("home.0", 1)
+    assert memberships.enrol(next_one, BEN, PLACES, HOUR).number == MOST_BLAMED + 1

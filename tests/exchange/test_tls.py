@@ -6,6 +6,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from hetero_pp.rpc.channels import make_channel, make_server
 from hetero_pp.rpc.credentials import Credentials, LinkCredentials, Secret
 from hetero_pp.rpc.exchange import SERVICE, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
 
@@ -302,6 +304,59 @@ def test_a_stage_link_is_for_its_two_ends(stack: ExitStack) -> None:
     above.send(Message(LinkHeader(step=3)))
     assert below.receive(TIMEOUT).header.step == 3
     above.close()
+
+
+def _holder(name: str, holder: int) -> LinkCredentials:
+    """Of a member with a ticket."""
+    key = new_key()
+    certificate = SECRET.authority.sign(key.public_key(), name, holder, time.time() + 3600.0)
+    return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
+
+
+def _dial(listener: Listener, credentials: LinkCredentials, epoch: int, timeout: float = TIMEOUT) -> GrpcLinkEnd:
+    return open_stage_link(listener.address, LINK, credentials, "home.0", 0, timeout, epoch=epoch)
+
+
+def test_a_former_holder_gets_no_link_and_keeps_nobody_out(stack: ExitStack) -> None:
+    """Its certificate holds for hours; neither its own generation is good, nor the next one, nor the highest."""
+    listener = Listener(stack)
+    listener.links.expect(5, 2)
+    for epoch in (4, 5, 6, 2**32 - 1):
+        with pytest.raises(Refused, match=r"found holder 1 of home\.0, expected 2"):
+            _dial(listener, _holder("home.0", 1), epoch)
+    assert listener.refusals == [Kind.FORBIDDEN] * 4
+    above = _dial(listener, _holder("home.0", 2), 5)
+    above.send(Message(LinkHeader(step=3)))
+    assert listener.links.accept(TIMEOUT, 5).receive(TIMEOUT).header.step == 3
+    above.abort("the test is over")
+
+
+def test_a_generation_is_good_once_the_exchange_has_told_of_it(stack: ExitStack) -> None:
+    """A neighbour that heard of it before waits; what it says of a later one ends no link."""
+    listener = Listener(stack)
+    listener.links.expect(5, 1)
+    above = _dial(listener, _holder("home.0", 1), 5)
+    below = listener.links.accept(TIMEOUT, 5)
+    for epoch in (6, 2**32 - 1):
+        with pytest.raises(LinkTimeout):
+            _dial(listener, _holder("home.0", 1), epoch, timeout=0.3)
+    above.send(Message(LinkHeader(step=3)))
+    assert below.receive(TIMEOUT).header.step == 3
+    with ThreadPoolExecutor() as threads:
+        newer = threads.submit(_dial, listener, _holder("home.0", 2), 6)
+        listener.links.expect(6, 2)
+        newer.result(TIMEOUT).send(Message(LinkHeader(step=7)))
+        assert listener.links.accept(TIMEOUT, 6).receive(TIMEOUT).header.step == 7
+    assert listener.refusals == []
+    newer.result().abort("the test is over")
+
+
+def test_another_holder_of_the_same_generation_is_refused(stack: ExitStack) -> None:
+    listener = Listener(stack)
+    listener.links.expect(5, 1)
+    for other in (_holder("home.0", 2), _holder("home.0", 0)):
+        with pytest.raises(Refused, match=r"found holder \d of home\.0, expected 1"):
+            _dial(listener, other, 5)
 
 
 def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:

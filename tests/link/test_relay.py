@@ -354,6 +354,7 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
         assert below._before is not None
         for epoch in (1, 2):
             with ThreadPoolExecutor() as threads:
+                below._before.server.expect(epoch, None)
                 below._before.be_found(epoch)
                 met = threads.submit(below._before.accept, epoch)
                 end, far = above.open(epoch, "", "192.0.2.7:47600").downstream, met.result(TIMEOUT)
@@ -379,6 +380,7 @@ def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, sta
         dialler, dialled = both if epoch % 2 else both[::-1]
         assert dialler is not None
         assert dialled is not None
+        dialled.server.expect(epoch, None)
         dialled.be_found(epoch)
         with ThreadPoolExecutor() as threads:
             met = threads.submit(dialled.accept, epoch)

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -228,6 +228,48 @@ def test_malformed_data_of_the_peer_closes_the_link(
     assert kind is Kind.MALFORMED
     assert sender == "home.0"
     assert reason in told
+
+
+LARGE = [*encode(sealed(Message(LinkHeader(step=1), (torch.ones(1 << 20),))))]
+
+
+@pytest.mark.parametrize("frames", [[], LARGE[:1], [MESSAGE], LARGE[:3]], ids=["nothing", "a part", "one", "parts"])
+def test_a_neighbour_that_says_no_more_is_waited_for_as_long_as_told(
+    stack: ExitStack, listener: Listener, frames: list[bytes]
+) -> None:
+    replies = raw_stream(stack, listener.address, HELLO.SerializeToString(), *frames)
+    next(replies)
+    end = listener.links.accept(SECONDS)
+    if frames == [MESSAGE]:
+        end.receive(SECONDS)
+    with pytest.raises(LinkTimeout):
+        end.receive(0.1)
+
+
+def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_as_told(
+    stack: ExitStack, listener: Listener
+) -> None:
+    hello = LinkHello(session=b"session")
+    hello.MergeFrom(HELLO)
+    is_over = threading.Event()
+
+    def begin_again() -> None:
+        while not is_over.is_set():
+            hello.stream += 1
+            replies = raw_stream(stack, listener.address, hello.SerializeToString())
+            with suppress(grpc.RpcError, StopIteration):
+                next(replies)
+            assert isinstance(replies, grpc.Call)
+            replies.cancel()
+            hello.goes_on = True
+
+    with ThreadPoolExecutor() as threads:
+        liar = threads.submit(begin_again)
+        end = listener.links.accept(SECONDS)
+        with pytest.raises((LinkTimeout, LinkClosed)):
+            end.receive(0.5)
+        is_over.set()
+        liar.result(SECONDS)
 
 
 def test_an_oversized_frame_of_the_peer_closes_the_link(stack: ExitStack, listener: Listener) -> None:

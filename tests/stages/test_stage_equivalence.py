@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_pp.coefficients import Bits, CoefficientFormat, Floats, noise_key
 from hetero_pp.errors import HeteroPPError, PeerAtFault
 from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.in_process import InProcessLinkEnd, in_process_pair
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.links import LinkShape, LinkSpec
@@ -680,3 +680,68 @@ def test_the_last_gradient_of_a_step_must_bring_a_squared_norm() -> None:
     first.far.send(message)
     with pytest.raises(PeerAtFault):
         first.step()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        _activation(rows=0),
+        _activation(rows=BATCH - 1),
+        _activation(rows=2**32 - 1),
+        _activation(torch.full((BATCH, LENGTH, SHAPE.width), math.nan)),
+        _activation(packed=pack_tokens(_batch(0), SHAPE.vocabulary).view(1, -1)),
+    ],
+    ids=["no rows", "few rows", "many rows", "not finite", "tokens of two dimensions"],
+)
+def test_numbers_beside_an_activation_are_checked(message: Message) -> None:
+    last = Alone(1)
+    last.far.send(message)
+    with pytest.raises(PeerAtFault) as refused:
+        last.step()
+    assert refused.value.peer == "g.0"
+
+
+def test_a_norm_of_all_stages_is_not_below_that_of_one() -> None:
+    """Or a neighbour could have this stage take a step that is not clipped."""
+    last = Alone(1)
+    last.far.send(_activation(torch.randn(BATCH, LENGTH, SHAPE.width, generator=torch.Generator().manual_seed(1))))
+    last.step()
+    last.far.send(_activation(step=1, gradient_norm=0.0))
+    with pytest.raises(PeerAtFault, match=r"found a gradient norm of 0\.0, expected"):
+        last.step(1)
+
+
+def test_a_squared_norm_comes_with_the_last_gradient_alone() -> None:
+    first = Alone(0, Setup(cuts=(0, 2, 4), micro_batches=2))
+    rows = BATCH // 2
+    first.far.send(_gradient(torch.zeros(rows, LENGTH, SHAPE.width)))
+    with pytest.raises(PeerAtFault, match="expected none before the last"):
+        first.step()
+
+
+def test_the_last_step_is_marked_on_its_first_micro_batch_alone() -> None:
+    last = Alone(1, Setup(cuts=(0, 2, 4), micro_batches=2))
+    rows, packed = BATCH // 2, pack_tokens(_batch(0)[: BATCH // 2], SHAPE.vocabulary)
+    for index in range(2):
+        wire = torch.zeros(rows, LENGTH, SHAPE.width)
+        last.far.send(_activation(wire, packed, rows=rows, micro_batch=index, is_last=bool(index)))
+    with pytest.raises(PeerAtFault, match="mark of a round's last step"):
+        last.step()
+
+
+def test_a_stage_blames_who_made_it_overflow_and_sends_nothing_on() -> None:
+    """Values that are finite, and become infinite here: its other neighbour would blame this stage for them."""
+    first = Alone(0)
+    largest = torch.finfo(torch.float32).max
+    first.far.send(_gradient(torch.full((BATCH, LENGTH, SHAPE.width), largest)))
+    with pytest.raises(PeerAtFault, match="norm became") as refused:
+        first.step()
+    assert refused.value.peer == "g.1"
+
+
+def test_a_neighbour_that_acknowledges_nothing_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcessLinkEnd, "unacknowledged", 1000)
+    last = Alone(1)
+    last.far.send(_activation())
+    with pytest.raises(PeerAtFault, match="found 1000 messages without an acknowledgement, expected at most 33"):
+        last.step()

@@ -1,0 +1,279 @@
+"""A member with a ticket that sends its neighbour malformed messages, over real gRPC and TLS: what it costs whom."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from members import TIMEOUT
+from small_run import GRACE, Run
+
+from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.link.protocol import Message
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.messages.messages_pb2 import GRADIENT
+from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.planner.spares import group_spares
+from hetero_pp.program.join.membership import take_place
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc.admission import MOST_BLAMED, Told
+from hetero_pp.rpc.certificates import Identity, as_text, new_key
+from hetero_pp.rpc.connections import NetworkConnections
+from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import told_of
+from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.protocol.coordinator import MOST_MALFORMED
+from replica_groups.take_part import take_part
+
+ROUNDS = 3
+SECRET = Secret("the run's secret")
+HOUR = 3600.0
+
+
+def _spec(corpus: Path, quorum: float) -> RunSpec:
+    config: dict[str, Any] = {
+        "name": "homes",
+        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
+        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 4},
+        "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
+        "snapshots": {"every": 1},
+        "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
+        "exchange": {"listen": "127.0.0.1:0", "quorum": quorum},
+        "replicas": [
+            {"name": "dc", "kind": "datacenter", "batch_size": 4},
+            {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "micro_batches": 2},
+        ],
+    }
+    return RunSpec(RunConfig.model_validate(config), 256)
+
+
+class Hosts:
+    """An exchange that is served to tickets, and its members, a thread each, which reach it and each other by gRPC."""
+
+    def __init__(self, folder: Path, spec: RunSpec, stack: ExitStack) -> None:
+        self.spec, self.runs = spec, folder
+        self.folder = RunFolder(folder / "homes")
+        self.exchange = make_exchange(spec, self.folder)
+        self.memberships = Memberships(folder / "members.sqlite")
+        stack.callback(self.memberships.close)
+        house = OpenHouse(self.memberships, self.exchange, Told(*told_of(spec.config)), Lobby({}, group_spares))
+        server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
+        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+        self.address = f"127.0.0.1:{port}"
+        self.failed: dict[str, str] = {}
+        self._threads: list[threading.Thread] = []
+        self._tickets = [self.memberships.invite("home.1", HOUR) for _ in range(2)]
+        threading.Thread(target=begin_run, args=(self.exchange, spec, self.folder, None), daemon=True).start()
+
+    def starts(self, host: str, credentials: Credentials) -> None:
+        """A member takes part. Hosts that follow each other have one folder, which keeps the moments."""
+
+        def run() -> None:
+            torch.set_num_threads(1)
+            member, own = self.spec.members[credentials.name], RunFolder(self.runs / credentials.name)
+            connections = NetworkConnections(self.spec, member, self.address, credentials, Lines(own.lines))
+            try:
+                with connections:
+                    take_part(self.spec, member, connections, own)
+            except HeteroPPError as error:
+                self.failed[host] = str(error)
+
+        thread = threading.Thread(target=run, name=host, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def trusted(self, name: str) -> None:
+        self.starts(name, SECRET.credentials(name, encrypted=True))
+
+    def guest(self, host: str) -> None:
+        """Takes home.1 by the next ticket that names it."""
+        issued = self._tickets.pop(0)
+        ticket = make_ticket("homes", self.address, SECRET.authority, issued, time.time() + HOUR)
+        self.starts(host, take_place(ticket, self.runs / host).credentials)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        over = threading.Event()
+        for _ in range(int(TIMEOUT / 0.05)):
+            if is_so():
+                return
+            assert self.exchange.decisions.failure is None
+            over.wait(0.05)
+        raise AssertionError("it did not come to that")
+
+    def ends(self) -> None:
+        """Every round is decided, and nobody is left."""
+        self.exchange.wait_until_finished()
+        for thread in self._threads:
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
+        self.exchange.end_watching()
+
+
+def _counted(log: ContributionLog) -> list[dict[str, bytes]]:
+    """By round, the digest of every blob that was counted."""
+    return [
+        {
+            f"{one.replica} {blob.block}": blob.sha256
+            for one in log.read_record(round_).contributions
+            for blob in one.blobs
+        }
+        for round_ in range(1, ROUNDS + 1)
+    ]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Liar:
+    """Makes the gradients that a host of home.1 sends in a round not finite, for as long as it is told to lie."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
+        self.lies, self.is_lying = 0, True
+        send = GrpcLinkEnd.send
+
+        def lie(end: GrpcLinkEnd, message: Message) -> None:
+            header = message.header
+            if self.is_lying and header.purpose == GRADIENT and header.round == round_:
+                self.lies += 1
+                message = Message(header, tuple(torch.full_like(one, math.nan) for one in message.tensors))
+            send(end, message)
+
+        monkeypatch.setattr(GrpcLinkEnd, "send", lie)
+
+
+def test_the_sender_of_malformed_messages_loses_its_ticket_and_the_run_comes_to_its_bits(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
+    """The group is formed anew with the next host, and the run ends as one that nobody attacked."""
+    spec = _spec(corpus, quorum=1.0)
+    hosts, liar = Hosts(tmp_path, spec, stack), Liar(monkeypatch, round_=2)
+    for name in ("dc", "home.0"):
+        hosts.trusted(name)
+    hosts.guest("liar")
+    hosts.wait_until(lambda: "liar" in hosts.failed)
+    assert f"its links had {MOST_BLAMED} malformed messages" in hosts.failed["liar"]
+    assert hosts.exchange.coordinator.last_round == 1
+    liar.is_lying = False
+    hosts.guest("honest")
+    hosts.ends()
+    assert hosts.failed.keys() == {"liar"}
+    told = [report for report in hosts.exchange.watch() if report.HasField("refusal")]
+    refused = [(one.member, one.refusal.sender) for one in told if one.refusal.kind == Kind.MALFORMED]
+    assert refused == [("home.0", "home.1")] * MOST_BLAMED
+    others = RunFolder(tmp_path / "in process")
+    run_in_process(spec, others, lambda report: None)
+    assert _counted(hosts.exchange.log) == _counted(make_exchange(spec, others).log)
+
+
+class Group:
+    """The exchange of small_run with a group of two, of which home.1 is held by a ticket, over real gRPC."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.run = Run(folder / "log", {"dc": 1, "home": 2}, quorum=0.5)
+        self.memberships = Memberships(folder / "members.sqlite")
+        stack.callback(self.memberships.close)
+        house = OpenHouse(self.memberships, self.run.exchange, Told("{}", {}), Lobby({}, group_spares))
+        server, port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
+        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+        holder = self.memberships.enrol(self.memberships.invite("home.1", HOUR), b"key", ["home.1"], HOUR)
+        self.clients: dict[str, ExchangeClient] = {}
+        for name, number in (("home.0", 0), ("home.1", holder.number)):
+            key = new_key()
+            certificate = SECRET.authority.sign(key.public_key(), name, number, time.time() + HOUR)
+            identity = Identity(certificate, as_text(key), SECRET.authority.certificate)
+            client = ExchangeClient(f"127.0.0.1:{port}", Credentials(name, identity=identity), "run", timeout=TIMEOUT)
+            client._term = 1
+            stack.callback(client.close)
+            self.clients[name] = client
+
+    def forms(self) -> list[Assignment]:
+        """All that live join if they have to, and ask for work."""
+        for name, client in self.clients.items():
+            if not self.run.exchange.coordinator.places[name].held:
+                client._term = client.join(name, "")
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(lambda one: one[1].assign(one[0], 0), self.clients.items()))
+
+
+@pytest.fixture
+def group(tmp_path: Path, stack: ExitStack) -> Group:
+    return Group(tmp_path, stack)
+
+
+def test_members_are_told_the_holders_beside_them(group: Group) -> None:
+    first, second = group.forms()
+    assert (first.upstream_holder, first.downstream_holder) == (None, 1)
+    assert (second.upstream_holder, second.downstream_holder) == (0, None)
+
+
+def test_a_revoked_place_is_vacant_at_the_next_heartbeat_of_its_neighbour(group: Group) -> None:
+    """The neighbour hears in the same answer that its links are over, and gives them up at once."""
+    (work, _) = group.forms()
+    group.memberships.revoke("home.1")
+    assert group.clients["home.0"].beat("home.0", work.round, work.epoch).suspended == work.epoch
+    assert not group.run.exchange.coordinator.places["home.1"].held
+
+
+def test_a_member_is_blamed_once_a_generation_and_by_its_neighbours_alone(group: Group) -> None:
+    (work, _) = group.forms()
+    with pytest.raises(Refused, match="blames dc, which is no stage beside it"):
+        group.clients["home.1"].broken("home.1", work.epoch, "a cause", "dc")
+    for _ in range(MOST_BLAMED + 1):
+        group.clients["home.1"].broken("home.1", work.epoch, "a cause", "home.0")
+    assert group.memberships.held_by("home.1") is not None
+
+
+def test_a_ticket_answers_for_its_links_whoever_blames_whom(group: Group) -> None:
+    """The run goes on, and the member without a ticket keeps its place."""
+    for number in range(1, MOST_BLAMED + 1):
+        (work, _) = group.forms()
+        group.clients["home.1"].broken("home.1", work.epoch, "a cause", "home.0")
+        assert (group.memberships.held_by("home.1") is None) == (number == MOST_BLAMED)
+    assert [group.run.exchange.coordinator.places[name].held for name in ("home.0", "home.1")] == [True, False]
+    assert group.run.exchange.decisions.failure is None
+    with pytest.raises(Refused, match=f"its links had {MOST_BLAMED} malformed messages"):
+        group.clients["home.1"].join("home.1", "")
+
+
+def test_a_group_that_breaks_again_and_again_is_not_waited_for(group: Group) -> None:
+    for _ in range(4):
+        (work, _) = group.forms()
+        group.clients["home.0"].broken("home.0", work.epoch, "nothing came from home.1")
+    group.run.deposit(1, "dc")
+    group.run.passes(GRACE.most + 1)
+    assert group.run.counted(1).keys() == {"dc"}
+
+
+def test_two_trusted_members_between_which_nothing_sound_crosses_end_the_run(tmp_path: Path) -> None:
+    """Training has diverged, most likely, and would diverge again: nobody else is to be blamed."""
+    run = Run(tmp_path, {"dc": 1, "home": 2}, quorum=1.0)
+    for number in range(MOST_MALFORMED):
+        assert run.exchange.decisions.failure is None
+        if number:
+            run.exchange.join("home.0", "")
+        with ThreadPoolExecutor() as threads:
+            work, _ = threads.map(lambda name: run.exchange.assign(name, 0), ("home.0", "home.1"))
+        run.exchange.broken("home.0", work.epoch, "a coefficient is not finite", "home.1")
+    assert run.exchange.decisions.failure == "home.0 and home.1: 3 times in one round: a coefficient is not finite"
