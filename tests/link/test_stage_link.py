@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -246,30 +246,25 @@ def test_a_neighbour_that_says_no_more_is_waited_for_as_long_as_told(
         end.receive(0.1)
 
 
-def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_as_told(
-    stack: ExitStack, listener: Listener
-) -> None:
+def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_as_told(stack: ExitStack) -> None:
+    links = StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0, patience=SECONDS)
+    address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
+    stack.callback(links.close, grace=0)
     hello = LinkHello(session=b"session")
     hello.MergeFrom(HELLO)
-    is_over = threading.Event()
 
-    def begin_again() -> None:
-        while not is_over.is_set():
-            hello.stream += 1
-            replies = raw_stream(stack, listener.address, hello.SerializeToString())
-            with suppress(grpc.RpcError, StopIteration):
-                next(replies)
-            assert isinstance(replies, grpc.Call)
-            replies.cancel()
-            hello.goes_on = True
+    def begin() -> None:
+        hello.stream += 1
+        next(raw_stream(stack, address, hello.SerializeToString()))
+        hello.goes_on = True
 
-    with ThreadPoolExecutor() as threads:
-        liar = threads.submit(begin_again)
-        end = listener.links.accept(SECONDS)
-        with pytest.raises((LinkTimeout, LinkClosed)):
-            end.receive(0.5)
-        is_over.set()
-        liar.result(SECONDS)
+    begin()
+    end = links.accept(SECONDS)
+    for _ in range(3):
+        begin()
+        with pytest.raises(LinkTimeout):
+            end.receive(0.1)
+    end.abort("the test is over")
 
 
 def test_an_oversized_frame_of_the_peer_closes_the_link(stack: ExitStack, listener: Listener) -> None:
