@@ -1,7 +1,9 @@
-"""From a corpus to batches: `corpora` (text), `tokenizers` (ids), `tokens` (one file), `batches` (tensors).
+"""Turns a corpus into batches.
 
-A streamed corpus goes another way to the same batches: `hub` (shards of text), `parts` (whose they are), `order`
-(shuffled), `stream` (tokens and tensors). `sources` opens either.
+- Encoded corpora: `corpora` (text), `tokenizers` (ids), `tokens` (one file of ids), `batches` (tensors).
+- Streamed corpora: `hub` (files of documents), `parts` (division among replicas), `order` (shuffling), `stream`
+  (tokens and tensors).
+- `sources` opens either kind.
 
-Every part is a pure function of its settings, so all members of a run read the same tokens without talking.
+Each step is a pure function of the settings, so all members of a run read the same tokens without communication.
 """

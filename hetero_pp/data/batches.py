@@ -1,12 +1,13 @@
-"""Batches: pure functions of (seed, replica, step); of a token store, any step can be had at no cost.
+"""Batches of a token store: pure functions of (seed, replica, step), with random access to any step.
 
-Shapes: B sequences, L positions; a row holds L + 1 tokens, the inputs and, shifted by one, the targets.
+Shapes: B sequences, L positions; a row holds L + 1 tokens: the inputs and, shifted by one, the targets.
 
-The train part of a store is cut into windows of L + 1 tokens. Window w belongs to replica w mod M for ever, so the
-replicas' shards are disjoint in every epoch; replicas that come and go take turns with theirs (see StoreBatches). With
-clusters a replica's shard is the windows of its own clusters instead (`hetero_pp/data/clusters.py`).
-Within a shard, each epoch has an order of its own: a keyed permutation that is computed for the wanted positions only,
-without a table.
+The training part of a store is cut into windows of L + 1 tokens. Window w belongs to replica w mod M, so the replicas'
+shards are disjoint in every epoch. Optional replicas rotate their shards (`StoreBatches.rotation`). With clusters, a
+replica's shard consists of the windows of its own clusters (`hetero_pp/data/clusters.py`).
+
+Each epoch permutes a shard with its own key. The permutation is evaluated at the requested positions only, without a
+table.
 """
 
 from __future__ import annotations
@@ -32,40 +33,42 @@ _KEY = ("data", "corpus")
 
 
 class Batches(Protocol):
-    """What one replica trains on. Every rank of it reads the whole batches, so their number does not matter."""
+    """Training data of one replica. Every rank of the replica reads whole batches, so the number of ranks has no
+    influence.
+    """
 
     def train(self, step: int) -> torch.Tensor:
-        """The batch of step `step` (from 0), int64 [B, L + 1]."""
+        """Return the batch of step `step` (from 0), int64 [B, L + 1]."""
 
     def read_ahead(self, steps: range) -> None:
-        """Have the batches of the next steps at hand, before any of them is trained on.
+        """Read the batches of the next steps before the replica trains on any of them.
 
-        Raises ConfigError if the text ends before; the next batch is the same as ever then.
+        Raises ConfigError if the text ends within these steps; the next batch is unchanged in that case.
         """
 
     def state(self) -> Any:
-        """All that is needed to go on after the last batch that was read, as plain numbers, lists and strings."""
+        """Return the position after the last batch that was read, as plain numbers, lists and strings."""
 
     def load(self, state: Any) -> None:
-        """Go on from what `state` gave, to the same batches."""
+        """Restore the position that `state` returned; the following batches are the same as then."""
 
 
 _POSITION = "data.json"
 
 
 def save_position(state: Any, folder: Path) -> None:
-    """Write where a replica's batches are, or were: what `state` gave."""
+    """Write the return value of `Batches.state` to a folder."""
     (folder / _POSITION).write_text(json.dumps(state), encoding="utf-8")
 
 
 def load_position(batches: Batches, folder: Path) -> None:
-    """Go on from what was written there."""
+    """Restore the batches to the position that `save_position` wrote."""
     batches.load(json.loads((folder / _POSITION).read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreBatches:
-    """Batches from a token store, for `replica` of `replicas`: `batch_size` sequences a step."""
+    """Batches of `batch_size` sequences from a token store, for replica number `replica` of `replicas`."""
 
     store: TokenStore
     sequence_length: int
@@ -74,9 +77,11 @@ class StoreBatches:
     replicas: int
     batch_size: int
     rotation: tuple[int, ...] = ()
-    """Replicas that come and go, this one among them: they take turns with their shards, one further each epoch."""
+    """Numbers of the optional replicas, including this one. In each epoch, each of them reads the shard of the next
+    one.
+    """
     clusters: Clusters | None = None
-    """Whose windows are shared out; without them any are, and with them none takes turns."""
+    """Clusters that divide the windows among replicas, without rotation; None divides the windows by their numbers."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.replica < self.replicas
@@ -97,25 +102,27 @@ class StoreBatches:
 
     @cached_property
     def _own(self) -> np.ndarray | None:
-        """The windows of this replica's clusters, if it has some."""
+        """The windows of this replica's clusters; None without clusters."""
         return None if self.clusters is None else self.clusters.windows(self.replica, self.replicas)
 
     @property
     def shard_size(self) -> int:
-        """The windows that belong to this replica: an epoch. Shards that are taken in turns are all as long."""
+        """Number of windows per epoch of this replica. Rotated shards all have the same size."""
         if self._own is not None:
             return len(self._own)
         windows = len(self.store.train) // (self.sequence_length + 1)
         return windows // self.replicas if self.rotation else len(range(self.replica, windows, self.replicas))
 
     def shard(self, epoch: int) -> int:
-        """Which windows this replica reads in an epoch: those whose number is this one, modulo the replicas."""
+        """Return the shard that this replica reads in an epoch: its windows have this number modulo the number of
+        replicas.
+        """
         if not self.rotation:
             return self.replica
         return self.rotation[(self.rotation.index(self.replica) + epoch) % len(self.rotation)]
 
     def windows(self, step: int) -> np.ndarray:
-        """The windows of the train part that step `step` (from 0) reads, [B]."""
+        """Return the numbers of the training windows that step `step` (from 0) reads, [B]."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epochs, positions = np.divmod(samples, self.shard_size)
         for epoch in np.unique(epochs):
@@ -126,22 +133,21 @@ class StoreBatches:
         return positions
 
     def _window(self, places: np.ndarray, shard: int) -> np.ndarray:
-        """Those at some places of a shard."""
+        """Return the window numbers at the given positions of a shard."""
         return places * self.replicas + shard if self._own is None else self._own[places]
 
     def train(self, step: int) -> torch.Tensor:
-        """The batch of step `step` (from 0), int64 [B, L + 1]."""
         return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)
 
     def read_ahead(self, steps: range) -> None:
-        """See Batches: all are at hand."""
+        """Do nothing: every batch of a token store is available at any time."""
 
     def state(self) -> dict[str, str]:
-        """Which tokens they are of: where they go on is in the step."""
+        """Return the digest of the tokens. The position follows from the step alone."""
         return {"tokens": self.store.digest}
 
     def load(self, state: Mapping[str, str]) -> None:
-        """See Batches. Raises ConfigError if these are batches of other tokens."""
+        """Check the digest. Raises ConfigError if the state belongs to batches of other tokens."""
         if state["tokens"] != self.store.digest:
             raise ConfigError(
                 _KEY,
@@ -150,11 +156,11 @@ class StoreBatches:
             )
 
     def epochs(self, steps: int) -> float:
-        """How often `steps` steps read this replica's shard."""
+        """Return how many times `steps` steps read this replica's shard."""
         return steps * self.batch_size / self.shard_size
 
     def require_one_epoch(self, steps: int) -> None:
-        """ConfigError if `steps` steps read any token twice: for `data.repeat: false`."""
+        """Raise ConfigError if `steps` steps read any token twice (for `data.repeat: false`)."""
         if steps * self.batch_size > self.shard_size:
             raise ConfigError(
                 ("data", "repeat"),
@@ -165,10 +171,10 @@ class StoreBatches:
 
 
 def validation_batches(store: TokenStore, sequence_length: int, sequences: int, batch_size: int) -> list[torch.Tensor]:
-    """`sequences` rows, int64 [<= batch_size, L + 1], the same for everyone.
+    """Return `sequences` validation rows, int64 [<= batch_size, L + 1], the same on every member.
 
-    They are spread evenly over the validation part and do not overlap. The last batch may be smaller, so a
-    mean over batches has to weigh them by their rows.
+    The rows are spread evenly over the validation part and do not overlap. The last batch may be smaller, so a mean
+    over batches has to be weighted by their rows.
     """
     size, needed = len(store.validation), sequences * (sequence_length + 1)
     if size < needed:
@@ -183,10 +189,10 @@ def validation_batches(store: TokenStore, sequence_length: int, sequences: int, 
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A permutation of range(size), chosen by the key, at the given indices.
+    """Return a keyed permutation of range(size), evaluated at the given indices.
 
-    A Feistel network on pairs (row, column) of a near-square grid with hardly more than `size` cells, walking
-    on from a cell outside the range until one is inside it (Black and Rogaway 2002, "generalized Feistel").
+    Uses a Feistel network on pairs (row, column) of a near-square grid with hardly more than `size` cells. A result
+    outside the range is permuted again until it falls inside (Black and Rogaway 2002, "generalized Feistel").
     """
     columns = math.isqrt(size - 1) + 1 if size > 1 else 1
     rows = -(-size // columns)
@@ -198,7 +204,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def _shuffle(cells: np.ndarray, rows: int, columns: int, keys: list[int]) -> np.ndarray:
-    """A bijection of range(rows * columns): each half is shifted in turn by a hash of the other."""
+    """Apply a bijection of range(rows * columns): shift each half in turn by a hash of the other half."""
     row, column = np.divmod(cells, np.uint64(columns))
     for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
         row = (row + _hash(column, row_key) % np.uint64(rows)) % np.uint64(rows)
@@ -207,7 +213,7 @@ def _shuffle(cells: np.ndarray, rows: int, columns: int, keys: list[int]) -> np.
 
 
 def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """The finalizer of SplitMix64, modulo 2^64."""
+    """Apply the finalizer of SplitMix64, modulo 2^64."""
     values = values + np.uint64(key)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -215,5 +221,5 @@ def _hash(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def _rows(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
-    """The L + 1 tokens from each start, int64 [B, L + 1]."""
+    """Return the L + 1 tokens from each start, int64 [B, L + 1]."""
     return torch.from_numpy(tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))

@@ -1,12 +1,12 @@
-"""Windows of a corpus that are alike: shards that differ from each other, as DiLoCo's non-i.i.d. ones do.
+"""Clusters of similar windows of a corpus, for non-i.i.d. shards as in DiLoCo.
 
-Source: DiLoCo (Douillard et al. 2023), section 3.1: k-means over the training set, by features of a pretrained model's
-last layer. What differs: a run from scratch has no such model, so that the features of a window are its tokens'
-frequencies (tf-idf), in as many dimensions as tell most windows apart (latent semantic analysis).
+Source: DiLoCo (Douillard et al. 2023), section 3.1: k-means over the training set, on features of a pretrained model's
+last layer. Difference: a run from scratch has no pretrained model. The features of a window are its token frequencies
+(tf-idf), reduced to the main dimensions (latent semantic analysis).
 
-All processes have to find the same clusters, and rounding is not the same in all: it depends on how many threads add
-up. Where two centers are as near as each other, it would decide. So features and centers are whole multiples of a small
-unit, whose distances float64 holds exactly, in any order.
+All processes have to find the same clusters, but floating-point sums depend on the number of threads. If two centers
+are equally near, rounding would decide. Therefore features and centers are multiples of a small unit, whose distances
+float64 holds exactly in any order of summation.
 
 Shapes: N windows of L + 1 tokens, F features, C clusters.
 """
@@ -36,41 +36,43 @@ _FORMAT = 1
 _DIGEST = hashlib.sha256().digest_size
 _KEY = ("data", "clusters")
 _SAMPLED, _TOKENS = 20_000, 8 << 20
-"""Windows of which centers are found, and tokens that these have at most. For all others only the nearest one is, of as
-many at once.
+"""Largest number of windows, and of tokens in them, that determine the centers. All other windows are only assigned to
+the nearest center, in batches of this size.
 """
 _FEATURES = 64
 _LEAST = 1e-3
-"""Of the largest singular value: what is less is little but rounding."""
+"""Smallest singular value that is kept, relative to the largest. Smaller values are mostly rounding errors."""
 _UNIT = 2.0**-20
-"""Of features and centers, which are at most 1: 64 products of two of them fit into the 53 bits of a float64."""
+"""Unit of features and centers, which are at most 1: sums of 64 products of two of them fit into the 53 bits of a
+float64.
+"""
 _ITERATIONS = 300
 _TRIES = 10
-"""Until all clusters have windows."""
+"""Number of starts of k-means until every cluster has windows."""
 
 Features = Callable[[np.ndarray], np.ndarray]
-"""Windows int64 [n, L + 1] -> fp64 [n, F], each of length 1 but for rounding."""
+"""Function from windows int64 [n, L + 1] to float64 [n, F], each row of length 1 apart from rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Clusters:
-    """Which window of the train part is in which cluster."""
+    """Assignment of the windows of the training part to clusters."""
 
     labels: np.ndarray
-    """The cluster of each window, uint16 [N]."""
+    """Cluster of each window, uint16 [N]."""
 
     def windows(self, share: int, shares: int) -> np.ndarray:
-        """The windows, ascending, of one of so many shares: those of the clusters `share`, `share + shares`, ..."""
+        """Return, in ascending order, the windows of the clusters `share`, `share + shares`, `share + 2 shares`, ..."""
         return np.flatnonzero(self.labels % shares == share)
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the labels: the same where the same windows are in the same clusters."""
+        """The sha256 of the labels: equal exactly for equal assignments."""
         return hashlib.sha256(self.labels.astype("<u2").tobytes()).hexdigest()
 
 
 def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int) -> Clusters:
-    """The clusters of a store's windows, found once and kept beside it.
+    """Return the clusters of a store's windows, computed once and cached beside the store.
 
     Raises ConfigError if there are fewer different windows than clusters.
     """
@@ -82,13 +84,13 @@ def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int
         return kept
     windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
     found = Clusters(labels=_found(windows, store.vocabulary, count, seed))
-    with suppress(OSError):  # else they are found again by who needs them next
+    with suppress(OSError):  # otherwise the next process computes them again
         write_whole(path, bytes.fromhex(found.digest) + found.labels.astype("<u2").tobytes())
     return found
 
 
 def _kept(path: Path) -> Clusters | None:
-    """What a file has behind its digest; None if there is none, or it is not what was written."""
+    """Read cached clusters; return None if the file is missing or does not match the digest at its start."""
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
         return None
@@ -96,7 +98,7 @@ def _kept(path: Path) -> Clusters | None:
 
 
 def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.ndarray:
-    """The cluster of each window, uint16 [N]: the nearest of centers that k-means finds in a sample."""
+    """Assign each window to the nearest of the centers that k-means finds in a sample; return labels, uint16 [N]."""
     from scipy.cluster.vq import vq
 
     if count == 1:
@@ -114,7 +116,7 @@ def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.nd
 
 
 def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Centers [C, F] of features [n, F] by Lloyd's algorithm."""
+    """Return the centers [C, F] of features [n, F] by Lloyd's algorithm."""
     from scipy.cluster.vq import ClusterError, kmeans2
 
     for _ in range(_TRIES):
@@ -132,8 +134,9 @@ def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -
 
 
 def _start(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Features that are far from each other [C, F], by k-means++ (Arthur and Vassilvitskii 2007): scipy's compares all
-    with all again for each.
+    """Return initial centers [C, F] by k-means++ (Arthur and Vassilvitskii 2007).
+
+    scipy's own version compares all features with all centers again for each new center.
     """
     centers = np.empty((count, features.shape[1]))
     nearest = np.full(len(features), np.inf)
@@ -162,7 +165,7 @@ def _parts(windows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _features(sample: np.ndarray, vocabulary: int) -> Features:
-    """Features by what a sample int64 [n, L + 1] tells of tokens: how rare each is, and which occur together."""
+    """Return a feature function that is fitted to a sample int64 [n, L + 1]: tf-idf weights and the axes of an SVD."""
     from scipy.sparse import diags_array
     from scipy.sparse.linalg import svds
 
@@ -188,7 +191,7 @@ def _features(sample: np.ndarray, vocabulary: int) -> Features:
 
 
 def _counts(windows: np.ndarray, vocabulary: int) -> csr_matrix:
-    """How often each token occurs in each window [n, V]."""
+    """Return how many times each token occurs in each window, [n, V]."""
     from scipy.sparse import csr_matrix
 
     rows = np.repeat(np.arange(len(windows)), windows.shape[1])

@@ -1,4 +1,4 @@
-"""Corpora: what `data.corpus` names, as a stream of documents and as a quick fingerprint."""
+"""Corpora: the documents that `data.corpus` names, as a stream, and a quick fingerprint of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KEY = ("data", "corpus")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
 _STREAMED_ONLY = {(".jsonl", ".gz"), (".jsonl", ".zst"), (".json", ".gz"), (".json", ".zst")}
-"""Endings of files that a streamed corpus can read and another one cannot."""
+"""File endings that only a streamed corpus can read."""
 
 
 @dataclass
 class Rows:
-    """Counts the rows of a corpus that were read, and those whose text is null."""
+    """Counts of the rows of a corpus that were read, and of those whose text is null."""
 
     read: int = 0
     null: int = 0
@@ -39,10 +39,10 @@ class Rows:
 
 
 def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: Rows | None = None) -> Iterator[str]:
-    """Every document of the corpus that is not blank, file by file in the order of their names.
+    """Yield every document of the corpus that is not blank, file by file in the order of their names.
 
-    Rows whose text is null are skipped, and counted in `rows`. Raises ConfigError for what cannot be read, for a file
-    whose rows are all null, and for a corpus without a document.
+    Rows whose text is null are skipped and counted in `rows`. Raises ConfigError for an unreadable file, for a file
+    whose rows are all null, and for a corpus without any document.
     """
     found, listing = False, _listing(settings)
     for text in _documents_of(listing.files, settings, on_share, rows or Rows()):
@@ -54,9 +54,10 @@ def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: 
 
 
 def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
-    """Documents of some files, spread evenly over all, and which share of the corpus they are.
+    """Return documents of some files, spread evenly over all files, and the share of the corpus that they are.
 
-    They are about `size` bytes of files, or all if there are fewer; of one large file they are the first.
+    The files amount to about `size` bytes, or to all if there are fewer. Of one large file, the first documents are
+    taken.
     """
     files = _listing(settings).files
     whole = _bytes_of(files)
@@ -64,7 +65,7 @@ def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
     part = _bytes_of(some) / whole
     texts: list[str] = []
     read = [(0, 0.0)]
-    """How many texts there were at a share of these files."""
+    """Pairs (number of texts so far, share of these files that was read)."""
     for text in _documents_of(some, settings, lambda share: read.append((len(texts), share)), Rows()):
         if read[-1][1] * part * whole >= size:
             break
@@ -74,7 +75,7 @@ def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
 
 
 def _documents_of(files: Sequence[Path], settings: DataSettings, on_share: OnShare, rows: Rows) -> Iterator[str]:
-    """The documents of files that are not blank; `on_share` is told between documents."""
+    """Yield the documents of the files that are not blank; call `on_share` between documents."""
     before, whole = 0, _bytes_of(files)
     for path in files:
         size = _size(path)
@@ -86,7 +87,7 @@ def _documents_of(files: Sequence[Path], settings: DataSettings, on_share: OnSha
 
 
 def _rows_of(path: Path, settings: DataSettings, on_share: OnShare, rows: Rows) -> Iterator[str]:
-    """The rows of a file that have text. Raises ConfigError if the file cannot be read, or if all its rows are null."""
+    """Yield the rows of a file, without null. Raises ConfigError if the file is unreadable or all its rows are null."""
     read, null = rows.read, rows.null
     try:
         for text in readers_of(settings.corpus)[path.suffix](path, settings.text_field, on_share):
@@ -123,27 +124,30 @@ def _within(on_share: OnShare, before: float, part: float, share: float) -> None
 
 
 def fingerprint(settings: DataSettings) -> str:
-    """A digest of names, sizes and modification times: did the corpus change, told without reading it."""
+    """Return a digest of names, sizes and modification times, which detects a changed corpus without reading it."""
     listing = [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in _listing(settings).files]
     is_docstrings = settings.corpus == DOCSTRINGS
     return hashlib.sha256(json.dumps([is_docstrings, settings.text_field, listing]).encode()).hexdigest()
 
 
 def skipped_files(settings: DataSettings) -> str:
-    """Say in one line how many files are read, and what is skipped; empty if nothing is, or the corpus is installed."""
+    """Say in one line how many files are read and what is skipped.
+
+    Return an empty string if nothing is skipped or the corpus is an installed one.
+    """
     summary = "" if settings.corpus in INSTALLED else _listing(settings).summary()
     return f"data.corpus: {settings.corpus}: {summary}" if summary else ""
 
 
 def _listing(settings: DataSettings) -> Listing:
-    """The files of the corpus, sorted. Raises ConfigError if there is none."""
+    """Return the files of the corpus, sorted. Raises ConfigError if there is none."""
     corpus, suffixes = settings.corpus, readers_of(settings.corpus).keys()
     if settings.streamed is not None:
         raise ConfigError(
             _KEY, f"found `{corpus}`, expected a corpus that is not streamed: this one is read as a whole"
         )
     if corpus in INSTALLED:
-        # Some package managers store equal files as hard links, and some do not: every host has to read the same.
+        # Only some package managers store equal files as hard links, but every host has to read the same files.
         library = [Path(sysconfig.get_path("stdlib")).resolve()]
         roots, skipped = (package_folders(), set[str]()) if corpus == PROSE else (library, _NOT_STANDARD)
         found = [path for root in roots for path in list_files(root, suffixes, skipped, True).files]
@@ -157,7 +161,7 @@ def _listing(settings: DataSettings) -> Listing:
 
 
 def _named(corpus: str, suffixes: Collection[str]) -> Listing:
-    """The files of a folder, or the one file, that the user names. Raises ConfigError if it is neither."""
+    """Return the files of a folder, or the single file, that the user names. Raises ConfigError if it is neither."""
     path = Path(corpus).expanduser()
     try:
         mode = path.stat().st_mode
@@ -172,11 +176,11 @@ def _named(corpus: str, suffixes: Collection[str]) -> Listing:
         raise ConfigError(_KEY, f"found a pipe, socket or device at `{corpus}`, expected a file or a folder")
     if path.suffix not in suffixes:
         raise ConfigError(_KEY, f"found no usable file at `{corpus}`, expected {', '.join(suffixes)}{_hint(path)}")
-    return Listing([path.parent.resolve() / path.name])  # a link's own suffix counts, not that of its target
+    return Listing([path.parent.resolve() / path.name])  # use the suffix of a symbolic link, not of its target
 
 
 def _hint(path: Path) -> str:
-    """How a compressed file can be read."""
+    """Return advice on how to read a compressed file; empty if there is none."""
     if tuple(path.suffixes[-2:]) in _STREAMED_ONLY:
         return f"; `corpus: {STREAMED}{path}` streams this file"
     return "; unpack this file" if path.suffix in _COMPRESSED else ""

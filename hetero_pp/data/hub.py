@@ -1,8 +1,8 @@
-"""Streamed shards of documents, by the Hugging Face `datasets` library: the only file that imports it.
+"""Streamed shards of documents, read with the Hugging Face `datasets` library. Only this file imports the library.
 
-A dataset of the Hub, a folder of the same layout and a pattern of files give the same thing: files, each a shard. The
-library finds, fetches and decompresses them. Of JSON it reads lines, which are parsed here: its own reader wants one
-schema of all fields in all files, which web corpora such as DCLM do not have.
+A dataset of the Hub, a folder with the same layout and a file pattern all become a list of files, each one a shard. The
+library finds, fetches and decompresses them. JSON is read as lines and parsed here. The library's own JSON reader
+requires one schema in all files, which web corpora such as DCLM do not have.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hetero_pp.units import format_count
 
 _KEY = ("data", "corpus")
 _ROWS = 256
-"""Documents read at once: datasets would take 15 times as long to give them one by one."""
+"""Rows read at once: `datasets` takes 15 times as long if it yields them one by one."""
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 _FORMATS = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}
-"""Suffix of a file -> what of datasets reads it."""
+"""File suffix -> name of the `datasets` reader."""
 
 
 class Shards:
@@ -42,7 +42,7 @@ class Shards:
         skips: str = "",
         on_null: Callable[[Rows], object] = lambda _: None,
     ) -> None:
-        """`on_null` is told of the rows that were read so far at the 1st, 2nd, 4th, 8th, ... row that is null."""
+        """Open a split. `on_null` is called at the 1st, 2nd, 4th, 8th, ... null row, with the counts so far."""
         self.rows = Rows()
         """The rows that were read, in every epoch again."""
         self._on_null = on_null
@@ -53,18 +53,20 @@ class Shards:
         self._files = files
         self._dataset = dataset.with_format("arrow")
         self._field = field
-        if dataset.column_names == []:  # datasets was asked for one column, and says no more
+        if dataset.column_names == []:  # `datasets` was asked for one column, and does not report a missing one
             raise ConfigError(("data", "text_field"), f"found `{field}`, expected a column of {_columns_of(files[0])}")
 
     @property
     def fingerprint(self) -> str:
-        """A digest that differs where the files do: of the Hub's with their commit, of others by size and time."""
+        """A digest that changes with the files: Hub files are identified by commit, local files by size and
+        modification time.
+        """
         return hashlib.sha256(json.dumps([_stamp(file) for file in self._files]).encode()).hexdigest()
 
     def documents(self, shard: int, start: int) -> Iterator[str]:
-        """The texts of a shard from document `start` on; one that is null is empty.
+        """Yield the texts of a shard, starting with document `start`. A null text is yielded as an empty string.
 
-        Raises ConfigError if the file cannot be read, has no text in the field, or has only null there.
+        Raises ConfigError if the file cannot be read, lacks the text field, or contains only null there.
         """
         rows = nulls = 0
         for text in self._rows(shard, start):
@@ -81,7 +83,9 @@ class Shards:
             raise ConfigError(_KEY, f"{self._files[shard]}: found {found}, expected text")
 
     def _rows(self, shard: int, start: int) -> Iterator[str | None]:
-        """The texts of a shard from row `start` on, None for null. Raises ConfigError if the file cannot be read."""
+        """Yield the texts of a shard, starting with row `start`, None for null. Raises ConfigError if the file cannot
+        be read.
+        """
         file = self._files[shard]
         read = _parquet if _format_of(file) == "parquet" else _json_lines
         number = 0
@@ -94,12 +98,12 @@ class Shards:
             raise
         except UnicodeDecodeError:
             raise _bad_line(file) from None
-        except Exception as error:  # formats, compression and the network raise their own, with no common base
+        except Exception as error:  # formats, compression and network errors have no common base class
             raise ConfigError(_KEY, f"{file}: cannot be read ({_line(error)})") from error
 
 
 def _columns_of(file: str) -> str:
-    """The file and the names of its columns; of one that is compressed as a whole the file alone."""
+    """Return the file and its column names, for an error message; only the file if it is not a plain .parquet file."""
     if Path(file).suffix != ".parquet":
         return file
     import fsspec
@@ -123,7 +127,7 @@ def _parquet(table: Any, file: str, number: int, field: str) -> Iterator[str | N
 
 
 def _bad_line(file: str) -> ConfigError:
-    """The error for lines that are not UTF-8. `datasets` names no line, so the file is read again to find it."""
+    """Return the error for lines that are not UTF-8. `datasets` names no line, so the file is read again to find it."""
     import fsspec
 
     with fsspec.open(file, "rb", compression="infer") as opened:
@@ -131,9 +135,9 @@ def _bad_line(file: str) -> ConfigError:
 
 
 def open_splits(settings: DataSettings) -> dict[str, Shards]:
-    """The splits of the streamed corpus by name.
+    """Open the splits of the streamed corpus, by name.
 
-    Raises ConfigError if there is no such dataset, folder or file, or if the library is not installed.
+    Raises ConfigError if the dataset, folder or file does not exist, or if the library is not installed.
     """
     try:
         from datasets import load_dataset, load_dataset_builder
@@ -141,7 +145,7 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
     except ImportError:
         extra = "which needs an extra: pip install 'hetero-pp[datasets]'"
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {extra}") from None
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which members that just end would leak
+    tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which leaks when a member exits abruptly
     try:
         found = _matching(settings) or load_dataset_builder(**_dataset(settings)).config.data_files
         files, skips = _each_once(found, settings)
@@ -150,7 +154,7 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
         splits = load_dataset(_format_of(first), data_files=files, streaming=True, **columns)
     except ConfigError:
         raise
-    except Exception as error:  # a dozen kinds, from a missing folder to no network
+    except Exception as error:  # a dozen error types, from a missing folder to no network
         expected = f"expected a dataset that can be opened ({_line(error)})"
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {expected}") from error
     field = settings.text_field
@@ -164,7 +168,10 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
 def _each_once(
     found: Mapping[str, Sequence[str]], settings: DataSettings
 ) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
-    """The files of each split, each real file once, and in words what is skipped. Raises ConfigError if none is."""
+    """Return the files of each split, each real file once, and a text about skipped files.
+
+    Raises ConfigError if a split has no usable file.
+    """
     assert settings.streamed is not None
     kept = {split: each_once(files, settings.streamed) for split, files in found.items()}
     for files, skips in kept.values():
@@ -177,7 +184,7 @@ def _each_once(
 
 
 def _dataset(settings: DataSettings) -> dict[str, Any]:
-    """What load_dataset_builder is called with for a dataset of the Hub, or for a folder like one."""
+    """Return the arguments of load_dataset_builder for a dataset of the Hub or a folder with the same layout."""
     assert settings.streamed is not None
     is_named = is_on_the_hub(settings.streamed)
     path = settings.streamed if is_named else str(Path(settings.streamed).expanduser().absolute())
@@ -185,7 +192,7 @@ def _dataset(settings: DataSettings) -> dict[str, Any]:
 
 
 def _matching(settings: DataSettings) -> Mapping[str, list[str]]:
-    """The files of a pattern, as the split to train on; empty if the corpus is a dataset or a folder like one."""
+    """Return the files that match a pattern, as the training split; empty if the corpus is a dataset or a folder."""
     assert settings.streamed is not None
     path = Path(settings.streamed).expanduser().absolute()
     if is_on_the_hub(settings.streamed) or path.is_dir():
@@ -202,7 +209,7 @@ def _matching(settings: DataSettings) -> Mapping[str, list[str]]:
 
 
 def _format_of(file: str) -> str:
-    """What of datasets reads a file. Raises ConfigError if nothing does."""
+    """Return the name of the `datasets` reader for a file. Raises ConfigError if there is none."""
     suffixes = [suffix for suffix in Path(file).suffixes if suffix not in _COMPRESSED]
     if not suffixes or suffixes[-1] not in _FORMATS:
         raise ConfigError(_KEY, f"found `{file}`, expected {', '.join(_FORMATS)}, or those compressed (.gz, .zst)")
@@ -210,7 +217,7 @@ def _format_of(file: str) -> str:
 
 
 def _stamp(file: str) -> Sequence[str | int]:
-    """What tells a file from another one in its place; where it lies on this machine does not matter."""
+    """Return the identity of a file's content; its location on this machine does not matter."""
     path = Path(file)
     if not path.exists():
         return [file]  # a URL of the Hub: hf://datasets/owner/name@COMMIT/...

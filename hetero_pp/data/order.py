@@ -1,8 +1,8 @@
-"""The order in which a replica reads the documents of a streamed corpus: shuffled, and exact to go on with.
+"""Shuffled order in which a replica reads the documents of a streamed corpus, with exact resumption.
 
-Documents are read in blocks of `shuffle_buffer`; a block is permuted by a key and given out whole before the next is
-read. Unlike a buffer that is refilled one document at a time, whose content depends on all that was read before,
-this is a function of where the block starts. So a position is a few numbers, and going on costs reading one block.
+Documents are read in blocks of `shuffle_buffer`. A block is permuted by a key and consumed completely before the next
+one is read. The content of a buffer that is refilled one document at a time would depend on everything read before. A
+block depends only on its start, so a position is a few numbers, and resuming costs reading one block.
 """
 
 from __future__ import annotations
@@ -28,45 +28,46 @@ class ShardReader(Protocol):
     count: int
 
     def documents(self, shard: int, start: int) -> Iterator[str]:
-        """The texts of a shard from document `start` on."""
+        """Yield the texts of a shard, starting with document `start`."""
 
 
 class Position(NamedTuple):
-    """Where a replica stands in the stream."""
+    """Position of a replica in the stream."""
 
     epoch: int
-    """That is being read; there may be parts left of earlier ones if the number of replicas changed."""
+    """Current epoch. `parts` may include remainders of earlier epochs if the number of replicas changed."""
     block: int
-    """Blocks of the epoch before this one."""
+    """Number of completed blocks of this epoch."""
     parts: tuple[Part, ...]
-    """All that the replica has to read in this epoch from the start of the block on."""
+    """Everything that the replica has to read in this epoch, from the start of the block on."""
     read: Mapping[Document, int | None]
-    """Of these parts: tokens that were given of a document before (None: all), when there were other replicas."""
+    """Documents of these parts that were consumed before the number of replicas changed -> tokens consumed (None: all).
+    """
     taken: int = 0
-    """Documents of the block that were given."""
+    """Number of consumed documents of the block."""
     offset: int = 0
-    """Tokens of the next one that were given, counted from its start."""
+    """Number of consumed tokens of the next document."""
 
     def as_json(self) -> dict[str, Any]:
-        """As plain numbers, lists and strings."""
+        """Return the position as plain numbers, lists and strings."""
         read = [[*document, tokens] for document, tokens in self.read.items()]
         return self._asdict() | {"parts": [list(part) for part in self.parts], "read": read}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Position:
-        """What `as_json` was called on."""
+        """Return the position of which `as_json` returned this state."""
         parts = tuple(Part(*part) for part in state["parts"])
         read = {(epoch, shard, number): tokens for epoch, shard, number, tokens in state["read"]}
         return cls(**{**state, "parts": parts, "read": read})
 
 
 Block = tuple[Position, list[tuple[Document, str]]]
-"""The start of a block and its documents with their texts, in the order in which they are given."""
+"""Start of a block, and its documents with their texts in shuffled order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What decides the order in which replica `replica` of `replicas` reads the shards' documents."""
+    """Parameters of the order in which replica `replica` of `replicas` reads the documents of the shards."""
 
     shards: ShardReader
     seed: int
@@ -74,17 +75,17 @@ class Order:
     replicas: int
     shuffle_buffer: int
     held_out: int = 0
-    """Documents at the start of shard 0 that nobody trains on."""
+    """Documents at the start of shard 0 that no replica trains on."""
 
     def start(self, epoch: int) -> Position:
-        """The start of an epoch."""
+        """Return the start position of an epoch."""
         return Position(epoch, 0, self._share(epoch), {})
 
     def _share(self, epoch: int) -> tuple[Part, ...]:
         return deal(epoch_of(self.shards.count, epoch, self.seed, self.held_out), self.replicas, self.replica)
 
     def blocks(self, position: Position) -> Iterator[Block]:
-        """The blocks of the rest of the epoch, from the one of the position on."""
+        """Yield the remaining blocks of the epoch, starting with the block of the position."""
         reader = self._read(position)
         at = position
         while block := list(islice(reader, self.shuffle_buffer)):
@@ -96,7 +97,7 @@ class Order:
             at = at._replace(block=at.block + 1, parts=(rest, *position.parts[index + 1 :]), taken=0, offset=0)
 
     def _read(self, position: Position) -> Iterator[tuple[int, Document, str]]:
-        """Documents of the parts in order, without those that are blank or were given: (which part, document, text)."""
+        """Yield (part index, document, text) in order, without blank and already consumed documents."""
         for index, part in enumerate(position.parts):
             texts = self.shards.documents(part.shard, part.start)
             for number, text in enumerate(islice(texts, 0, None, part.step)):
@@ -105,7 +106,9 @@ class Order:
                     yield index, document, text
 
     def left(self, position: Position, until: int) -> tuple[list[Part], dict[Document, int | None]]:
-        """What the replica at a position has not given yet up to the end of epoch `until`, and what it has of that."""
+        """Return the parts that the replica has left up to the end of epoch `until`, and the consumed documents among
+        them.
+        """
         read = dict(position.read)
         _, block = next(self.blocks(position), (position, []))
         read |= {document: None for document, _ in block[: position.taken]}
@@ -116,10 +119,11 @@ class Order:
 
 
 def go_on_with(orders: Sequence[Order], positions: Sequence[Position], replicas: int, replica: int) -> Position:
-    """The position of replica `replica` of now `replicas` after all of before (`orders`) came to `positions`.
+    """Return the position of replica `replica` of `replicas` after the number of replicas changed.
 
-    What they had not given yet up to the end of the latest epoch that one of them was in is dealt anew, so that every
-    document is given as often as if nothing had changed: the rest of one that was given in part, too.
+    `orders` and `positions` describe all replicas before the change. Everything that they had not consumed, up to the
+    end of the latest epoch that any of them reached, is dealt again. Every document, even a partly consumed one, is
+    therefore read as many times as if nothing had changed.
     """
     epoch = max(position.epoch for position in positions)
     ranked: list[tuple[int, int, Part]] = []
@@ -128,12 +132,14 @@ def go_on_with(orders: Sequence[Order], positions: Sequence[Position], replicas:
         parts, own_read = order.left(position, epoch)
         ranked += [(part.epoch, number, part) for number, part in enumerate(parts)]
         read |= own_read
-    mine = deal([part for _, _, part in sorted(ranked)], replicas, replica)  # those begun come first, spread over all
+    mine = deal(
+        [part for _, _, part in sorted(ranked)], replicas, replica
+    )  # started parts come first, divided among all replicas
     return Position(epoch, 0, mine, _within(read, mine))
 
 
 def _within(read: Mapping[Document, int | None], parts: Iterable[Part]) -> dict[Document, int | None]:
-    """Of the documents that were read, those that the parts hold."""
+    """Keep the consumed documents that lie in the given parts."""
     by_shard: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
         by_shard.setdefault((part.epoch, part.shard), []).append(part)

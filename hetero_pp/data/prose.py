@@ -1,4 +1,4 @@
-"""English sentences that every machine with hetero-pp has: what the docstrings of the packages that it needs say."""
+"""English sentences that every installation has: docstrings of the packages that hetero-pp requires."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 from hetero_pp.errors import ConfigError
 
 PACKAGES = ("torch", "numpy", "scipy", "sympy", "networkx", "matplotlib")
-"""hetero-pp needs all of them, by itself or because torch does; none is a part of Python's standard library."""
+"""Direct or indirect (through torch) requirements of hetero-pp; none belongs to Python's standard library."""
 
 _LEAST_WORDS = 8
 _NOT_PROSE = re.compile(r"\s|>>>|\.\.|:|[-=~^*+|#]{3}")
-"""How a line begins that is indented, a session, a directive, a field, an underline, or of a table."""
+"""Start of a line that is not prose: indentation, a Python session, a directive, a field, an underline, or a table."""
 
 
 def package_folders() -> list[Path]:
-    """Where the packages lie; none of them is imported. Raises ConfigError for one that is not installed."""
+    """Return the folders of the packages without importing them. Raises ConfigError for a package that is not
+    installed.
+    """
     folders = []
     for name in PACKAGES:
         found = find_spec(name)
@@ -31,13 +33,13 @@ def package_folders() -> list[Path]:
 
 
 def prose_of(docstring: str) -> str:
-    """The paragraphs of a docstring that are whole sentences, each on one line, a blank line between two."""
+    """Return the paragraphs of a docstring that are whole sentences, each on one line, separated by blank lines."""
     paragraphs = (_sentences(paragraph) for paragraph in re.split(r"\n\s*\n", docstring))
     return "\n\n".join(text for text in paragraphs if text)
 
 
 def _sentences(paragraph: str) -> str:
-    """The paragraph on one line; nothing if it is code, a list, a heading or a fragment."""
+    """Return the paragraph on one line, or an empty string if it is code, a list, a heading or a fragment."""
     lines = paragraph.strip("\n").split("\n")
     if any(_NOT_PROSE.match(line) for line in lines):
         return ""

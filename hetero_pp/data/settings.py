@@ -14,9 +14,9 @@ STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"
 PROSE = "prose"
 INSTALLED = (STANDARD_LIBRARY, DOCSTRINGS, PROSE)
-"""Corpora that every machine with hetero-pp has."""
+"""Corpora that every installation of hetero-pp contains."""
 STREAMED = "hf:"
-"""What the name of a corpus starts with that is read while training, and never encoded as a whole."""
+"""Prefix of the name of a streamed corpus: it is read during training and never encoded as a whole."""
 _HUB_NAME = re.compile(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -30,7 +30,7 @@ Name = Annotated[str, BeforeValidator(_not_empty)]
 
 
 class StreamSettings(Settings):
-    """What of a streamed corpus is read, and how far apart its documents are shuffled."""
+    """Settings of a streamed corpus: the splits to read, and the size of the shuffle buffer."""
 
     subset: Name | None = Field(None, description="of a dataset that has several, such as `en` of allenai/c4")
     revision: Name | None = Field(None, description="commit, branch or tag of a dataset on the Hub")
@@ -47,7 +47,7 @@ class StreamSettings(Settings):
 
 
 class DataSettings(Settings):
-    """What is read, how it becomes tokens, and what is kept apart for validation."""
+    """Settings of the corpus, its tokenization, and the held-out validation data."""
 
     corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",
@@ -95,11 +95,11 @@ class DataSettings(Settings):
 
     @property
     def names_tokenizer(self) -> bool:
-        """Whether a tokenizer was named. Where none was, a run reads bytes, and a table trains an encoding."""
+        """Whether the user named a tokenizer. Without one, a run reads bytes and a table trains an encoding."""
         return "tokenizer" in self.model_fields_set
 
     def with_absolute_paths(self) -> DataSettings:
-        """The same, with paths that mean the same from any folder."""
+        """Return a copy whose paths are absolute."""
         changes: dict[str, str] = {}
         if self.streamed is not None:
             if not is_on_the_hub(self.streamed):
@@ -112,7 +112,9 @@ class DataSettings(Settings):
 
 
 def is_on_the_hub(target: str) -> bool:
-    """Whether a streamed corpus is `name` or `owner/name` of the Hub: it looks like one, and no such path exists."""
+    """Return whether a streamed corpus is on the Hub: it looks like `name` or `owner/name`, and no such local path
+    exists.
+    """
     return _HUB_NAME.fullmatch(target) is not None and not Path(target).exists()
 
 

@@ -1,7 +1,8 @@
-"""Which part of the text is a replica's, and batches of it: it is shared out anew when a run goes on with others.
+"""Division of the text among replicas, and batches of one share. The text is divided again when the replicas change.
 
-Until then a replica reads its share epoch after epoch. From then on all of them begin with epochs of the new shares,
-in another order: no two read the same in one, as before, but what somebody has read already may be read again.
+A replica reads its share epoch after epoch. After a change, all replicas start epochs of the new shares, in another
+order. Within such an epoch no two replicas read the same text, but text that was read before the change may be read
+again.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ _SHARE = "share"
 
 @dataclass(frozen=True)
 class Share:
-    """One of as many parts of the text as there are replicas."""
+    """One of `replicas` parts of the text."""
 
     replica: int
     replicas: int
     rotation: tuple[int, ...] = ()
-    """Of replicas that come and go: see StoreBatches."""
+    """Optional replicas that rotate their shares (`StoreBatches.rotation`)."""
     round: int = 1
-    """From which on the text is shared out so."""
+    """First round in which this division of the text applies."""
     first_step: int | None = 0
-    """Of the replica's steps, the first that reads it; None: the one that it is at when it hears of it."""
+    """First step of the replica that reads this share; None: its current step when it learns of the share."""
 
     def seed(self, seed: int) -> int:
-        """For the order in which it is read."""
+        """Return the seed for the order in which the share is read."""
         return seed if self.round == 1 else seed_of(seed, "shared out", self.round)
 
 
 class SharedBatches:
-    """Batches of the share that a replica has. Implements Batches."""
+    """Batches of the share that a replica currently has. Implements Batches."""
 
     def __init__(self, share: Share, batches_of: Callable[[Share], Batches]) -> None:
-        """`batches_of`: what the replica trains on while it has a share, from step 0 on."""
+        """Start with a share. `batches_of` returns the batches of a share, from step 0 on."""
         self._batches_of = batches_of
         self._began: list[Any] = []
         """Where the last round began, and the one before if that was not decided then."""
@@ -50,10 +51,10 @@ class SharedBatches:
         self._take(share, share.first_step or 0)
 
     def take(self, share: Share, step: int) -> None:
-        """From step `step` on, read a share; nothing changes if it is the one that is read already."""
+        """Read a share from step `step` on. Nothing changes if this share is already being read."""
         if share.first_step is not None:
             first = share.first_step
-        else:  # the one that it was at, if it has heard of it already
+        else:  # the step of the earlier call, if the replica already learned of this share
             first = self._first if replace(share, first_step=self._first) == self._share else step
         if replace(share, first_step=first) != self._share:
             self._take(share, first)
@@ -63,32 +64,30 @@ class SharedBatches:
         self._first = first
 
     def train(self, step: int) -> Tensor:
-        """See Batches."""
         return self._batches.train(step - self._first)
 
     def read_ahead(self, steps: range) -> None:
-        """See Batches."""
         self._batches.read_ahead(range(steps.start - self._first, steps.stop - self._first))
 
     def remember(self, ahead: bool = False) -> None:
-        """A round begins here; `ahead`: while the one before may have to be read again."""
+        """Mark the start of a round; with `ahead`, the round before may still have to be read again."""
         self._began, self._is_ahead = [*(self._began[-1:] if ahead else ()), self.state()], ahead
 
     def undo(self) -> None:
-        """Go back to where the first round began that may have to be read again."""
+        """Return to the start of the earliest round that may have to be read again."""
         self.load(self._began[0])
 
     def save(self, folder: Path) -> None:
-        """Write where to go on from: before a round that was trained ahead, which may have to be read again."""
+        """Write the position to resume from: after a round trained ahead, the start of that round, which may be read
+        again.
+        """
         save_position(self._began[-1] if self._is_ahead else self.state(), folder)
 
     def state(self) -> Any:
-        """See Batches."""
         own = self._batches.state()
         return own if self._share.round == 1 else {_SHARE: asdict(self._share), "batches": own}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """See Batches."""
         if _SHARE in state:
             saved = state[_SHARE]
             share = Share(**{**saved, "rotation": tuple(saved["rotation"])})

@@ -1,4 +1,4 @@
-"""A streamed corpus as the tokens and the batches of one replica."""
+"""Tokens and batches of one replica from a streamed corpus."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hetero_pp.data.tokenizers import Tokenizer
 from hetero_pp.errors import ConfigError
 
 ENCODED_AT_ONCE = 64
-"""Documents: enough for all cores."""
+"""Number of documents per tokenizer call: enough for all cores."""
 _REMEMBERED = 1024
-"""Steps that reading can go back over."""
+"""Number of recent steps to which reading can go back."""
 
 
 class TokenStream:
-    """The tokens of a replica: of every document its own and a separator; epoch after epoch if `repeat`."""
+    """The tokens of a replica: each document followed by a separator, epoch after epoch if `repeat`."""
 
     def __init__(self, order: Order, tokenizer: Tokenizer, repeat: bool) -> None:
         self.order = order
@@ -32,17 +32,17 @@ class TokenStream:
 
     @property
     def position(self) -> Position:
-        """Where the next token stands."""
+        """Position of the next token."""
         return self._at
 
     def seek(self, position: Position) -> None:
-        """Go to where the stream was before: within the block at no cost, else the block is read again."""
+        """Go back to an earlier position. Within the current block this is free; otherwise the block is read again."""
         if position._replace(taken=0, offset=0) != self._at._replace(taken=0, offset=0):
             self._blocks = None
         self._at = position
 
     def take(self, count: int) -> np.ndarray:
-        """The next tokens, [count]. Raises ConfigError at the end of the corpus unless it may be repeated."""
+        """Return the next tokens, [count]. Raises ConfigError at the end of the corpus if it may not be repeated."""
         pieces = [np.empty(0, np.int64)]
         while count:
             ids = self._document()
@@ -57,7 +57,7 @@ class TokenStream:
         return np.concatenate(pieces)
 
     def _document(self) -> np.ndarray:
-        """The ids of the document at the position, its separator with them."""
+        """Return the ids of the document at the position, including its separator."""
         if self._blocks is None:
             self._open()
         while self._at.taken >= len(self._block):
@@ -70,13 +70,13 @@ class TokenStream:
         return self._encoded[self._at.taken]
 
     def _open(self) -> None:
-        """Read the block of the position, if there is one."""
+        """Read the block at the position, if there is one."""
         self._blocks = self.order.blocks(self._at)
         _, self._block = next(self._blocks, (self._at, []))
         self._encoded: dict[int, np.ndarray] = {}
 
     def _next_block(self) -> None:
-        """Go to the start of the next block, of the next epoch if need be."""
+        """Go to the start of the next block, which may be in the next epoch."""
         assert self._blocks is not None
         found = next(self._blocks, None)
         if found is None:
@@ -86,7 +86,7 @@ class TokenStream:
             self._encoded = {}
 
     def _encode(self) -> None:
-        """Encode the document at the position, and some that follow."""
+        """Encode the document at the position and some documents after it."""
         first = self._at.taken
         ids = encode(self.tokenizer, [text for _, text in self._block[first : first + ENCODED_AT_ONCE]])
         self._encoded = dict(enumerate(ids, start=first))
@@ -108,16 +108,16 @@ class TokenStream:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text and a separator, int64."""
+    """Return the ids of each text, followed by a separator, int64."""
     separator = np.array([tokenizer.separator], np.int64)
     return [np.concatenate([ids.astype(np.int64), separator]) for ids in tokenizer.encode_batch(texts)]
 
 
 class StreamBatches:
-    """What one replica trains on: rows of L + 1 tokens that follow each other in its stream.
+    """Batches of one replica: rows of L + 1 consecutive tokens of its stream.
 
-    The batch of a step is a function of (seed, replica, step), but reaching it costs reading what lies between: from
-    one of the last steps that were asked for, from what was loaded, else from the very start.
+    The batch of a step is a function of (seed, replica, step). Reaching a step requires reading the text before it,
+    from the nearest known position: a recent step, the loaded position, or the start.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, batch_size: int) -> None:
@@ -132,7 +132,7 @@ class StreamBatches:
         """The step after the last that was trained on, and where its batch begins."""
 
     def train(self, step: int) -> torch.Tensor:
-        """The batch of step `step` (from 0), int64 [B, L + 1]; no step before the one that was loaded can be read."""
+        """Return the batch of step `step` (from 0), int64 [B, L + 1]. Steps before the loaded one cannot be read."""
         if step not in self._ahead:
             self._seek(step)
         batch, end = self._ahead[step] if step in self._ahead else self._next()
@@ -140,7 +140,6 @@ class StreamBatches:
         return batch
 
     def read_ahead(self, steps: range) -> None:
-        """See Batches."""
         self._ahead = {}
         self._seek(steps.start)
         try:
@@ -150,19 +149,20 @@ class StreamBatches:
             raise
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins, as plain numbers, lists and strings."""
+        """Return the position of the next batch, as plain numbers, lists and strings."""
         step, position = self._next_is
         return {"step": step, **position.as_json()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave to a replica with the same settings, to the same tokens."""
+        """Restore a state of a replica with the same settings; the following tokens are the same as then."""
         position = dict(state)
         self._go_to(position.pop("step"), Position.from_json(position))
 
     def load_all(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all replicas, in their order, of a run that may have had more of them, or fewer.
+        """Restore the states of all replicas, in their order, of a run that may have had another number of replicas.
 
-        No document is skipped and none repeated; with as many replicas it is what `load` of this one's does.
+        No document is skipped or repeated. With an unchanged number of replicas this equals `load` of this replica's
+        state.
         """
         order = self.stream.order
         if len(states) == order.replicas:
@@ -179,7 +179,7 @@ class StreamBatches:
         self._next_is, self._ahead = (step, position), {}
 
     def _seek(self, step: int) -> None:
-        """Go to where the batch of a step begins."""
+        """Go to the start of the batch of a step."""
         if step != self._step:
             self._step = max(known for known in self._positions if known <= step)
             self.stream.seek(self._positions[self._step])
@@ -187,7 +187,7 @@ class StreamBatches:
             self._next()
 
     def _next(self) -> tuple[torch.Tensor, Position]:
-        """The next batch of the stream, and where it ends."""
+        """Return the next batch of the stream, and the position after it."""
         rows, columns = self.shape
         batch = torch.from_numpy(self.stream.take(rows * columns).reshape(rows, columns))
         self._step += 1

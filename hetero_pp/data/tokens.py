@@ -1,8 +1,8 @@
 """The token store: a corpus, encoded once, as one memory-mapped file of ids.
 
-Documents stand in the order of the sha256 of their text. That is a random order which depends on nothing but
-the documents, so names of files, folders and machines do not matter, and the validation part at the end of
-the file is a random sample of the documents (equal documents are neighbours: hardly one is in both parts).
+Documents are sorted by the sha256 of their text. This random order depends on nothing but the documents, so the names
+of files, folders and machines do not matter. The validation part at the end of the file is a random sample of the
+documents. Equal documents are adjacent, so hardly any document is in both parts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ROWS = ".rows.json"
 _BATCH_CHARACTERS = 1 << 20
 
 Span = tuple[bytes, int, int]
-"""A document: (sha256 of its text, its first token, the one after its last)."""
+"""A document: (sha256 of its text, index of its first token, index after its last token)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """The ids of a corpus: two parts that share no token, for training and for validation.
+    """The ids of a corpus in two disjoint parts, for training and for validation.
 
-    `digest` is the sha256 of the file: two members that have the same read the same tokens.
+    `digest` is the sha256 of the file: members with equal digests read the same tokens.
     """
 
     train: np.ndarray
@@ -47,10 +47,10 @@ class TokenStore:
     path: Path
     digest: str
     notes: tuple[str, ...] = ()
-    """Lines that the user has to see: of the tokenizer, and of rows without text."""
+    """Lines for the user about the tokenizer and about rows without text."""
 
     def describe(self, tokens: int | None) -> str:
-        """What there is to train `tokens` tokens on, in words; None where their number is not known."""
+        """Describe the data for a run of `tokens` tokens in words; None if that number is unknown."""
         epochs = "" if tokens is None else f" ({format_number(tokens / len(self.train), 2)} epochs)"
         return f"{len(self.train):,} tokens to train on{epochs}, {len(self.validation):,} to validate on"
 
@@ -58,10 +58,10 @@ class TokenStore:
 def prepare_tokens(
     settings: DataSettings, cache: Path, tokenizer: Tokenizer | None = None, on_progress: OnProgress = untold
 ) -> TokenStore:
-    """Open the token store of the corpus, encoding it into `cache` unless that was done before.
+    """Open the token store of the corpus. Encode the corpus into `cache` if that was not done before.
 
-    `tokenizer` is by default the one that the settings name. Several processes may call this at once: each
-    writes a file of its own, the files are equal, and renaming one to its final name replaces it whole.
+    `tokenizer` defaults to the one in the settings. Several processes may call this at once: each writes its own file,
+    the files are equal, and each is renamed atomically to the final name.
     """
     tokenizer = tokenizer or load_tokenizer(settings)
     key = json.dumps([_FORMAT, fingerprint(settings), tokenizer.identity, tokenizer.separator])
@@ -93,20 +93,20 @@ def prepare_tokens(
 
 
 def _keep_rows(path: Path, rows: Rows) -> None:
-    """Write beside the tokens how many rows have no text, for processes that find the tokens encoded."""
+    """Write the number of rows without text beside the tokens, for processes that find the tokens already encoded."""
     if rows.null:
         write_whole(path.with_suffix(_ROWS), json.dumps(asdict(rows)).encode())
 
 
 def _kept_rows(path: Path, settings: DataSettings) -> Iterator[str]:
-    """Say in one line how many rows were skipped, if any were."""
+    """Yield one line with the number of skipped rows, if there were any."""
     beside = path.with_suffix(_ROWS)
     if beside.is_file():
         yield Rows(**json.loads(beside.read_text(encoding="utf-8"))).note(settings)
 
 
 def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress) -> Path:
-    """Encode the documents in the order they come, then copy them in the order of their digests."""
+    """Encode the documents in the order in which they arrive, then copy them in the order of their digests."""
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     unordered = scratch / "unordered"
     spans = _encode(texts, tokenizer, dtype, unordered)
@@ -114,7 +114,7 @@ def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progres
     path = scratch / "tokens.npy"
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": source.shape}
     end = 0
-    with path.open("wb") as file:  # not mapped into memory: a disk that is full would kill the process
+    with path.open("wb") as file:  # not memory-mapped: a full disk would kill the process
         np.lib.format.write_array_header_1_0(file, header)
         for _, first, last in sorted(spans):
             file.write(source[first:last].data)
@@ -124,7 +124,7 @@ def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progres
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: Path) -> list[Span]:
-    """Write every document and a separator to a raw file; where each of them is."""
+    """Write every document and a separator to a raw file; return the span of each document."""
     separator = np.array([tokenizer.separator], dtype)
     spans = []
     end = 0
@@ -138,7 +138,9 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: P
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of documents that fit in memory, unless one alone does not."""
+    """Yield lists of documents of about `_BATCH_CHARACTERS` characters, which fit in memory unless one document alone
+    does not.
+    """
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -152,12 +154,12 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _digest(path: Path) -> str:
-    """The sha256 of a file, kept beside it in the format of `sha256sum`."""
+    """Return the sha256 of a file, cached beside it in the format of `sha256sum`."""
     beside = path.with_suffix(".sha256")
     if beside.exists():
         with naming(beside):
             return beside.read_text(encoding="utf-8").split()[0]
     digest = file_sha256(path)
-    with suppress(OSError):  # else it is computed again by who needs it next
+    with suppress(OSError):  # otherwise the next process computes it again
         write_whole(beside, f"{digest}  {path.name}\n".encode())
     return digest

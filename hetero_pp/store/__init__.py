@@ -1,1 +1,1 @@
-"""Where a run keeps what it cannot compute again: a folder, or an object store that all its hosts reach."""
+"""Storage for the data of a run that cannot be recomputed: a folder, or an object store that all hosts reach."""

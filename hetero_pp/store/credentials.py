@@ -1,4 +1,4 @@
-"""Credentials for S3 from the file that Amazon's own tools keep, where no variable has them."""
+"""Credentials for S3 from the file of Amazon's own tools, used if no environment variable contains them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ IN_PLACE_OF_THE_FILE = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-"""Variables that obstore reads credentials from by itself."""
+"""Environment variables from which obstore reads credentials itself."""
 
 _KEYS = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
-"""In the file -> what obstore calls it."""
+"""Key in the file -> name of the obstore option."""
 
 
 def credentials_from_file(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What obstore needs, of the profile AWS_PROFILE (`default`) in ~/.aws/credentials; nothing if variables have it.
+    """Return obstore's options from the profile AWS_PROFILE (`default`) in ~/.aws/credentials; empty if variables are
+    set.
 
-    AWS_SHARED_CREDENTIALS_FILE names another file. Raises ConfigError if a file or profile that was named is not there.
+    AWS_SHARED_CREDENTIALS_FILE names another file. Raises ConfigError if an explicitly named file or profile does not
+    exist.
     """
     if any(environment.get(name) for name in IN_PLACE_OF_THE_FILE):
         return {}

@@ -1,7 +1,7 @@
-"""A store in a folder: each object is a file, written beside, flushed to the disk, and given its name.
+"""A store in a folder. Each object is a file that is written under a temporary name, flushed to disk, and renamed.
 
-Whoever is first has the name by a hard link, which no file system gives twice. A name counts once the folder that holds
-it is on the disk, too.
+`create` uses a hard link, so exactly one of several writers gets a name. A name is durable only once its folder has
+been flushed to disk too.
 """
 
 from __future__ import annotations
@@ -25,35 +25,30 @@ T = TypeVar("T")
 
 
 class FolderStore:
-    """Implements Store on a file system that knows hard links."""
+    """Implements Store on a file system with hard links."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def get(self, key: str) -> bytes:
-        """See Store."""
         with storing("read", self.path(key)):
             return self.path(key).read_bytes()
 
     def put(self, key: str, data: bytes) -> None:
-        """See Store."""
         self._put(key, lambda part: part.write_bytes(data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """See Store."""
         path = self.path(key)
         with storing("written", path):
             return _retried(lambda: _create(path, data))
 
     def below(self, folder: str = "") -> list[str]:
-        """See Store."""
         top = self.path(folder) if folder else self.folder
         with storing("listed", top):
             found = (Path(here) / name for here, _, names in os.walk(top, onerror=_raise) for name in names)
             return sorted(path.relative_to(self.folder).as_posix() for path in found if _is_whole(path.name))
 
     def names(self, folder: str = "") -> list[str]:
-        """See Store."""
         top = self.path(folder) if folder else self.folder
         with storing("listed", top):
             try:
@@ -63,45 +58,38 @@ class FolderStore:
                 return []
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See Store. Folders that are empty then go, too."""
+        """Remove objects, and then the folders that are empty."""
         for path in map(self.path, keys):
             with storing("removed", path):
                 path.unlink(missing_ok=True)
             self._remove_empty(path.parent)
 
     def size(self, key: str) -> int:
-        """See Store."""
         with storing("read", self.path(key)):
             return self.path(key).stat().st_size
 
     def copy(self, key: str, to: str) -> None:
-        """See Store."""
         with storing("read", self.path(key)):
             self.put_file(to, self.path(key))
 
     def put_file(self, key: str, path: Path) -> None:
-        """See Store."""
         self._put(key, lambda part: shutil.copyfile(path, part))
 
     def get_to(self, key: str, path: Path) -> None:
-        """See Store."""
         with storing("read", self.path(key)), whole(path) as part:
             shutil.copyfile(self.path(key), part)
 
     def path(self, key: str) -> Path:
-        """See Store."""
         return self.folder / checked(key)
 
     def url(self, key: str = "") -> str:
-        """See Store."""
         return str(self.folder / key)
 
     def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        """See Store. Nobody reaches a folder by a URL."""
+        """Return None: a folder has no URLs."""
         return None
 
     def forget_parts(self) -> None:
-        """See Store."""
         remove_parts(self.folder)
 
     def _put(self, key: str, write: Callable[[Path], object]) -> None:
@@ -125,7 +113,7 @@ class FolderStore:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, with the name of each on the disk."""
+    """Create a folder and its missing parents, and flush the name of each to disk."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -150,14 +138,14 @@ def _create(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     finally:
-        with suppress(OSError):  # it was never made, or cannot be removed now
+        with suppress(OSError):  # it was never created, or cannot be removed now
             part.unlink()
-        # Also by who lost: it goes on from what the winner wrote, whose name need not be on the disk yet.
+        # Also after losing: the caller continues from the winner's object, whose name may not be on disk yet.
         flush(path.parent)
 
 
 def _retried(write: Callable[[], T]) -> T:
-    """Once more while somebody removes the folder that this one is about to write in, which was empty."""
+    """Call `write` again while another process removes the empty folder into which it writes."""
     for _ in range(MOST_TRIES - 1):
         with suppress(FileNotFoundError):
             return write()
@@ -169,16 +157,17 @@ def _is_whole(name: str) -> bool:
 
 
 def _raise(error: OSError) -> None:
-    """What is removed while one looks is not there."""
+    """Raise an error of os.walk, except that an entry was removed meanwhile."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 @contextmanager
 def storing(done: str, path: Path) -> Iterator[None]:
-    """Have one line say which file cannot be `written`, `read`, ..., why, and what room its disk has.
+    """Convert OSError to StoreError: one line with the file, the operation (`written`, `read`, ...), the reason and
+    free space.
 
-    Raises StoreError instead of OSError; that a file is not there stays what it is.
+    FileNotFoundError stays FileNotFoundError.
     """
     try:
         yield

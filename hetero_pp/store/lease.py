@@ -1,12 +1,14 @@
-"""Who acts for a run, among all who see its store: one at a time, for as long as it lives.
+"""Lease on a run: among all processes that see its store, at most one acts as its coordinator at a time.
 
-It spares a user the surprise of two; what is written is right with two as well (the log gives a record and a term to
-whoever was first). In a folder it is a lock, which the system lets go of however the holder ends. Elsewhere it is
+The lease only protects users from mistakes. Two coordinators do not damage a run, because the log gives each record and
+each incarnation to the first writer. In a folder the lease is a file lock, which the system releases however the holder
+ends. In an object store it consists of two objects:
 
-    coordinator/000002          created by the second to act for the run, so that there is no other second
-    coordinator/000002.beat     written again and again, for as long as it does
+  coordinator/000002          created by the second holder; its creation fails for any other second holder
+  coordinator/000002.beat     heartbeat, rewritten while the holder lives
 
-and whoever wants to be the third waits for one beat: if none comes for as long as the second has promised, it is gone.
+A process that wants to be the third holder waits for a heartbeat. If none arrives within the time that the second
+holder announced, the second holder is considered dead.
 """
 
 from __future__ import annotations
@@ -30,16 +32,17 @@ from hetero_pp.store.store import Store
 FOLDER, LOCK, OVER = "coordinator", "coordinator.lock", b"over"
 
 LEASE_SECONDS = 30.0
-"""Without a beat for so long, who held it is gone; there are three in that time."""
+"""Time without a heartbeat after which the holder is considered dead; three heartbeats are sent in this time."""
 
 Say = Callable[[str], object]
 
 
 @contextmanager
 def acting_for(store: Store, say: Say, on_lost: Say, seconds: float = LEASE_SECONDS) -> Iterator[None]:
-    """Act for the run in this store while the block runs. `on_lost` is told if somebody else has taken over.
+    """Hold the lease on the run of this store while the block runs. `on_lost` is called if another process takes it
+    over.
 
-    Raises ConfigError, one line, if somebody else acts for it.
+    Raises ConfigError, one line, if another process holds the lease.
     """
     path = store.path(LOCK)
     if path is not None:
@@ -76,17 +79,17 @@ def _taken(store: Store, who: str = "") -> ConfigError:
 
 
 class _Holder(BaseModel):
-    """What one who acts says of itself."""
+    """Content of the object that a holder creates."""
 
     who: str
     seconds: float = Field(gt=0)
-    """Without a beat for so long it is gone."""
+    """Time without a heartbeat after which the holder is considered dead."""
     nonce: str = ""
-    """So that nobody else says the same."""
+    """Random text that makes the object unique."""
 
 
 class _Lease:
-    """One who acts, or wants to."""
+    """Lease of this process, held or to be taken."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         self._store = store
@@ -95,7 +98,7 @@ class _Lease:
         self._over = threading.Event()
 
     def take(self, say: Say) -> None:
-        """Be the next. Raises ConfigError if the last still acts, or another is quicker."""
+        """Become the next holder. Raises ConfigError if the last holder is alive or another process is quicker."""
         last = self._last()
         if last and self._lives(last, say):
             raise _taken(self._store, self._told(last).who)
@@ -104,7 +107,7 @@ class _Lease:
         mine = _Holder(who=who, seconds=self._seconds, nonce=secrets.token_hex(16)).model_dump_json().encode()
         key = _key(self._number)
         is_mine = self._store.create(key, mine) or self._store.get(key) == mine
-        # Others may have come and gone since `last` was looked at, and have taken its number away.
+        # Later holders may have come and gone since `last` was read, and have deleted this number.
         if not is_mine or self._last() > self._number:
             raise _taken(self._store, self._told(self._last()).who)
         self._beat(0)
@@ -113,7 +116,7 @@ class _Lease:
 
     @contextmanager
     def kept(self, on_lost: Say) -> Iterator[None]:
-        """Beat while the block runs."""
+        """Send heartbeats while the block runs."""
         thread = threading.Thread(target=self._run, args=(on_lost,), name="lease", daemon=True)
         thread.start()
         try:
@@ -128,7 +131,7 @@ class _Lease:
         count = 0
         while not self._over.wait(self._seconds / 3):
             count += 1
-            with suppress(StoreError):  # it is tried again at the next beat
+            with suppress(StoreError):  # the next heartbeat tries again
                 self._beat(count)
                 last = self._last()
                 if last > self._number:
@@ -155,7 +158,7 @@ class _Lease:
             return None
 
     def _lives(self, number: int, say: Say) -> bool:
-        """Whether it is heard within the time that it has promised, by this machine's clock alone."""
+        """Return whether a heartbeat arrives within the announced time, measured by this machine's clock alone."""
         first, told = self._heard(number), self._told(number)
         if first == OVER:
             return False

@@ -1,4 +1,4 @@
-"""Objects as files for as long as a block runs: where a store has none, a copy is made, or written and then sent."""
+"""Objects as local files while a block runs. For a store without files, a temporary copy is downloaded or uploaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_pp.store.store import Store
 
 @contextmanager
 def reading(store: Store, key: str) -> Iterator[Path]:
-    """An object as a file that is only read; FileNotFoundError if there is none."""
+    """Yield an object as a read-only file. Raises FileNotFoundError if there is none."""
     path = store.path(key)
     if path is not None:
         yield path
@@ -26,7 +26,7 @@ def reading(store: Store, key: str) -> Iterator[Path]:
 
 @contextmanager
 def writing(store: Store, key: str) -> Iterator[Path]:
-    """A path to write a file at, which becomes the object if the block ends well."""
+    """Yield a path to write to. The file becomes the object if the block ends without an exception."""
     path = store.path(key)
     if path is not None:
         with storing("written", path):
@@ -42,7 +42,7 @@ def writing(store: Store, key: str) -> Iterator[Path]:
 
 @contextmanager
 def _scratch(key: str) -> Iterator[Path]:
-    """Where Python's `tempfile` makes files: TMPDIR says where."""
+    """Yield a path in a temporary folder of Python's `tempfile` (set by TMPDIR)."""
     with storing("written", Path(tempfile.gettempdir())):
         folder = tempfile.TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True)
     with folder as name:

@@ -1,6 +1,6 @@
-"""A store of objects by obstore, which only this file imports: S3 and what speaks it, Google's, Azure's, and memory.
+"""Object store based on obstore, which only this file imports: S3-compatible services, Google, Azure, and memory.
 
-A write is whole or nothing there, and conditional where asked: S3's `If-None-Match: *`, and what the others have of it.
+Writes are atomic. `create` uses conditional writes: `If-None-Match: *` on S3, and the equivalent of other services.
 """
 
 from __future__ import annotations
@@ -32,48 +32,47 @@ from hetero_pp.store.store import checked
 from hetero_pp.units import format_bytes
 
 PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
-"""A large file goes up and comes down in parts, each of which may be tried again."""
+"""Size of the parts in which large files are transferred, and their largest number. Each part is retried separately."""
 
 CONNECT_SECONDS, PART_SECONDS = 10, 120
-"""For a connection; for one request, or one part, on the slowest line that is of use."""
+"""Time limits of a connection attempt, and of one request or part on the slowest useful line."""
 
 KEYS_MAX = 1_000_000
-"""Objects below one folder; a round of 1,000 replicas has fewer."""
+"""Largest number of objects below one folder; a round of 1,000 replicas has fewer."""
 
 LISTING_BYTES_MAX, LISTING_CHECK_SECONDS = 2**29, 0.2
-"""Memory that one listing may take, and how often that is looked at."""
+"""Memory that one listing may take, and the interval of the check."""
 
 SILENT_SECONDS = 10.0
-"""After which a user is told that a store does not answer."""
+"""Time after which the user is told that a store does not answer."""
 
 BACKOFF = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 RETRIES = 1000
-"""After a lost connection or an error of the server, with pauses that grow: patience ends them, not their number."""
+"""Retries after a lost connection or a server error, with growing pauses. In practice the time limit (`patience`) ends
+them.
+"""
 
 
 class ObjectStore:
-    """Implements Store."""
+    """Implements Store on an object service."""
 
     def __init__(self, url: str, options: Mapping[str, str], patience: float = 60.0) -> None:
-        """`options` are obstore's for such a URL; what fails is tried again for so many seconds, of `patience`.
+        """Open a store. `options` are obstore's for the URL; a failed request is retried for up to `patience` seconds.
 
-        Raises StoreError if the URL, or what it needs beside it, is not known.
+        Raises StoreError if the URL or an option is invalid.
         """
         self._url = url.rstrip("/")
         self._objects = _opened(url, options, patience)
 
     def get(self, key: str) -> bytes:
-        """See Store."""
         with self._told("read", key), self._watched(key):
             return bytes(obstore.get(self._objects, checked(key)).bytes())
 
     def put(self, key: str, data: bytes) -> None:
-        """See Store."""
         with self._told("written", key):
             obstore.put(self._objects, checked(key), data, chunk_size=PART_BYTES)
 
     def create(self, key: str, data: bytes) -> bool:
-        """See Store."""
         with self._told("written", key):
             try:
                 obstore.put(self._objects, checked(key), data, mode="create", use_multipart=False)
@@ -82,7 +81,6 @@ class ObjectStore:
             return True
 
     def below(self, folder: str = "") -> list[str]:
-        """See Store."""
         with self._told("listed", folder):
             found: list[str] = []
             for page in self._pages(folder):
@@ -92,19 +90,17 @@ class ObjectStore:
             return sorted(found)
 
     def names(self, folder: str = "") -> list[str]:
-        """See Store."""
         with self._told("listed", folder), self._watched(folder):
             found = self._listed(checked(folder) if folder else None)
         folders = [f"{_name(prefix)}/" for prefix in found["common_prefixes"]]
-        own = checked(folder) if folder else ""  # some services list a folder itself, too
+        own = checked(folder) if folder else ""  # some services also list the folder itself
         return sorted([*folders, *(_name(one["path"]) for one in found["objects"] if one["path"] != own)])
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See Store."""
         with self._told("removed", keys[0] if keys else ""):
             try:
                 obstore.delete(self._objects, [checked(key) for key in keys])
-            except FileNotFoundError:  # where one that is not there is an error, others may be left
+            except FileNotFoundError:  # some services stop at a missing object, so others may be left
                 with ThreadPoolExecutor(8) as pool:
                     list(pool.map(self._delete_one, keys))
 
@@ -115,23 +111,21 @@ class ObjectStore:
             return
 
     def size(self, key: str) -> int:
-        """See Store."""
         with self._told("read", key), self._watched(key):
             return int(obstore.head(self._objects, checked(key))["size"])
 
     def copy(self, key: str, to: str) -> None:
-        """See Store. Within the service: nothing of it comes here."""
+        """Copy within the service, without a download."""
         with self._told("read", key):
             obstore.copy(self._objects, checked(key), checked(to))
 
     def put_file(self, key: str, path: Path) -> None:
-        """See Store."""
         part = max(PART_BYTES, path.stat().st_size // MOST_PARTS + 1)
         with self._told("written", key):
             obstore.put(self._objects, checked(key), path, chunk_size=part)
 
     def get_to(self, key: str, path: Path) -> None:
-        """See Store. Whose bytes change meanwhile is not noticed here: a digest does that."""
+        """Write an object to a file. A change of the object meanwhile is not detected; callers check a digest."""
         with self._told("read", key):
             size = self.size(key)
             with whole(path) as part, part.open("wb") as file:
@@ -140,25 +134,23 @@ class ObjectStore:
                     file.write(obstore.get_range(self._objects, key, start=start, end=end))
 
     def path(self, key: str) -> Path | None:
-        """See Store. Objects are no files."""
+        """Return None: objects are not files."""
         return None
 
     def url(self, key: str = "") -> str:
-        """See Store."""
         return f"{self._url}/{key}".rstrip("/")
 
     def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        """See Store."""
         if isinstance(self._objects, MemoryStore):
             return None
         with self._told("signed", key):
             return obstore.sign(self._objects, method, checked(key), timedelta(seconds=seconds))
 
     def forget_parts(self) -> None:
-        """See Store. What was sent of objects that are not whole goes as the bucket's rules say."""
+        """Do nothing: incomplete uploads are removed by the bucket's lifecycle rules."""
 
     def _pages(self, folder: str) -> Iterator[list[str]]:
-        """The keys below a folder, as many at once as the service gives."""
+        """Yield the keys below a folder, one page of the service at a time."""
         pages = iter(obstore.list(self._objects, checked(folder) if folder else None))
         while True:
             with self._watched(folder):
@@ -168,9 +160,9 @@ class ObjectStore:
             yield [one["path"] for one in page]
 
     def _listed(self, prefix: str | None) -> Any:
-        """What is right in a folder. Raises StoreError for a listing that grows without an end.
+        """List one level of a folder. Raises StoreError if the listing takes more than LISTING_BYTES_MAX.
 
-        obstore gathers all pages itself. So the memory that this process gains meanwhile bounds it.
+        obstore gathers all pages itself, so the growth of this process's memory is what is limited.
         """
 
         async def listed() -> Any:
@@ -184,12 +176,12 @@ class ObjectStore:
                     raise StoreError(f"{self.url(prefix or '')}: its list of objects {told}")
             return asked.result()
 
-        with ThreadPoolExecutor(1) as own:  # a notebook's thread has a loop of its own already
+        with ThreadPoolExecutor(1) as own:  # the thread of a notebook already has a running event loop
             return own.submit(lambda: asyncio.run(listed())).result()
 
     @contextmanager
     def _watched(self, key: str) -> Iterator[None]:
-        """Say on standard error, ever more rarely, how long the store has been silent while the block waits for it."""
+        """Report on standard error, at growing intervals, how long the store has not answered while the block runs."""
         answered, since = threading.Event(), time.monotonic()
 
         def watch() -> None:
@@ -209,7 +201,10 @@ class ObjectStore:
 
     @contextmanager
     def _told(self, done: str, key: str) -> Iterator[None]:
-        """Have one line say which object cannot be used, and why."""
+        """Convert errors of obstore to StoreError: one line with the object and the reason.
+
+        FileNotFoundError stays FileNotFoundError for a read, unless the whole bucket is missing.
+        """
         try:
             yield
         except FileNotFoundError as error:
@@ -221,7 +216,7 @@ class ObjectStore:
 
 
 def _opened(url: str, options: Mapping[str, str], patience: float) -> Any:
-    """Of the many kinds of obstore; each takes what `options` says in a type of its own."""
+    """Open the obstore store of a URL; the types of `options` differ by store, hence the casts."""
     client = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "timeout": timedelta(seconds=PART_SECONDS),
@@ -238,9 +233,9 @@ def _opened(url: str, options: Mapping[str, str], patience: float) -> Any:
 
 
 def _proxy_options(endpoint: str) -> dict[str, str]:
-    """Options that keep the environment's proxy for public services alone; none if it names no proxy.
+    """Return options that apply the environment's proxy to public services only; empty if no proxy is set.
 
-    obstore ignores the environment only where it is given a proxy, so it is given one with exceptions.
+    obstore ignores the environment only if it is given a proxy, so it is given one with exceptions.
     """
     proxies, parts = getproxies_environment(), urlsplit(endpoint)
     url = proxies.get(parts.scheme or "https", proxies.get("all", ""))
@@ -257,9 +252,9 @@ def _name(path: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, of an error that tells it over many lines: the server's words, the system's, or the first line."""
+    """Shorten an error of many lines to the server's message, the system's message, or its first line."""
     text = str(error)
-    if "169.254.169.254" in text:  # where a machine of a cloud is given its credentials: asked last of all
+    if "169.254.169.254" in text:  # metadata service of cloud machines, the last source of credentials that is tried
         return "found no credentials: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     said = re.search(r"<Message>(.+?)</Message>", text, re.DOTALL) or re.search(r'\bmessage: "(.+?)"', text)
     first = text.split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""The store that a URL names: a folder, or objects of a service."""
+"""Opens the store that a URL names: a folder, or objects of a service."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from hetero_pp.store.store import Store
 
 SCHEMES = ("s3", "gs", "az", "memory")
 OPTIONS = ("endpoint", "region")
-"""What may stand behind a URL's question mark; credentials may not."""
+"""Options allowed in the query of a URL; credentials are not."""
 
 
 def open_store(url: str, endpoint: str | None = None, region: str | None = None, name: str = "") -> Store:
-    """A path or file:// is a folder; s3://, gs:// and az:// name a bucket and where in it; memory:// ends with it.
+    """Open the store of a URL, below the name `name`.
 
-    `endpoint` is where a service that is not Amazon's speaks S3, such as http://127.0.0.1:8333; it and `region` may
-    stand in the URL: s3://bucket/folder?endpoint=...&region=... Credentials are what the usual variables say
-    (AWS_ACCESS_KEY_ID, ...), or for S3 the file of Amazon's tools. `name`: what lies below the URL, under this name.
+    A path or file:// names a folder; s3://, gs:// and az:// name a bucket and a folder in it. The content of memory://
+    is lost when the process ends.
 
-    Raises ConfigError if there is no such store, or what it needs is not installed; StoreError if something is missing
-    that its kind needs.
+    `endpoint` is the address of an S3-compatible service that is not Amazon's, such as http://127.0.0.1:8333. It and
+    `region` may also be given in the URL: s3://bucket/folder?endpoint=...&region=... Credentials come from the usual
+    environment variables (AWS_ACCESS_KEY_ID, ...), or for S3 from the credentials file of Amazon's tools.
+
+    Raises ConfigError if the URL names no store or its extra is not installed, and StoreError if a required option is
+    missing.
     """
     folder = folder_of(url)
     if folder is not None:
@@ -41,7 +44,7 @@ def open_store(url: str, endpoint: str | None = None, region: str | None = None,
 
 
 def folder_of(url: str) -> Path | None:
-    """The folder that a URL names, if it names one."""
+    """Return the folder that a URL names, or None if it names no folder."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return Path(url2pathname(parts.path))
@@ -49,7 +52,7 @@ def folder_of(url: str) -> Path | None:
 
 
 def parsed(url: str) -> tuple[str, dict[str, str]]:
-    """A URL without what stands behind its question mark, and that. Raises ConfigError if it names no store."""
+    """Return a URL without its query, and the query's options. Raises ConfigError if it names no store."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         return url, {}

@@ -1,4 +1,4 @@
-"""Bytes to and from a store by a URL that its owner has signed: who has the URL needs no credentials."""
+"""Transfers objects through presigned URLs, which require no credentials of the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_pp.errors import StoreError
 from hetero_pp.proxies import needs_no_proxy
 
 HEADERS = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockBlob"}
-"""The second is Azure's, and of no meaning to others."""
+"""Headers of an upload. The second one is required by Azure and ignored by other services."""
 
 _ANSWER_BYTES_MAX = 64 * 2**10
 
@@ -36,7 +36,7 @@ def is_of(url: str, origins: Sequence[str]) -> bool:
     """
     try:
         asked, known = _origin(url), [_origin(origin) for origin in origins]
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is not a number
         return False
     return any(asked[::2] == one[::2] and _is_host(asked[1], one[1]) for one in known)
 
@@ -52,18 +52,19 @@ def _is_host(host: str, pattern: str) -> bool:
 
 
 def upload(url: str, data: bytes, timeout: float) -> None:
-    """PUT an object; `timeout` in seconds is for whatever of it stands still. It may be done again after an error.
+    """PUT an object. It is safe to repeat after an error. `timeout` limits, in seconds, each period without progress.
 
-    Raises StoreError, one line without the signature, unless the store has confirmed that it keeps the object.
+    Raises StoreError, one line without the signature, unless the store confirmed that it keeps the object.
     """
-    # The timeout would be for all bytes together if they were given at once; of a file it is for each part.
+    # For a bytes body the timeout would apply to the whole transfer; for a file it applies to each part.
     headers = HEADERS | {"Content-Length": str(len(data))}
     _ask(urllib.request.Request(url, io.BytesIO(data), headers, method="PUT"), "uploaded", timeout, _ANSWER_BYTES_MAX)
 
 
 def download(url: str, size: int, timeout: float) -> bytes:
-    """GET an object of so many bytes. Raises StoreError as `upload` does, and if it has more or fewer;
-    FileNotFoundError if there is none.
+    """GET an object of exactly `size` bytes.
+
+    Raises StoreError as `upload` does, and for another size; FileNotFoundError if there is no such object.
     """
     data = _ask(urllib.request.Request(url), "downloaded", timeout, size + 1)
     if len(data) != size:
@@ -90,5 +91,5 @@ def _ask(request: urllib.request.Request, done: str, timeout: float, most: int) 
 
 
 def without_signature(url: str) -> str:
-    """What messages call an object that a URL is for."""
+    """Return the URL without its signature, for messages."""
     return urlsplit(url)._replace(query="", fragment="").geturl()

@@ -1,4 +1,4 @@
-"""The `store` section of the YAML."""
+"""Settings of the section `store` of the YAML."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HOSTS = {
     "gs": ("storage.googleapis.com",),
     "az": ("*.blob.core.windows.net",),
 }
-"""Where each service has its objects."""
+"""Host names of each service's objects."""
 
 
 class StoreSettings(Settings):
-    """Where the log lies: snapshots, round records, contributions. Credentials are never in the YAML."""
+    """Location of the run log: run checkpoints, round records, contributions. The YAML never contains credentials."""
 
     url: str | None = Field(
         None,
@@ -76,12 +76,12 @@ class StoreSettings(Settings):
         return bare if endpoint is None else f"{bare}?{urlencode({'endpoint': endpoint})}"
 
     def with_absolute_paths(self) -> StoreSettings:
-        """The same, with a path that means the same from any folder."""
+        """Return a copy whose path is absolute."""
         folder = None if self.url is None else folder_of(self.url)
         return self if folder is None else self.model_copy(update={"url": str(folder.absolute())})
 
     def open(self, name: str, otherwise: Path) -> Store:
-        """The store of the run of this name; a folder otherwise. Raises ConfigError or StoreError."""
+        """Open the store of a run, or the folder `otherwise` if no URL is set. Raises ConfigError or StoreError."""
         if self.url is None:
             return open_store(str(otherwise))
         try:

@@ -1,8 +1,8 @@
-"""What a run asks of the place where it keeps things: whole objects by key, and one that has its key first.
+"""Interface of a store: whole objects by key, with atomic creation.
 
-A key is words joined by slashes, such as "round-000007/record.json". What is written is there whole or not at all, and
-durable once a call returns. Nobody else's object is ever replaced by `create`: that decides, between any number of
-processes on any machines, who was first.
+A key consists of words joined by slashes, such as "round-000007/record.json". Writes are atomic, and durable once the
+call returns. `create` never replaces an object of another process. It therefore decides, among any number of processes
+on any machines, which one was first.
 """
 
 from __future__ import annotations
@@ -13,63 +13,65 @@ from typing import Literal, Protocol
 
 
 def checked(key: str) -> str:
-    """A key as it is; ValueError if it is none, as one that leads out of the store."""
+    """Return the key. Raises ValueError for an invalid key, such as one that leads out of the store."""
     if any(word in ("", ".", "..") for word in key.split("/")):
         raise ValueError(f"{key!r} is no key of a store")
     return key
 
 
 class Store(Protocol):
-    """Objects by key. Safe to call from many threads.
+    """Objects by key. Safe to call from several threads.
 
     Every call raises StoreError, one line that names the object, if the store cannot be read or written.
     """
 
     def get(self, key: str) -> bytes:
-        """An object's bytes; FileNotFoundError, with the object's name, if there is none."""
+        """Return an object's bytes. Raises FileNotFoundError, with the object's name, if there is none."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep an object; of several the last one stays."""
+        """Write an object, replacing any earlier one."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Keep an object unless there is one; whether this call did.
+        """Write an object unless it exists; return whether this call created it.
 
-        A store that is reached over a network may say False of what it did keep, if its first answer was lost: who has
-        to know writes what nobody else would, and reads it.
+        A store behind a network may return False for an object that it did create, if its first answer was lost. A
+        caller that has to be certain writes unique content and reads it back.
         """
 
     def below(self, folder: str = "") -> list[str]:
-        """The keys of all objects in a folder and below, sorted."""
+        """Return the keys of all objects in a folder and its subfolders, sorted."""
 
     def names(self, folder: str = "") -> list[str]:
-        """What is right in a folder, sorted: names of objects, and of folders with a slash at their end.
+        """Return the direct entries of a folder, sorted: names of objects, and names of folders with a trailing slash.
 
-        A folder that has just become empty may still be named.
+        A folder that has just become empty may still be listed.
         """
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; nothing happens for one that is not there."""
+        """Remove objects; missing objects are ignored."""
 
     def size(self, key: str) -> int:
-        """An object's bytes, counted; FileNotFoundError as `get`."""
+        """Return an object's size in bytes. Raises FileNotFoundError if there is none."""
 
     def copy(self, key: str, to: str) -> None:
-        """Keep an object under another key, too, of any size; FileNotFoundError as `get`."""
+        """Copy an object of any size to another key. Raises FileNotFoundError if there is none."""
 
     def put_file(self, key: str, path: Path) -> None:
-        """Keep a file's content, which need not fit into memory."""
+        """Write an object from a file, which need not fit into memory."""
 
     def get_to(self, key: str, path: Path) -> None:
-        """Write an object to a file, which is there whole or not at all; FileNotFoundError if there is none."""
+        """Write an object to a local file atomically. Raises FileNotFoundError if there is none."""
 
     def path(self, key: str) -> Path | None:
-        """Where an object is as a file of this machine, or will be; None where objects are no files."""
+        """Return the path of an object on this machine, whether it exists or not; None if objects are not files."""
 
     def url(self, key: str = "") -> str:
-        """What messages call an object, or the store."""
+        """Return the name of an object, or of the store, for messages."""
 
     def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        """A URL that lets whoever has it GET or PUT this object, for so long; None where there is no such thing."""
+        """Return a URL that allows any client to GET or PUT this object for `seconds`; None if the store has no such
+        URLs.
+        """
 
     def forget_parts(self) -> None:
-        """Remove what writers that were killed have left; nobody may be writing."""
+        """Remove the remains of killed writers. No process may be writing meanwhile."""
