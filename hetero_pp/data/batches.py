@@ -33,8 +33,9 @@ _KEY = ("data", "corpus")
 
 
 class Batches(Protocol):
-    """Training data of one replica. Every rank of the replica reads whole batches, so the number of ranks has no
-    influence.
+    """Training data of one replica.
+
+    Every rank of the replica reads whole batches, so the number of ranks has no influence.
     """
 
     def train(self, step: int) -> torch.Tensor:
@@ -77,8 +78,9 @@ class StoreBatches:
     replicas: int
     batch_size: int
     rotation: tuple[int, ...] = ()
-    """Numbers of the optional replicas, including this one. In each epoch, each of them reads the shard of the next
-    one.
+    """Numbers of the optional replicas, including this one.
+
+    In each epoch, each of them reads the shard of the next one.
     """
     clusters: Clusters | None = None
     """Clusters that divide the windows among replicas, without rotation; None divides the windows by their numbers."""
@@ -114,9 +116,7 @@ class StoreBatches:
         return windows // self.replicas if self.rotation else len(range(self.replica, windows, self.replicas))
 
     def shard(self, epoch: int) -> int:
-        """Return the shard that this replica reads in an epoch: its windows have this number modulo the number of
-        replicas.
-        """
+        """Return the shard that this replica reads in an epoch: windows with this number modulo `replicas`."""
         if not self.rotation:
             return self.replica
         return self.rotation[(self.rotation.index(self.replica) + epoch) % len(self.rotation)]

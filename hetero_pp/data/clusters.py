@@ -36,16 +36,15 @@ _FORMAT = 1
 _DIGEST = hashlib.sha256().digest_size
 _KEY = ("data", "clusters")
 _SAMPLED, _TOKENS = 20_000, 8 << 20
-"""Largest number of windows, and of tokens in them, that determine the centers. All other windows are only assigned to
-the nearest center, in batches of this size.
+"""Largest number of windows, and of tokens in them, that determine the centers.
+
+All other windows are only assigned to the nearest center, in batches of this size.
 """
 _FEATURES = 64
 _LEAST = 1e-3
 """Smallest singular value that is kept, relative to the largest. Smaller values are mostly rounding errors."""
 _UNIT = 2.0**-20
-"""Unit of features and centers, which are at most 1: sums of 64 products of two of them fit into the 53 bits of a
-float64.
-"""
+"""Unit of features and centers, which are at most 1: sums of 64 products of two fit into float64's 53 bits."""
 _ITERATIONS = 300
 _TRIES = 10
 """Number of starts of k-means until every cluster has windows."""

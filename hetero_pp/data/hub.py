@@ -44,11 +44,11 @@ class Shards:
     ) -> None:
         """Open a split. `on_null` is called at the 1st, 2nd, 4th, 8th, ... null row, with the counts so far."""
         self.rows = Rows()
-        """The rows that were read, in every epoch again."""
+        """Counts of the rows read; a row counts again in each epoch."""
         self._on_null = on_null
         self.count = len(files)
         self.skips = skips
-        """How many files are read, and what is skipped, in words; empty if nothing is."""
+        """Number of files that are read, and what is skipped, in words; empty if nothing is skipped."""
         assert dataset.num_shards == self.count
         self._files = files
         self._dataset = dataset.with_format("arrow")
@@ -58,9 +58,7 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
-        """A digest that changes with the files: Hub files are identified by commit, local files by size and
-        modification time.
-        """
+        """A digest that changes with the files: commits of Hub files, sizes and modification times of local files."""
         return hashlib.sha256(json.dumps([_stamp(file) for file in self._files]).encode()).hexdigest()
 
     def documents(self, shard: int, start: int) -> Iterator[str]:
@@ -83,8 +81,9 @@ class Shards:
             raise ConfigError(_KEY, f"{self._files[shard]}: found {found}, expected text")
 
     def _rows(self, shard: int, start: int) -> Iterator[str | None]:
-        """Yield the texts of a shard, starting with row `start`, None for null. Raises ConfigError if the file cannot
-        be read.
+        """Yield the texts of a shard, starting with row `start`, None for null.
+
+        Raises ConfigError if the file cannot be read.
         """
         file = self._files[shard]
         read = _parquet if _format_of(file) == "parquet" else _json_lines

@@ -41,8 +41,7 @@ class Position(NamedTuple):
     parts: tuple[Part, ...]
     """Everything that the replica has to read in this epoch, from the start of the block on."""
     read: Mapping[Document, int | None]
-    """Documents of these parts that were consumed before the number of replicas changed -> tokens consumed (None: all).
-    """
+    """Documents of these parts that were consumed under another number of replicas -> tokens consumed (None: all)."""
     taken: int = 0
     """Number of consumed documents of the block."""
     offset: int = 0
@@ -106,9 +105,7 @@ class Order:
                     yield index, document, text
 
     def left(self, position: Position, until: int) -> tuple[list[Part], dict[Document, int | None]]:
-        """Return the parts that the replica has left up to the end of epoch `until`, and the consumed documents among
-        them.
-        """
+        """Return the parts that are left up to the end of epoch `until`, and the consumed documents among them."""
         read = dict(position.read)
         _, block = next(self.blocks(position), (position, []))
         read |= {document: None for document, _ in block[: position.taken]}

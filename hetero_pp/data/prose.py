@@ -17,8 +17,9 @@ _NOT_PROSE = re.compile(r"\s|>>>|\.\.|:|[-=~^*+|#]{3}")
 
 
 def package_folders() -> list[Path]:
-    """Return the folders of the packages without importing them. Raises ConfigError for a package that is not
-    installed.
+    """Return the folders of the packages without importing them.
+
+    Raises ConfigError for a package that is not installed.
     """
     folders = []
     for name in PACKAGES:

@@ -112,9 +112,7 @@ class DataSettings(Settings):
 
 
 def is_on_the_hub(target: str) -> bool:
-    """Return whether a streamed corpus is on the Hub: it looks like `name` or `owner/name`, and no such local path
-    exists.
-    """
+    """Return whether a streamed corpus names a Hub dataset: `name` or `owner/name`, and no such local path exists."""
     return _HUB_NAME.fullmatch(target) is not None and not Path(target).exists()
 
 

@@ -45,9 +45,9 @@ class SharedBatches:
         """Start with a share. `batches_of` returns the batches of a share, from step 0 on."""
         self._batches_of = batches_of
         self._began: list[Any] = []
-        """Where the last round began, and the one before if that was not decided then."""
+        """Positions at which the last round began, and the round before it if that one was still undecided then."""
         self._is_ahead = False
-        """Whether the last round was trained ahead of that."""
+        """Whether the last round was trained before the round before it was decided."""
         self._take(share, share.first_step or 0)
 
     def take(self, share: Share, step: int) -> None:
@@ -78,8 +78,9 @@ class SharedBatches:
         self.load(self._began[0])
 
     def save(self, folder: Path) -> None:
-        """Write the position to resume from: after a round trained ahead, the start of that round, which may be read
-        again.
+        """Write the position to resume from.
+
+        After a round that was trained ahead, this is the start of that round, which may have to be read again.
         """
         save_position(self._began[-1] if self._is_ahead else self.state(), folder)
 

@@ -28,7 +28,7 @@ class TokenStream:
         self.repeat = repeat
         self._at = order.start(0)
         self._blocks: Iterator[Block] | None = None
-        """Those after the present one; None before the first is read."""
+        """Blocks after the current one; None before the first is read."""
 
     @property
     def position(self) -> Position:
@@ -125,11 +125,11 @@ class StreamBatches:
         self.shape = (batch_size, sequence_length + 1)
         self._step = 0
         self._positions = {0: stream.position}
-        """Where the batches of the start and of the last steps begin; the first is where reading can go back to."""
+        """Step -> position of its batch, for the earliest known step and the recent ones."""
         self._ahead: dict[int, tuple[torch.Tensor, Position]] = {}
-        """Batches that were read ahead, and where each ends."""
+        """Step -> batch that was read ahead, and the position after it."""
         self._next_is = 0, stream.position
-        """The step after the last that was trained on, and where its batch begins."""
+        """The step after the last trained one, and the position of its batch."""
 
     def train(self, step: int) -> torch.Tensor:
         """Return the batch of step `step` (from 0), int64 [B, L + 1]. Steps before the loaded one cannot be read."""

@@ -138,8 +138,9 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: P
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of documents of about `_BATCH_CHARACTERS` characters, which fit in memory unless one document alone
-    does not.
+    """Yield lists of documents of about `_BATCH_CHARACTERS` characters, so that they fit in memory.
+
+    A single larger document forms a list of its own.
     """
     batch: list[str] = []
     characters = 0

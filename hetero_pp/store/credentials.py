@@ -26,11 +26,10 @@ _KEYS = {
 
 
 def credentials_from_file(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return obstore's options from the profile AWS_PROFILE (`default`) in ~/.aws/credentials; empty if variables are
-    set.
+    """Return obstore's options from ~/.aws/credentials; empty if environment variables contain credentials.
 
-    AWS_SHARED_CREDENTIALS_FILE names another file. Raises ConfigError if an explicitly named file or profile does not
-    exist.
+    AWS_PROFILE names the profile (default: `default`), AWS_SHARED_CREDENTIALS_FILE another file. Raises ConfigError if
+    an explicitly named file or profile does not exist.
     """
     if any(environment.get(name) for name in IN_PLACE_OF_THE_FILE):
         return {}

@@ -164,10 +164,10 @@ def _raise(error: OSError) -> None:
 
 @contextmanager
 def storing(done: str, path: Path) -> Iterator[None]:
-    """Convert OSError to StoreError: one line with the file, the operation (`written`, `read`, ...), the reason and
-    free space.
+    """Convert OSError to StoreError, with one line of text.
 
-    FileNotFoundError stays FileNotFoundError.
+    The line names the file, the operation (`written`, `read`, ...), the reason and the free space. FileNotFoundError
+    stays FileNotFoundError.
     """
     try:
         yield

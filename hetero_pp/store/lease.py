@@ -39,8 +39,9 @@ Say = Callable[[str], object]
 
 @contextmanager
 def acting_for(store: Store, say: Say, on_lost: Say, seconds: float = LEASE_SECONDS) -> Iterator[None]:
-    """Hold the lease on the run of this store while the block runs. `on_lost` is called if another process takes it
-    over.
+    """Hold the lease on the run of this store while the block runs.
+
+    `on_lost` is called if another process takes it over.
 
     Raises ConfigError, one line, if another process holds the lease.
     """

@@ -48,8 +48,9 @@ SILENT_SECONDS = 10.0
 
 BACKOFF = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 RETRIES = 1000
-"""Retries after a lost connection or a server error, with growing pauses. In practice the time limit (`patience`) ends
-them.
+"""Retries after a lost connection or a server error, with growing pauses.
+
+In practice the time limit (`patience`) ends them.
 """
 
 

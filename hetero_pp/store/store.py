@@ -69,9 +69,7 @@ class Store(Protocol):
         """Return the name of an object, or of the store, for messages."""
 
     def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        """Return a URL that allows any client to GET or PUT this object for `seconds`; None if the store has no such
-        URLs.
-        """
+        """Return a URL with which any client may GET or PUT this object for `seconds`; None if unsupported."""
 
     def forget_parts(self) -> None:
         """Remove the remains of killed writers. No process may be writing meanwhile."""
