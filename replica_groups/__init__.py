@@ -1,1 +1,1 @@
-"""Replicas of each kind, the exchange of contributions, the outer round."""
+"""Replicas of each kind, the exchange of contributions, and the outer round."""

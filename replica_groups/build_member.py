@@ -1,4 +1,4 @@
-"""Builds what trains in one member: a whole replica with its engine, or one stage of a group."""
+"""Builds the trainer of one member: a whole replica with its engine, or one stage of a group."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from stages.worker import StageWorker, WorkerSettings
 
 @dataclass(frozen=True)
 class Start:
-    """What of the run's snapshot a member needs."""
+    """Tensors of the run checkpoint that a member needs."""
 
     parameters: Mapping[str, Tensor]
-    """Those that it trains or follows, whole, by name."""
+    """The whole parameters that the member trains or follows, by name."""
     basis: Tensor | None
     """U [D, K']; None if nothing in the run is compressed."""
 
 
 RECEIVE_TIMEOUT = 600.0
-"""Seconds after which a neighbour that sends nothing counts as hanging: far beyond any step of a slow link."""
+"""Seconds without data after which a neighbor is considered hung: far longer than any step on a slow link."""
 
 
 def build_member(
     spec: RunSpec, member: MemberSpec, start: Start, ends: LinkEnds, source: Source | None, ranks: Ranks
 ) -> TrainingMember:
-    """What trains in a member, from what the run starts with. `source`: if it reads the corpus.
+    """Build the trainer of a member from the start of the run. `source` is set if the member reads the corpus.
 
     Raises ConfigError for a corpus that is too small.
     """
@@ -94,7 +94,7 @@ def _build_stage(
 
 
 def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start) -> Stage:
-    """What computes in one stage of a group, from what the run starts with."""
+    """Build the computation of one stage of a group from the start of the run."""
     settings, inner = replica.boundary, spec.config.inner
     boundary = boundary_of(settings, spec.shape.width, start.basis)
     module = build_filled(spec.shape, start.parameters, stage)
@@ -104,7 +104,7 @@ def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, s
 
 
 def device_of(replica: DatacenterReplica) -> torch.device:
-    """Where it trains: `auto` is a GPU where there is one."""
+    """Return the device of a datacenter replica; `auto` is a GPU if there is one."""
     if replica.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(replica.device)

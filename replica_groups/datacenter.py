@@ -1,4 +1,4 @@
-"""A datacenter replica as a member of a run: a whole replica, its data, and what it reports."""
+"""A datacenter replica as a member of a run: a whole replica, its data and its reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replica_groups.outer_round import OuterRound
 
 
 class DatacenterMember:
-    """Trains the whole model with an engine. Implements TrainingMember; on several ranks, on every one."""
+    """Trains the whole model with an engine, on each of its ranks. Implements TrainingMember."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class DatacenterMember:
         validation: Sequence[Tensor],
         keeps_moments: bool = True,
     ) -> None:
-        """`keeps_moments`: whether `undo` brings back the moments of the round's start, or leaves them as they are."""
+        """`keeps_moments`: whether `undo` restores the optimizer's moments from the start of the round."""
         self.name = name
         self.parameters = engine
         self.engine = engine
@@ -38,15 +38,12 @@ class DatacenterMember:
         self._compute_seconds = 0.0
 
     def follow(self, rates: LearningRates) -> None:
-        """See TrainingMember."""
         self.engine.follow(rates)
 
     def take_share(self, share: Share, step: int) -> None:
-        """See TrainingMember."""
         self.batches.take(share, step)
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
-        """See TrainingMember."""
         started = time.perf_counter()
         tokens = self.batches.train(global_step)
         loss, norm, rate = self.engine.inner_step(tokens, global_step)
@@ -63,45 +60,40 @@ class DatacenterMember:
         )
 
     def end_inner_loop(self, round_: int) -> None:
-        """See TrainingMember. Every step is applied at once here."""
+        """Do nothing: each step is applied immediately."""
 
     def start_round(self, outer: OuterRound) -> None:
-        """See TrainingMember. Nothing is compressed within a datacenter."""
+        """Do nothing: a datacenter replica has no boundaries."""
 
     def remember(self, ahead: bool = False) -> None:
-        """See TrainingMember."""
         self.engine.remember(self._keeps_moments)
         self.batches.remember(ahead)
 
     def undo(self, outer: OuterRound) -> None:
-        """See TrainingMember."""
         outer.restore()
         self.engine.undo()
         self.batches.undo()
         self.start_round(outer)
 
     def relink(self, ends: LinkEnds) -> None:
-        """See TrainingMember. It has no links to stages."""
+        """Do nothing: there are no links to stages."""
 
     def evaluate(self, round_: int) -> tuple[float, int]:
-        """See TrainingMember."""
         return self.engine.evaluate(self.validation), sum(tokens[:, 1:].numel() for tokens in self.validation)
 
     def save(self, folder: Path) -> None:
-        """See TrainingMember. Ranks all write the same position."""
+        """Write the member checkpoint. All ranks write the same data position."""
         self.engine.save(folder / "engine")
         self.batches.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See TrainingMember."""
         self.engine.load(folder / "engine")
         load_position(self.batches, folder)
 
     def activity(self) -> tuple[int, bool]:
-        """See TrainingMember: a step is over or under way, and waits for nobody."""
+        """Return a constant: the engine is always busy and never waits for another member."""
         return 0, True
 
     def timing(self) -> tuple[float, float]:
-        """See TrainingMember."""
         seconds, self._compute_seconds = self._compute_seconds, 0.0
         return seconds, 0.0

@@ -1,4 +1,4 @@
-"""Where the members of a run wait between rounds, if somebody says round by round how far they may train."""
+"""Gate at which members wait between rounds while a caller allows training round by round."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ from collections.abc import Iterable
 from hetero_pp.errors import RunFailed
 
 SECONDS_BETWEEN_SIGNALS = 1.0
-"""A signal that comes between Python's last look for one and its sleep is seen when that ends: Ctrl-C would be lost."""
+"""Interval at which a waiting main thread wakes, so that a signal such as Ctrl-C is handled.
+
+A signal that arrives between Python's last check and the start of the wait would otherwise be lost.
+"""
 
 
 class Gate:
-    """Lets members, each a thread of this process, into all rounds up to one; nobody is let in before `open`."""
+    """Lets members, each a thread of this process, enter all rounds up to a limit.
+
+    The limit is 0 until `open` is called.
+    """
 
     def __init__(self, members: Iterable[str]) -> None:
         self._changed = threading.Condition()
         self._open = 0
         self._here = dict.fromkeys(members, 0)
-        """The round that each member was let into, or waits for; without those that have left."""
+        """Member -> round that it entered or waits for. Members that left are removed."""
         self._cause: str | None = None
 
     def open(self, round_: int) -> None:
-        """Let members into all rounds up to this one."""
+        """Let members enter all rounds up to this one."""
         with self._changed:
             self._open = round_
             self._changed.notify_all()
 
     def enter(self, member: str, round_: int) -> bool:
-        """Wait until this round is open; whether it was not. Raises RunFailed once the gate is shut, also in a round
-        that was open.
+        """Wait until this round is open; return whether the member had to wait.
+
+        Raises RunFailed once the gate is shut, even for a round that was open.
         """
         with self._changed:
             self._here[member] = round_
@@ -41,19 +48,19 @@ class Gate:
             return not was_open
 
     def leave(self, member: str) -> None:
-        """This member trains no more."""
+        """Remove a member that has stopped training."""
         with self._changed:
             del self._here[member]
             self._changed.notify_all()
 
     def shut(self, cause: str) -> None:
-        """Let nobody in any more. The first cause stays."""
+        """Let no member enter any more. The first cause is kept."""
         with self._changed:
             self._cause = self._cause or cause
             self._changed.notify_all()
 
     def wait_for_members(self) -> None:
-        """Until each has left or waits for a round that is not open, or the gate is shut."""
+        """Wait until each member has left or waits for a round that is not open, or until the gate is shut."""
 
         def are_here() -> bool:
             return self._cause is not None or all(round_ > self._open for round_ in self._here.values())

@@ -1,4 +1,4 @@
-"""What a member asks of the exchange in an outer round, with faults: told where it is, and contributions held back."""
+"""Fault injection around the calls of an outer round: reports phases, and delays contributions of missed rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from replica_groups.outer_round import Contributions
 
 
 class HeldBack:
-    """Implements Contributions; a contribution of a missed round arrives once its record is there, and is late."""
+    """Delivers contributions of `faults.missed` rounds late, after the round record exists.
+
+    Implements Contributions.
+    """
 
     def __init__(self, exchange: Contributions, faults: Faults) -> None:
         self._exchange, self._faults = exchange, faults
@@ -19,7 +22,6 @@ class HeldBack:
         self._held: list[tuple[str, BlobAddress, bytes, int | None, int]] = []
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        """See ExchangeService."""
         if self._contributed != address.round:
             self._contributed, self._held = address.round, []
             self._faults.reached(Phase.CONTRIBUTING, address.round)
@@ -29,7 +31,6 @@ class HeldBack:
             self._exchange.deposit(member, address, data, epoch, steps)
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        """See ExchangeService."""
         if self._contributed == round_:
             self._contributed = None
             self._faults.reached(Phase.WAITING, round_)
@@ -40,9 +41,7 @@ class HeldBack:
         return record
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangeService."""
         return self._exchange.fetch(member, round_, replica, block)
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangeService."""
         self._exchange.confirm(member, round_, sha256)

@@ -1,7 +1,7 @@
-"""What each member of a run needs on this machine, measured.
+"""Measures the time that each member of a run needs on this machine.
 
-Every member's part is built with its real weights and boundaries and run in this process, one after the other: the
-same calls that a stage worker and an outer round make, without links. Times are medians.
+The trainer of every member is built with its real weights and boundaries and run in this process, one member after the
+other. It makes the same calls as a stage worker and an outer round, without links. Times are medians.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPEATS = 9
 
 
 def measure_all(spec: RunSpec) -> Iterator[tuple[str, MeasuredCost]]:
-    """What every member needs, by its name."""
+    """Yield the measured cost of every member, with the member's name."""
     snapshot = initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed)
     for replica in spec.config.replicas:
         members = [member for member in spec.members.values() if member.replica is replica]
@@ -105,7 +105,10 @@ def _measure_group(
 
 
 def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[list[float]]]) -> None:
-    """One micro-batch there and back, an optimizer step and an evaluation, timed by stage, messages included."""
+    """Time a forward and backward pass of one micro-batch, an optimizer step and an evaluation, per stage.
+
+    Encoding and decoding of the messages between stages is included.
+    """
     vocabulary, (rows, length) = stages[0].module.shape.vocabulary, tokens.shape
     packed, wire = pack_tokens(tokens, vocabulary), None
     for evaluates in (True, False):
@@ -136,7 +139,7 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
 def _measure_outer(
     spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter], snapshot: Snapshot
 ) -> tuple[float, float]:
-    """Seconds to make a contribution, and to apply those of all replicas."""
+    """Return the seconds to make a contribution, and to apply the contributions of all replicas."""
     start = {name: snapshot.parameters[name] for name in parameters}
     exchange = _Echo(member.replica.name, len(spec.config.replicas))
     outer = OuterRound(
@@ -149,31 +152,29 @@ def _measure_outer(
 
 
 class _Echo:
-    """Counts what one member contributed as the contributions of so many replicas. Implements Contributions."""
+    """Returns one member's contribution as the contributions of all replicas. Implements Contributions."""
 
     def __init__(self, replica: str, replicas: int) -> None:
         self._replica, self._replicas = replica, replicas
         self._blobs: dict[str, BlobEntry] = {}
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        """See ExchangeService."""
         self._blobs[address.block] = entry_of(address, data, ())
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        """See ExchangeService."""
         entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
         return RoundRecord(round=round_, contributions=[entry] * self._replicas)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangeService: a member has its own blobs."""
+        """Fail: the outer round never fetches the member's own blobs."""
         raise AssertionError(f"{member} asked for {block} of {replica}")
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangeService."""
+        """Do nothing."""
 
 
 def median_seconds(run: Callable[[], object]) -> float:
-    """The median of some runs, after one that is not counted."""
+    """Return the median time of REPEATS calls, in seconds, after one warm-up call."""
     run()
     seconds = []
     for _ in range(REPEATS):

@@ -1,4 +1,4 @@
-"""What optimizers keep of each parameter, copied to CPU memory, so that a round can be taken again from its start."""
+"""Copies of optimizer states in CPU memory, so that a round can be restarted from its beginning."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Moments:
-    """A copy of the moments, counts of steps and options of some optimizers: 8 bytes a parameter with AdamW.
+    """A copy of the moments, step counts and options of optimizers: 8 bytes per parameter with AdamW.
 
-    Nothing is copied before `remember`; memory of one copy is used again for the next.
+    Nothing is copied before `remember`. Later copies reuse the memory of the first.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], local: Callable[[Tensor], Tensor] = _itself) -> None:
-        """`local` gives the part of a tensor that is here, where that is not all of it."""
+        """`local` returns the part of a sharded tensor that this process holds."""
         self._optimizers = optimizers
         self._local = local
         self._has_states = False
@@ -30,7 +30,7 @@ class Moments:
 
     @torch.no_grad()
     def remember(self, states: bool = True) -> None:
-        """Copy what there is now; without `states` the options only, which are a few numbers."""
+        """Copy the current state. Without `states`, copy only the options, which are a few numbers."""
         self._options = [[self._options_of(group) for group in one.param_groups] for one in self._optimizers]
         self._has_states = states
         if not states:
@@ -44,7 +44,7 @@ class Moments:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to what was copied; the copy stays."""
+        """Restore the copied state; the copy is kept."""
         for optimizer, options in zip(self._optimizers, self._options, strict=True):
             for group, before in zip(optimizer.param_groups, options, strict=True):
                 group.update({name: self._copy(value, group.get(name)) for name, value in before.items()})
@@ -60,7 +60,7 @@ class Moments:
         return {name: self._copy(value, None) for name, value in group.items() if name != "params"}
 
     def _copy(self, value: Any, room: Any) -> Any:
-        """A value as it is now: a tensor's in `room` if there is some, else in new CPU memory."""
+        """Return a copy of a value: a tensor is copied into `room` if that is a tensor, else into new CPU memory."""
         if not isinstance(value, Tensor):
             return value
         local = self._local(value)

@@ -1,7 +1,7 @@
-"""A member's side of the outer round: contribute its parameters, apply what was counted, prove what it holds.
+"""A member's side of the outer round: contribute its parameters, apply the included contributions, confirm the result.
 
-On several ranks each works on rows of its own of every parameter: theta at the start of the round, error feedback and
-the selection are cut by rows of chunks (pseudo_gradient.rows), and one parameter at a time is made whole.
+On several ranks, each rank works on its own rows of every parameter. Theta at the start of the round, error feedback
+and the selection are divided by rows of chunks (`pseudo_gradient.rows`). One parameter at a time is gathered whole.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_parts import read_part, write_part
 
 _TRAINED = "trained:"
-"""In saved states, before the round and the name of a pseudo-gradient that waits to be contributed."""
+"""Key prefix in member checkpoints for pseudo-gradients that wait to be contributed; the round and the name follow."""
 _LOCAL = "local:"
-"""In saved states, before a round and the name of a parameter as the replica trains on from it after that."""
+"""Key prefix in member checkpoints for the replica's own parameters after a round; the round and the name follow."""
 
 LOCAL_LASTS = 2
-"""Rounds: who is late skips one as a rule; who is away for longer would pull theta back to where it was then."""
+"""Number of rounds after which a replica's own parameters are dropped.
+
+A late replica usually skips one round. After a longer absence its parameters would pull theta back.
+"""
 
 
 class Contributions(Protocol):
-    """What an outer round asks of the exchange; see ExchangeService."""
+    """The calls of an outer round to the exchange (`ExchangeService`)."""
 
     def deposit(
         self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0
@@ -57,7 +60,7 @@ class Contributions(Protocol):
 
 
 class Carrier(Protocol):
-    """With overlap, what has a round on its way while the next one is trained; see CarriedExchange."""
+    """With overlap, completes a round in the background while the next one is trained (`CarriedExchange`)."""
 
     def carry(self, member: str, round_: int, replica: str, blocks: Collection[str]) -> None: ...
 
@@ -67,8 +70,9 @@ class Carrier(Protocol):
 class OuterRound:
     """Keeps theta at the start of the round and the error feedback of the parameters that a member holds.
 
-    `followed` are parameters that it needs a synced copy of but does not train (the token embedding, at stages that
-    derive T_perp from it). With several ranks all of them call `synchronise`, and `exchange` is a CollectiveExchange.
+    A member also follows parameters of which it needs a synchronized copy without training them. An example is the
+    token embedding, at stages that derive T_perp from it. With several ranks all of them call `synchronise`, and
+    `exchange` is a CollectiveExchange.
     """
 
     def __init__(
@@ -85,10 +89,10 @@ class OuterRound:
         keeps_undo: bool = True,
         carrier: Carrier | None = None,
     ) -> None:
-        """`start` is what the run starts from: all held parameters, whole, and the followed ones.
+        """Start from the parameters of the run checkpoint.
 
-        With `keeps_undo` error feedback is kept twice while a round is not decided, so that `undo` is exact.
-        `carrier`: with overlap, on the first rank.
+        `start` contains all held and followed parameters, whole. With `keeps_undo`, a second copy of the error feedback
+        is kept while a round is undecided, so that `undo` is exact. `carrier` is set on the first rank with overlap.
         """
         self.keeps_undo, self._carrier = keeps_undo, carrier
         self.run, self.member, self.replica = run, member, replica
@@ -107,21 +111,22 @@ class OuterRound:
         self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
         self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
         self._before: dict[str, Tensor] = {}
-        """Error feedback as it was before the contribution whose round is not decided yet."""
+        """Error feedback before the contribution to the undecided round."""
         self._undecided: tuple[int, int | None, Mapping[str, bytes]] | None = None
-        """Round, epoch and blobs of what error feedback has no more, and may have been counted or not."""
+        """Round, generation and blobs of the undecided contribution, which error feedback no longer contains."""
         self.starts: dict[str, Tensor] = {}
-        """This rank's rows of what this replica starts a round with, where that is not theta: if the round before is on
-        its way, or in an ablation of the embedding's split.
+        """This rank's rows of the replica's parameters at the start of a round, where they differ from theta.
+
+        They differ if the previous round is still in progress, and in an ablation of the embedding's split.
         """
         self.blocked = 0.0
-        """Seconds that it stood still for the exchange, until somebody sets them to 0."""
+        """Seconds spent waiting for the exchange; callers reset it to 0."""
         self.trained: dict[int, dict[str, Tensor]] = {}
-        """With overlap, by round: the pseudo-gradients (this rank's rows) of rounds trained and not decided."""
+        """With overlap: round -> pseudo-gradients (this rank's rows) of rounds that are trained and undecided."""
         self.local: dict[str, Tensor] = {}
-        """With keep_local, after a round that did not count this replica: its own parameters (this rank's rows)."""
+        """With keep_local, after a round that excluded this replica: its own parameters (this rank's rows)."""
         self._local_of = 0
-        """That round."""
+        """The round after which `local` was kept; 0 if there is none."""
 
     def synchronise(
         self,
@@ -130,11 +135,11 @@ class OuterRound:
         steps: int = 0,
         on_contributed: Callable[[], object] = lambda: None,
     ) -> RoundRecord:
-        """Bring this member's parameters to what all replicas hold after the round, `steps` inner steps after it began.
+        """Contribute `steps` inner steps and apply the round, so that all replicas hold the same parameters.
 
-        `on_contributed` is called while that is on its way; with overlap, it may train the next round.
+        `on_contributed` is called while the contribution is in transit; with overlap, it may train the next round.
 
-        Raises Suspended or TermOver if the round has to be trained again: see `undo`.
+        Raises Suspended or TermOver if the round has to be trained again; call `undo` then.
         """
         own = self.contribute(round_, epoch, steps)
         if self._carrier is not None:
@@ -152,17 +157,17 @@ class OuterRound:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing here depends on what the rounds came to that were closed without this member."""
+        """Whether this object's state is independent of the rounds that were closed without this member."""
         return self._undecided is None and not self.local and not self.trained
 
     def _is_in(self, record: RoundRecord) -> bool:
-        """Whether it counts this replica."""
+        """Return whether a record includes this replica."""
         return any(one.replica == self.replica for one in record.contributions)
 
     @torch.no_grad()
     def _keep_local(self, round_: int) -> None:
-        """As if the round had not been: its way goes on, and error feedback holds what it held."""
-        self._drop_local()  # first, or two copies would be held at once
+        """Keep the replica's own parameters, and restore error feedback to its state before the contribution."""
+        self._drop_local()  # first, to avoid holding two copies at once
         self._local_of = round_
         self.local = {
             name: self.parameters.read(name, self.rows[name]).to(error.device, copy=True)
@@ -174,13 +179,15 @@ class OuterRound:
         self.local, self._local_of = {}, 0
 
     def trained_beyond(self, round_: int) -> int:
-        """The last round whose training is here and not in theta, which is that after `round_`; 0 if there is none."""
+        """Return the last round that was trained here but is not part of theta after `round_`; 0 if there is none."""
         return round_ + 1 if round_ + 1 in self.trained else self._local_of
 
     @torch.no_grad()
     def start_local(self, round_: int, trained: int) -> None:
-        """Have this member's parameters start a round where they were, if the last one did not count them, and if all
-        of the replica kept them after that: after round `trained`.
+        """Start a round from the replica's own parameters, if it was excluded from the last round.
+
+        This requires that all members of the replica kept their parameters after the same round, `trained`, and at most
+        LOCAL_LASTS rounds ago. Otherwise the kept parameters are dropped.
         """
         if self.local and trained == self._local_of and round_ - trained <= LOCAL_LASTS:
             self._write(self.local)
@@ -188,7 +195,10 @@ class OuterRound:
             self._drop_local()
 
     def _await_record(self, round_: int, own: Mapping[str, bytes], epoch: int | None, steps: int) -> RoundRecord:
-        """Once the round is closed. An exchange that was gone for a while may have to be told again."""
+        """Return the record once the round is closed.
+
+        After a lost connection, deposit again, as the exchange may have restarted.
+        """
         while True:
             try:
                 with self._blocked():
@@ -197,10 +207,10 @@ class OuterRound:
                 self._deposit(round_, own, epoch, steps)
 
     def undo(self) -> None:
-        """Return to the round's start: error feedback is what it was before what was contributed and not decided.
+        """Return to the start of the round: restore the error feedback before the undecided contribution.
 
-        With overlap what was trained ahead of that is dropped, and error feedback stays until the round is decided, or
-        contributed to again: it may be counted though its replica is formed anew.
+        With overlap, rounds trained ahead of the undecided one are dropped. Error feedback stays until the round is
+        decided or contributed to again, because the contribution may be included although the replica reforms.
         """
         if self.settings.overlap:
             self.starts.clear()
@@ -212,7 +222,7 @@ class OuterRound:
             self.take_back_undecided()
 
     def take_back_undecided(self) -> None:
-        """Have error feedback as it was before the contribution of a round that is not decided."""
+        """Restore the error feedback from before the contribution to an undecided round."""
         for name, before in self._before.items():
             self.error[name].copy_(before)
         if self._before:
@@ -220,18 +230,18 @@ class OuterRound:
 
     @torch.no_grad()
     def start_ahead(self) -> None:
-        """Have this member's parameters start the next round, while what it contributed to this one is on its way."""
+        """Set this member's parameters to the start of the next round while its contribution is in transit."""
         self._write(self.starts)
 
     def _write(self, rows: Mapping[str, Tensor]) -> None:
-        """Overwrite this member's parameters, of which each rank has rows."""
+        """Overwrite this member's parameters from each rank's rows."""
         for name in self.parameters.shapes:
             self.parameters.write(name, self._gathered(rows[name], name))
         self.parameters.finish_writing()
 
     @torch.no_grad()
     def end_inner_loop(self, round_: int) -> None:
-        """With overlap: keep what a round's inner steps came to, until it is contributed and decided."""
+        """With overlap: keep the pseudo-gradient of a round until it is contributed and decided."""
         self.trained[round_] = {name: self._difference(name).to(self.theta[name].device) for name in self.error}
         for name in self.error:
             self.starts.pop(name, None)
@@ -242,7 +252,10 @@ class OuterRound:
         self._write(self.theta)
 
     def reset(self, start: Mapping[str, Tensor], momentum: Mapping[str, Tensor], round_: int) -> None:
-        """Take theta after a round, whole, from a snapshot, with the outer optimizer's state; see `restore`."""
+        """Take theta after a round, whole, and the outer optimizer's state from a run checkpoint.
+
+        The member's parameters change only with the next `restore`.
+        """
         self._drop_local()
         for name, theta in self.theta.items():
             theta.copy_(_cut(start[name], self.rows[name]))
@@ -253,8 +266,9 @@ class OuterRound:
     def catch_up(self, rounds: range, stale: range = range(0)) -> None:
         """Apply rounds that were closed without this member.
 
-        Error feedback that was saved before the rounds of `stale` still holds what its replica was counted for since:
-        there it is set to zero, elsewhere it decays as if nothing had come (it did, and is lost).
+        Error feedback that was saved before the rounds of `stale` still holds what those rounds included from this
+        replica. The included values are set to zero. The others decay as if no pseudo-gradient had been added; the
+        pseudo-gradients of those rounds are lost.
         """
         for round_ in sorted({*rounds, *stale}):
             record = self._await_record(round_, {}, None, 0)
@@ -274,15 +288,16 @@ class OuterRound:
             self._forget(error, decoded.indices)
 
     def _forget(self, error: Tensor, indices: Tensor) -> None:
-        """What was sent is no error any more; a momentum keeps it."""
+        """Set the sent values to zero in error feedback; a momentum keeps them."""
         if self.settings.compression.memory == "error_feedback":
             error.index_fill_(0, indices.to(error.device), 0.0)
 
     @torch.no_grad()
     def _take_back_uncounted(self, record: RoundRecord, own: Mapping[str, bytes], epoch: int | None) -> bool:
-        """What this member has contributed and the record does not name goes back into error feedback: whether it does.
+        """Restore an excluded contribution to error feedback; return whether the record includes `own`.
 
-        It may name what was contributed before the replica was formed anew: to another coordinator, which was first.
+        The record may instead include a contribution of an earlier generation of the replica, which another coordinator
+        received first. That one is then subtracted from error feedback.
         """
         self._before, self._undecided = {}, None
         counted = next((one for one in record.contributions if one.replica == self.replica), None)
@@ -298,7 +313,7 @@ class OuterRound:
         return False
 
     def _counted(self, record: RoundRecord, fetch: FetchBlob) -> Iterator[tuple[str, DecodedTensor]]:
-        """What a record counts of this replica, of each parameter that is trained here: this rank's rows."""
+        """Yield what a record includes from this replica, for each parameter trained here: this rank's rows."""
         if not self._is_in(record):
             return
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
@@ -308,7 +323,10 @@ class OuterRound:
                 yield name, cut_rows(blob.tensor(name), shape, self.rows[name])
 
     def _fetches(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> FetchBlob:
-        """What a record names; `own`, on the first rank, is at hand, unless it is None on all of them."""
+        """Return a function that fetches the blobs of a record.
+
+        The first rank's `own` blobs are used without a fetch, unless `own` is None on all ranks.
+        """
 
         def fetch(replica: str, block: str) -> bytes:
             if own is not None and replica == self.replica and block in self.blocks:
@@ -328,7 +346,10 @@ class OuterRound:
 
     @torch.no_grad()
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
-        """What was counted in a round; `own` is what this member contributed, by block, if that was counted."""
+        """Apply the included contributions of a round.
+
+        `own` contains this member's own blobs by block, if they were included.
+        """
         replay(self.theta, self.run, record, self._fetches(record, own), self.optimizer)
         hashes = {}
         for name in self.theta:
@@ -348,7 +369,7 @@ class OuterRound:
         return self.ranks.gather_rows(rows.to(self.ranks.device), self.shapes[name][0])
 
     def save(self, folder: Path) -> None:
-        """Write this rank's error feedback and what the outer optimizer keeps; theta is in the run's snapshots."""
+        """Write this rank's error feedback and the outer optimizer's state. Theta is in the run checkpoints."""
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         for round_, trained in self.trained.items():
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
@@ -356,9 +377,11 @@ class OuterRound:
         write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
     def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
-        """Go on after a round, on any number of ranks, in a member that started from the snapshot after `snapshot`.
+        """Restore the state after a round, on any number of ranks.
 
-        If that is another one, the outer optimizer keeps what it has from there.
+        The member started from the run checkpoint after `snapshot`.
+
+        If `snapshot` is another round, the outer optimizer keeps its state from that run checkpoint.
         """
         tensors = read_part(folder, self.ranks, self.shapes, self.settings.compression.tile)
         for name, error in self.error.items():
@@ -376,7 +399,7 @@ class OuterRound:
                 self.trained.setdefault(int(number), {})[name] = tensor
 
     def _contributed(self, round_: int, name: str) -> Tensor:
-        """This rank's rows of the pseudo-gradient, or of the gradient, which is then used up."""
+        """Return this rank's rows of the pseudo-gradient, or of the gradient, which is consumed."""
         if self.settings.source == "gradient":
             return _cut(self.parameters.read_gradient(name), self.rows[name])
         return self.trained[round_][name].to(self.ranks.device) if round_ in self.trained else self._difference(name)
@@ -387,7 +410,7 @@ class OuterRound:
 
     @torch.no_grad()
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
-        """Compress and hand in every block; returns the blobs, on the first rank."""
+        """Compress and deposit every block; return the blobs on the first rank."""
         blobs: dict[str, bytes] = {}
         self.take_back_undecided()
         self._before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
@@ -409,7 +432,7 @@ class OuterRound:
                 self.exchange.deposit(self.member, address, data, epoch, steps)
 
     def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
-        """What is sent of each parameter, made when it is asked for; whole on the first rank, else this rank's part."""
+        """Yield what to send of each parameter, computed lazily: whole on the first rank, else this rank's part."""
         for name, shape in shapes.items():
             delta = self._contributed(round_, name)
             if not bool(torch.isfinite(delta).all()):
@@ -436,44 +459,41 @@ class OuterRound:
 
 
 class _ByRows:
-    """An outer optimizer that is told of, and changes, this rank's rows of theta. Implements RoundOptimizer."""
+    """Outer optimizer that works on this rank's rows of theta. Implements RoundOptimizer."""
 
     def __init__(self, whole: RoundOptimizer, shapes: Shapes, rows: Mapping[str, range]) -> None:
         self.settings = whole.settings
         self._whole, self._shapes, self._rows = whole, shapes, rows
 
     def begin(self, round_: int) -> None:
-        """See RoundOptimizer."""
         self._whole.begin(round_)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """See RoundOptimizer."""
         return {name: self._shapes[name] for name in theta}
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """See RoundOptimizer."""
         return self._rows[name]
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """See RoundOptimizer."""
         self._whole.take(theta, name, mean)
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
-        """See RoundOptimizer."""
         self._whole.finish(theta)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """See RoundOptimizer: this rank's rows."""
+        """The state of this rank's rows."""
         return self._whole.state
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
-        """See RoundOptimizer."""
         self._whole.load(state, rounds)
 
 
 def _names(counted: ContributionEntry, own: Mapping[str, bytes]) -> bool:
-    """Whether what was counted are these blobs: two coordinators at once may have formed two groups of one epoch."""
+    """Return whether the record names exactly these blobs.
+
+    Two coordinators at once may have formed two groups of the same generation, so comparing generations is not enough.
+    """
     named = {blob.block: blob.sha256 for blob in counted.blobs}
     return all(named.get(block) == hashlib.sha256(data).digest() for block, data in own.items())
 
@@ -483,6 +503,6 @@ def _cut(tensor: Tensor, rows: range) -> Tensor:
 
 
 def _kept(tensor: Tensor, is_pinned: bool) -> Tensor:
-    """A copy in CPU memory, pinned for a GPU."""
+    """Return a copy in CPU memory, pinned for a GPU."""
     copy = tensor.detach().to("cpu", copy=True).contiguous()
     return copy.pin_memory() if is_pinned else copy

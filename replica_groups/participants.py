@@ -1,4 +1,4 @@
-"""A participant group, seen from one of its stages."""
+"""One stage of a participant group as a member of a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _STATE = "stage.pt"
 class StageMember:
     """One stage of a replica. Implements TrainingMember.
 
-    Only the first stage reads data: elsewhere `batches` is None and `validation` empty, but every stage knows the
-    `count` of validation batches.
+    Only the first stage reads data. On other stages `batches` is None and `validation` is empty, but every stage knows
+    the number of validation batches, `count`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StageMember:
         count: int,
         keeps_moments: bool = True,
     ) -> None:
-        """`keeps_moments`: whether `undo` brings back the moments of the round's start, or leaves them as they are."""
+        """`keeps_moments`: whether `undo` restores the optimizers' moments from the start of the round."""
         self.replica = replica
         self.worker = worker
         self.batches = batches
@@ -49,16 +49,17 @@ class StageMember:
         self._moments, self._keeps_moments = Moments(worker.stage.optimizers), keeps_moments
 
     def follow(self, rates: LearningRates) -> None:
-        """See TrainingMember."""
         self.worker.stage.follow(rates)
 
     def take_share(self, share: Share, step: int) -> None:
-        """See TrainingMember."""
         if self.batches is not None:
             self.batches.take(share, step)
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
-        """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""
+        """Run one inner step.
+
+        The last stage reports the loss; the first reports gradient norm, learning rate and tokens.
+        """
         report = InnerStep(replica=self.replica, round=round_, step=step)
         self.worker.stage.enter_round(round_)
         tokens = None if self.batches is None else self.batches.train(global_step)
@@ -74,11 +75,9 @@ class StageMember:
         return report
 
     def end_inner_loop(self, round_: int) -> None:
-        """See TrainingMember."""
         self.worker.flush(round_)
 
     def start_round(self, outer: OuterRound) -> None:
-        """See TrainingMember."""
         if EMBEDDING in outer.theta:
             stage = self.worker.stage
             stage.split_embedding(outer.theta[EMBEDDING])
@@ -86,7 +85,6 @@ class StageMember:
                 outer.starts[EMBEDDING] = stage.parameters[EMBEDDING].detach().clone()
 
     def remember(self, ahead: bool = False) -> None:
-        """See TrainingMember."""
         self._moments.remember(self._keeps_moments)
         if self._keeps_moments and (anchors := self.worker.stage.anchors) is not None:
             anchors.remember()
@@ -94,7 +92,7 @@ class StageMember:
             self.batches.remember(ahead)
 
     def undo(self, outer: OuterRound) -> None:
-        """See TrainingMember. Links are not what they were: `relink` comes next."""
+        """Restore the start of the round. Call `relink` afterwards, because the old links are unusable."""
         self.worker.drop()
         outer.restore()
         self._moments.restore()
@@ -105,32 +103,26 @@ class StageMember:
         self.start_round(outer)
 
     def relink(self, ends: LinkEnds) -> None:
-        """Go on with other links to the stages beside this one."""
         self.worker.relink(ends.upstream, ends.downstream)
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
-        """See TrainingMember."""
         self.worker.stage.enter_round(round_)
         outcome = self.worker.evaluate(round_, self.validation, self.validation_count)
         return None if outcome is None else (outcome[0], outcome[1] * self.worker.settings.sequence_length)
 
     def save(self, folder: Path) -> None:
-        """See TrainingMember."""
         save_object(self.worker.stage.state(), folder / _STATE)
         if self.batches is not None:
             self.batches.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See TrainingMember."""
         self.worker.stage.load(torch.load(folder / _STATE, map_location="cpu", weights_only=True))
         if self.batches is not None:
             load_position(self.batches, folder)
 
     def activity(self) -> tuple[int, bool]:
-        """See TrainingMember."""
         return self.worker.activity.done, not self.worker.activity.waits
 
     def timing(self) -> tuple[float, float]:
-        """See TrainingMember."""
         timing, self.worker.timing = self.worker.timing, Timing()
         return timing.compute, timing.wait

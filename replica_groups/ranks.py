@@ -1,6 +1,6 @@
-"""The ranks of torchrun: which of several processes this is, and what all of them do together.
+"""The ranks of torchrun, and their collectives.
 
-One process without torchrun is one rank that holds everything; nothing here then does anything.
+A process without torchrun is a single rank, on which the collectives return their input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its functions keep the group that exists when it is imported: later, none could close it
+import torch.distributed.nn  # imported before any group exists: its functions keep a group, which could not be closed
 from torch import Tensor
 
 from hetero_pp.errors import ConfigError
@@ -21,21 +21,21 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` others; every method but `mine` and `owner` has to be called by all of them."""
+    """This process among `world` ranks. All ranks have to call every method except `mine` and `owner`."""
 
     rank: int = 0
     world: int = 1
     device: torch.device = CPU
-    """Where this rank's tensors live."""
+    """Device of this rank's tensors."""
     in_group: bool = False
-    """Whether there is a process group to leave; torchrun with one rank makes one too, as engines ask for it."""
+    """Whether there is a process group to leave. torchrun with one rank creates one too, because engines require it."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def mine(self, replicas: int) -> range:
-        """The indices of this rank's replicas: contiguous, and one more on the first ranks if they do not divide.
+        """Return the indices of this rank's replicas: contiguous, and one more on the first ranks if needed.
 
         Raises ConfigError if there are fewer replicas than ranks.
         """
@@ -46,21 +46,21 @@ class Ranks:
         return range(self._first(self.rank, replicas), self._first(self.rank + 1, replicas))
 
     def owner(self, index: int, replicas: int) -> int:
-        """The rank that holds a replica."""
+        """Return the rank that holds a replica."""
         return next(rank for rank in range(self.world) if index < self._first(rank + 1, replicas))
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum over ranks, in place; all ranks get the same bits."""
+        """Sum a tensor over all ranks, in place; all ranks get the same bits."""
         if self.world > 1:
             dist.all_reduce(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with what rank `source` has."""
+        """Overwrite a tensor with that of rank `source`."""
         if self.world > 1:
             dist.broadcast(tensor, source)
 
     def gather(self, value: float) -> list[float]:
-        """Every rank's number, in the order of ranks, the same list everywhere."""
+        """Return the numbers of all ranks in the order of ranks, the same list on every rank."""
         if self.world == 1:
             return [value]
         own = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -69,11 +69,11 @@ class Ranks:
         return torch.cat(values).tolist()
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait for all ranks (barrier)."""
         self.gather(0.0)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """What the first rank has, everywhere; the others give None."""
+        """Return the first rank's bytes on every rank; the other ranks pass None."""
         if self.world == 1:
             return data or b""
         size = torch.tensor([len(data or b"")], device=self.device)
@@ -85,7 +85,7 @@ class Ranks:
         return content.cpu().numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in the order of ranks; the same list everywhere."""
+        """Return the bytes of all ranks in the order of ranks, the same list on every rank."""
         if self.world == 1:
             return [data]
         sizes = [int(size) for size in self.gather(len(data))]
@@ -97,7 +97,7 @@ class Ranks:
         return [one[:size].cpu().numpy().tobytes() for one, size in zip(everyone, sizes, strict=True)]
 
     def gather_rows(self, part: Tensor, rows: int) -> Tensor:
-        """The whole tensor from parts as `rows_of` cuts it: all have as many rows, until there are none left."""
+        """Return the whole tensor of `rows` rows from the parts of `rows_of`: equal parts, except the last ones."""
         if self.world == 1:
             return part
         share = int(max(self.gather(len(part))))
@@ -106,7 +106,7 @@ class Ranks:
             own = part.new_zeros(share, *part.shape[1:])
             own[: len(part)] = part
         whole = part.new_empty(self.world * share, *part.shape[1:])
-        for rank, target in enumerate(whole.split(share)):  # in place: all_gather would hold all of it twice over gloo
+        for rank, target in enumerate(whole.split(share)):  # in place: all_gather over gloo holds it twice
             if rank == self.rank:
                 target.copy_(own)
             dist.broadcast(target, rank)
@@ -130,10 +130,10 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def init_ranks(device: torch.device, timeout: timedelta | None = None) -> Ranks:
-    """Join the other processes that torchrun started, over gloo on a CPU and NCCL on GPUs, one GPU a process.
+    """Join the ranks that torchrun started: gloo on a CPU, NCCL on GPUs, with one GPU per process.
 
-    Without torchrun the only rank. `close` it at the end. `timeout` is how long a collective waits for the slowest
-    rank; by default as long as PyTorch finds right.
+    Without torchrun, return a single rank. Call `close` at the end. `timeout` is how long a collective waits for the
+    slowest rank; None means PyTorch's default.
     """
     if "WORLD_SIZE" not in os.environ:
         return Ranks(device=device)

@@ -1,6 +1,6 @@
-"""How long a round's inner loop is: so many steps, as many as fit into so much time, or as many as a record says.
+"""Length of a round's inner loop: a number of steps, the steps that fit into a time, or the steps of a record.
 
-Who decides says so before a step begins, as the stages after it hear it with the step's first activation.
+The first stage decides before a step begins, because the later stages learn it from the step's first activation.
 """
 
 from __future__ import annotations
@@ -12,79 +12,77 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.ranks import Ranks
 
 StepsOf = Callable[[str, int], int]
-"""(replica, round) -> how many inner steps it took in it."""
+"""Function (replica, round) -> number of inner steps that the replica took in the round."""
 
 
 class Clock(Protocol):
-    """What time it is."""
+    """A monotonic clock."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Return the time in seconds; it never decreases."""
 
 
 class RoundLength(Protocol):
-    """Asked before and after every inner step of a member."""
+    """Decides the end of an inner loop. A member asks before and after every inner step."""
 
     def begin(self, elapsed: float) -> None:
-        """A round begins here, so many seconds after it was opened."""
+        """Note that the member starts a round, `elapsed` seconds after it was opened."""
 
     def contributed(self, seconds: float) -> None:
-        """What a round came to was handed in, which took so long after its last step."""
+        """Note that a contribution was handed in, `seconds` after the last step of its round."""
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """Whether the step that begins now, counted from 0 within its round, is the last; None if that is not told."""
+        """Return whether the step that begins now, counted from 0 in its round, is the last; None if unannounced."""
 
     def is_over(self, step: int, told: bool) -> bool:
-        """Whether the round's inner loop ends with a step; `told`: whether the step was told to be the last."""
+        """Return whether the inner loop ends with a step. `told`: whether the step was announced as the last."""
 
 
 class SoManySteps:
-    """H steps, which everybody knows."""
+    """H steps in every round, known to all members."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
     def begin(self, elapsed: float) -> None:
-        """See RoundLength: that does not matter."""
+        """Do nothing: time has no influence."""
 
     def contributed(self, seconds: float) -> None:
-        """See RoundLength: nor does that."""
+        """Do nothing: time has no influence."""
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """See RoundLength: nobody has to be told."""
+        """Return None: all stages know the number of steps."""
         return None
 
     def is_over(self, step: int, told: bool) -> bool:
-        """See RoundLength."""
         return step + 1 == self.steps
 
 
 class AsTold:
-    """Of a stage that hears it from the one before."""
+    """Ends the inner loop of a later stage when the previous stage announces the last step."""
 
     def begin(self, elapsed: float) -> None:
-        """See RoundLength: that does not matter."""
+        """Do nothing: the first stage measures the time."""
 
     def contributed(self, seconds: float) -> None:
-        """See RoundLength: nor does that."""
+        """Do nothing: the first stage measures the time."""
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """See RoundLength: the step itself tells it."""
+        """Return None: the stage learns it from the step itself."""
         return None
 
     def is_over(self, step: int, told: bool) -> bool:
-        """See RoundLength."""
         return told
 
 
 class SoMuchTime(AsTold):
-    """As many steps as fit into so many seconds since the round opened, with what it takes to contribute; at least one.
+    """As many steps as fit into `seconds` since the round opened, including the time to contribute; at least one.
 
-    So all replicas have contributed at about the same time, however slow their lines are, and nobody waits for others.
+    All replicas thus contribute at about the same time, however slow their lines are, and none waits for the others.
 
-    A step is the last if another one after it would not fit, if both take as long as those of this round did on
-    average, or at its start those of the round before. In its first round a replica takes at least two steps, as
-    it does not know before the second how long one takes.
+    A step is the last if it and one more would not fit. Both are assumed to take the average step time of this round,
+    or at the first step that of the previous round. In its first round a replica takes at least two steps, because it
+    cannot estimate the step time before the second.
     """
 
     def __init__(self, seconds: float, clock: Clock) -> None:
@@ -96,15 +94,12 @@ class SoMuchTime(AsTold):
         self._to_contribute = 0.0
 
     def begin(self, elapsed: float) -> None:
-        """See RoundLength."""
         self._opened = self._clock.now() - elapsed
 
     def contributed(self, seconds: float) -> None:
-        """See RoundLength."""
         self._to_contribute = seconds
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """See RoundLength."""
         now = self._clock.now()
         if step == 0:
             self._began = now
@@ -115,34 +110,30 @@ class SoMuchTime(AsTold):
 
 
 class AsRecorded(AsTold):
-    """As many steps as the replica took before, in each round: with them a run comes to the same bits again."""
+    """As many steps in each round as the replica took before, so that a repeated run reproduces the same bits."""
 
     def __init__(self, replica: str, steps_of: StepsOf) -> None:
         self._replica = replica
         self._steps_of = steps_of
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """See RoundLength."""
         return step + 1 >= self._steps_of(self._replica, round_)
 
 
 class OfFirstRank(AsTold):
-    """What the first of several ranks decides, on all of them."""
+    """Broadcasts the decision of the first rank to all ranks."""
 
     def __init__(self, length: RoundLength, ranks: Ranks) -> None:
         self._length = length
         self._ranks = ranks
 
     def begin(self, elapsed: float) -> None:
-        """See RoundLength."""
         self._length.begin(elapsed)
 
     def contributed(self, seconds: float) -> None:
-        """See RoundLength."""
         self._length.contributed(seconds)
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """See RoundLength."""
         decided = bytes([bool(self._length.is_last(round_, step))]) if self._ranks.is_first else None
         return self._ranks.broadcast_bytes(decided) != b"\0"
 
@@ -150,7 +141,7 @@ class OfFirstRank(AsTold):
 def round_length(
     spec: RunSpec, member: MemberSpec, clock: Clock, ranks: Ranks, steps_of: StepsOf | None = None
 ) -> RoundLength:
-    """Of one member's rounds. With `steps_of` a replica takes as many steps as that says, whatever the clock does."""
+    """Return the round length of one member. `steps_of`, if set, gives the number of steps and overrides the clock."""
     inner = spec.config.inner
     if inner.steps is not None:
         return SoManySteps(inner.steps)

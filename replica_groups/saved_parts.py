@@ -1,4 +1,4 @@
-"""What the ranks of a member keep of an outer round, as a file a rank; another number of ranks cuts it anew."""
+"""Files with each rank's part of a member's outer round. Another number of ranks can read them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from replica_groups.ranks import Ranks
 
 
 def write_part(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
-    """Keep this rank's rows of tensors; names may have a prefix that ends in a colon."""
+    """Write this rank's rows of tensors; names may have a prefix that ends in a colon."""
     file = folder / f"outer-{ranks.rank}-of-{ranks.world}.safetensors"
     with whole(file) as part:
         save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
 
 
 def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tuple[int, int]) -> dict[str, Tensor]:
-    """This rank's rows of all that any number of ranks kept there.
+    """Read this rank's rows of tensors that any number of ranks wrote.
 
-    `shapes` are those of whole tensors, by name without the prefix; what is not among them was kept whole by one rank.
-    Raises HeteroPPError if a file is missing.
+    `shapes` are the whole shapes by name, without the prefix. A tensor without a shape was written whole; it is read
+    from rank 0's file. Raises HeteroPPError if a file is missing.
     """
     found = sorted(folder.glob("outer-*-of-*.safetensors"), key=lambda path: int(path.name.split("-")[1]))
     worlds = {int(match[1]) for path in found if (match := re.search(r"-of-(\d+)", path.name))}

@@ -1,11 +1,11 @@
-"""What a member needs to go on after a round, beside the run's snapshot: its optimizer, its error feedback, its data.
+"""Member checkpoints: optimizer, error feedback and data position of one member after a round.
 
-    <folder>/round-000010/...
-    <folder>/round-000010/digests.json
+  <folder>/round-000010/...
+  <folder>/round-000010/digests.json
 
-A folder appears under its name only when it is whole and on the disk. The newest two are kept: a run that dies while
-its members save goes on from the newest round that all of them have. Nothing else is ever deleted: what a run that
-begins anew, or goes on from an earlier round, has no use for is moved to <folder>/aside-1, aside-2, ...
+A folder gets its final name only once it is complete and on disk. The newest two are kept. If a run dies while its
+members save, it resumes from the newest round that all members have. Nothing else is deleted. A run that starts again,
+or resumes from an earlier round, moves unused checkpoints to <folder>/aside-1, aside-2, ...
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KEPT = 2
 DIGESTS = "digests.json"
 
 _UNREAD = "cannot be read: "
-"""What stands, with the reason, instead of the digest of a file that the disk does not give."""
+"""Prefix, before the reason, that replaces the digest of an unreadable file."""
 
 T = TypeVar("T")
 
 
 class _Noted(BaseModel):
-    """What digests.json says: which run a state is of, and the sha256 of each of its files."""
+    """Content of digests.json: the run of a member checkpoint, and the sha256 of each of its files."""
 
     run: str
     files: dict[str, str]
@@ -48,18 +48,18 @@ class _Noted(BaseModel):
 
 @dataclass(frozen=True)
 class SavedStates:
-    """One member's, every so many rounds; on several ranks all of them make every call, and see one file system."""
+    """Checkpoints of one member, every `every` rounds. All its ranks make every call and share one file system."""
 
     folder: Path
     run: str
-    """Names the run; states of another are no use to this one."""
+    """Name of the run; member checkpoints of other runs are ignored."""
     every: int
     ranks: Ranks = ALONE
     copies: StateCopies | None = None
-    """On the first rank, if another machine may go on with them."""
+    """Copies in the store, on the first rank, if another machine may take over the slot."""
 
     def find(self) -> AvailableStates:
-        """What is here and sound; and the newest sound copy from the store, if that is newer."""
+        """Return the intact local checkpoints, after fetching the newest intact copy from the store if it is newer."""
         found, tried = self.check(), math.inf
         while (fetched := self._broadcast(self._fetch(max(found.rounds, default=0), tried))) is not None:
             again, tried = self.check(), fetched
@@ -74,23 +74,23 @@ class SavedStates:
         return round_
 
     def _take(self, part: Path, round_: int) -> None:
-        """Have what was fetched as the state after a round. It may be called again."""
+        """Move a fetched copy to the final path of the checkpoint after a round. It is safe to repeat."""
         if part.exists():
             if self.path(round_).exists():
                 self.path(round_).rename(self._new_aside() / self.path(round_).name)
             rename_whole(part, self.path(round_))
 
     def path(self, round_: int) -> Path:
-        """Where the state after a round is."""
+        """Return the folder of the checkpoint after a round."""
         return self.folder / f"round-{round_:06d}"
 
     def rounds(self) -> list[int]:
-        """After which rounds something was saved, whatever it is worth."""
+        """Return the rounds that have a checkpoint folder, intact or not."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d{6,})", path.name)))
 
     def check(self) -> AvailableStates:
-        """Read all states of this run and hold them against their digests."""
+        """Read all checkpoints of this run and compare them with their digests."""
         whole, damaged = [], []
         for round_ in self._broadcast(self.rounds()):
             digests = self._digests(self.path(round_))
@@ -102,11 +102,11 @@ class SavedStates:
         return AvailableStates(frozenset(whole), tuple(damaged))
 
     def _broadcast(self, seen: T) -> T:
-        """What the first rank sees, on all of them: they have to go the same way."""
+        """Return the first rank's value on all ranks, because they all have to take the same branches."""
         return json.loads(self.ranks.broadcast_bytes(json.dumps(seen).encode()))
 
     def _complaint(self, round_: int, digests: dict[str, str]) -> str | None:
-        """What is wrong with a state: None if nothing, empty if it is another run's."""
+        """Return what is wrong with a checkpoint: None if nothing, an empty string if it belongs to another run."""
         try:
             noted = _Noted.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
         except (OSError, ValidationError):
@@ -118,24 +118,24 @@ class SavedStates:
         return f"{wrong[0]!r} does not match its digest" if wrong else None
 
     def _digests(self, folder: Path) -> dict[str, str]:
-        """sha256 of every file in a folder, each read by one rank."""
+        """Return the sha256 of every file in a folder; each file is read by one rank."""
         own: dict[str, str] = {}
         try:
             files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
             mine = files[self.ranks.rank :: self.ranks.world]
             own = {path.relative_to(folder).as_posix(): _sha256(path) for path in mine}
-        except OSError as error:  # the other ranks wait for this one's
+        except OSError as error:  # the other ranks wait for this rank's list
             own = {".": f"{_UNREAD}{error.strerror}"}
         parts = self.ranks.gather_bytes(json.dumps(own).encode())
         return {name: digest for part in parts for name, digest in json.loads(part).items()}
 
     def require(self, round_: int) -> None:
-        """Raise HeteroPPError if there is no state of this round."""
+        """Raise HeteroPPError if there is no checkpoint after this round."""
         if not self.path(round_).is_dir():
             raise HeteroPPError(f"{self.folder} has no state of round {round_}, after which the run resumes")
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
-        """Move what this run has no use for out of the way; where to, if there is any."""
+        """Move the other checkpoints to a new folder; return that folder, or None if there are none."""
         others = [round_ for round_ in self._broadcast(self.rounds()) if round_ not in kept]
         if not others:
             return None
@@ -154,17 +154,17 @@ class SavedStates:
         return aside
 
     def has(self, round_: int) -> bool:
-        """Return whether a state after this round is saved; the same on all ranks."""
+        """Return whether there is a checkpoint after this round; the same on all ranks."""
         return round_ in self._broadcast(self.rounds())
 
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0
 
     def save(self, round_: int, write: Callable[[Path], object]) -> str:
-        """Let `write` fill a folder for this round; forget all but the newest.
+        """Let `write` fill a folder for this round, and delete all but the newest checkpoints.
 
-        Returns why that failed on the disk of one of the ranks, on all of them, empty if it did not. What was saved
-        before then stays, and nothing of this round is left.
+        If writing fails on the disk of any rank, return the reason on all ranks; otherwise return an empty string.
+        After a failure the earlier checkpoints stay, and nothing of this round is left.
         """
         part = self.folder / "part"
         failure = (
@@ -180,7 +180,7 @@ class SavedStates:
         return failure
 
     def _failure_of(self, do: Callable[[], object], is_mine: bool = True) -> str:
-        """Do something on those ranks whose it is; what an OSError of any of them says, on all of them."""
+        """Call `do` on the ranks with `is_mine`; return the message of any rank's OSError on all ranks."""
         failure = ""
         if is_mine:
             try:
@@ -202,14 +202,14 @@ class SavedStates:
         write_whole(part / DIGESTS, _Noted(run=self.run, files=files).model_dump_json(indent=1).encode())
         rename_whole(part, self.path(round_))
         for old in self.rounds()[:-KEPT]:
-            shutil.rmtree(self.path(old), ignore_errors=True)  # else after the next state
+            shutil.rmtree(self.path(old), ignore_errors=True)  # if this fails, the next save tries again
 
     def _say(self, line: str) -> None:
         print(f"{self.folder.name}: {line}", file=sys.stderr, flush=True)
 
 
 def _sha256(path: Path) -> str:
-    """Of a file; of one that cannot be read, nothing that it could be."""
+    """Return the digest of a file, or `_UNREAD` and the reason if it cannot be read."""
     try:
         return file_sha256(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A member's place in its run: takes it as often as it is lost, asks for work, has links to the stages beside it."""
+"""Session (`Seat`) of a member with its run: takes a slot, asks for work, forms links to neighboring stages."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Exchan
 from replica_groups.exchange.pulse import Pulse
 
 LedgerOf = tuple[str, Direction, Ledger]
-"""(link, direction, what this member counted of it)"""
+"""(link, direction, this member's byte counts)"""
 
 
 class Links(Protocol):
-    """Of a member to the stages beside it, and what it counts; see take_part."""
+    """Links of a member to the neighboring stages, and their byte counts."""
 
     def form(self, work: Assignment) -> LinkEnds:
-        """Links of the assignment's epoch. Raises LinkError."""
+        """Return links of the assignment's generation. Raises LinkError."""
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over; see Connections."""
+        """Close links of generations before this one, from any thread."""
 
     @property
     def ledgers(self) -> Sequence[LedgerOf]:
-        """What was sent, by link and direction."""
+        """Counts of what was sent, by link and direction."""
 
 
 class Seat:
-    """What a member asks of the rest of its run beside the outer round."""
+    """The requests of a member to the rest of its run, apart from the outer round."""
 
     def __init__(
         self, exchange: ExchangeService, member: str, address: str, available: AvailableStates, links: Links
     ) -> None:
-        """`address`: where the member listens for the stages beside it; `available`: what it could go on from."""
+        """`address`: where the member listens for other stages. `available`: its member checkpoints."""
         self.exchange, self.member, self.links = exchange, member, links
         self.pulse = Pulse(exchange, member, links.give_up)
         self._address, self._available = address, available
@@ -45,7 +45,7 @@ class Seat:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Join, and be known to be there while the block runs."""
+        """Join the run, and send heartbeats while the block runs."""
         self._join()
         with self.pulse.beating():
             yield
@@ -54,8 +54,10 @@ class Seat:
         self.exchange.join(self.member, self._address, self._available)
 
     def ask(self, holds: int, trained: int = 0) -> Assignment:
-        """What to do next, with theta after a round, and another one trained beyond it (0: none); takes the place again
-        if it was lost. See ExchangeService.assign.
+        """Return the next assignment, for a member with theta after round `holds`; join again if the slot was lost.
+
+        `trained` is the last round whose training the member has beyond theta (0: none), as in
+        `ExchangeService.assign`.
         """
         while True:
             try:
@@ -65,14 +67,17 @@ class Seat:
                 self._join()
 
     def form(self, work: Assignment) -> LinkEnds | None:
-        """Links of an assignment's epoch; None if those that there are are of it. Raises LinkError."""
+        """Return new links for an assignment's generation; None if the current links belong to it. Raises LinkError."""
         if work.epoch == self._epoch:
             return None
         self._epoch = work.epoch
         return self.links.form(work)
 
     def leave_links(self, cause: str) -> int | None:
-        """Links are not to be used any more, and whoever waits for this member hears why; which epoch they were of."""
+        """Give up the current links, and tell waiting neighbors the cause.
+
+        Return the generation of the links, if any.
+        """
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             self.links.give_up(epoch + 1, cause)

@@ -1,10 +1,11 @@
-"""Copies of a member's states in the run's store: what another machine that takes its place goes on with.
+"""Copies of member checkpoints in the run's store, from which another machine that takes over the slot resumes.
 
-    states/<member>/round-000010-<which>/...
-    states/<member>/round-000010-<which>/digests.json
+  states/<member>/round-000010-<random>/...
+  states/<member>/round-000010-<random>/digests.json
 
-They are sent in the background, as 12 bytes a parameter may take many minutes over a home's line; a newer state takes
-the place of one that waits. digests.json goes last: what has none is not whole. The newest two copies are kept.
+They are sent in the background: with 12 bytes per parameter, an upload over a home line may take many minutes. A newer
+checkpoint replaces one that waits to be sent. digests.json is sent last, so a copy without it is incomplete. The newest
+two copies are kept.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from hetero_pp.store.store import Store
 
 KEPT = 2
 LAST = "digests.json"
-"""Of the files of a state, as SavedStates writes them."""
+"""Name of the file that is sent last."""
 
 
 @dataclass(frozen=True)
 class _Copy:
     round: int
     folder: str
-    """Its key, without what is in it."""
+    """Key of the copy's folder in the store."""
 
 
 class StateCopies:
-    """One member's. Calls return at once but `fetch` and `drain`; a store that fails ends nothing."""
+    """Copies of one member's checkpoints.
+
+    Only `fetch` and `drain` block. An unavailable store does not stop the member.
+    """
 
     def __init__(self, store: Store, member: str) -> None:
         self._store = store
@@ -47,9 +51,9 @@ class StateCopies:
         self._has_ended = False
 
     def fetch(self, to: Path, after: int, before: float = math.inf) -> int | None:
-        """Bring the newest copy of the rounds between these two into a folder; of which round it is, if there is one.
+        """Download the newest copy of a round after `after` and before `before`; return its round, or None.
 
-        Whether it is what was saved is for whoever reads it to check, as with any state.
+        The caller has to check the digests, as with any member checkpoint.
         """
         try:
             copies = [copy for copy in self._whole() if after < copy.round < before]
@@ -68,7 +72,7 @@ class StateCopies:
             return None
 
     def saved(self, round_: int, folder: Path) -> None:
-        """There is a newer state, in this folder."""
+        """Queue a newer checkpoint in this folder."""
         with self._changed:
             self._waiting = round_, folder
             self._changed.notify_all()
@@ -77,12 +81,12 @@ class StateCopies:
                 self._thread.start()
 
     def drain(self) -> None:
-        """Wait until what was saved is sent, or could not be."""
+        """Wait until the queued checkpoint is sent or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None and not self._is_sending)
 
     def end(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         with self._changed:
             self._waiting, self._has_ended = None, True
             self._changed.notify_all()
@@ -96,7 +100,7 @@ class StateCopies:
                 (round_, folder), self._waiting, self._is_sending = self._waiting, None, True
             try:
                 self._send(round_, folder)
-            except (StoreError, OSError) as error:  # the next one is tried again
+            except (StoreError, OSError) as error:  # the next checkpoint is tried again
                 self._say(f"its state after round {round_} could not be copied to the store: {error}")
             finally:
                 with self._changed:
@@ -111,7 +115,10 @@ class StateCopies:
         self._remove_all_but(copy)
 
     def _remove_all_but(self, newest: _Copy) -> None:
-        """And the one before. Those of later rounds are of a past that the run has gone back from."""
+        """Delete all copies except this one and the one before.
+
+        Copies of later rounds predate a rollback of the run.
+        """
         before = [copy for copy in self._whole() if copy.round < newest.round]
         kept = {newest.folder, *(copy.folder for copy in sorted(before, key=lambda copy: copy.round)[1 - KEPT :])}
         for copy in self._all():

@@ -1,4 +1,4 @@
-"""One member's part in a run, from joining it to its last round: the same in a process, on ranks and in a thread."""
+"""One member's part in a run, from joining to the last round; the same in a process, on ranks and in a thread."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ from replica_groups.training_loop import TrainingLoop, TrainingMember, momentum_
 
 
 class Connections(Protocol):
-    """How a member reaches the rest of its run."""
+    """Connections of a member to the rest of its run."""
 
     @property
     def exchange(self) -> ExchangeService:
-        """Unshaped; where several ranks are one member, only the first one's is used."""
+        """The exchange, without traffic shaping. If several ranks form one member, only the first rank uses it."""
 
     @property
     def lines(self) -> Lines:
-        """That all links of the member share."""
+        """The access lines that all links of the member share."""
 
     def listen(self) -> str:
-        """Be ready for the stages beside this one; the address at which they find it (empty: at none)."""
+        """Start to listen for the neighboring stages; return the address (empty if there is none)."""
 
     def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
-        """The links to the stages beside this one, of this epoch of its group; called once this member has joined.
+        """Open the links to the neighboring stages in this generation of the group. The member must have joined.
 
-        May be called again for a newer epoch: the ends of older ones are then aborted, and the ledgers of the new ones
-        go on counting. `upstream` and `downstream` are where the stages before and after are to be dialled (empty: they
-        dial, or there is none). A neighbour with another number than in `holders` is refused.
+        `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbor dials or does not
+        exist. A neighbor whose holder number differs from `holders` is refused. A call for a newer generation aborts
+        the links of older ones; the byte counts continue.
 
-        Raises LinkClosed if the epoch is over, LinkTimeout if a neighbour does not come.
+        Raises LinkClosed if the generation is over, and LinkTimeout if a neighbor does not connect.
         """
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over: who uses one, or waits in `open`, gets LinkClosed. From any thread.
+        """Close links of generations before this one; their users, and callers waiting in `open`, get LinkClosed.
 
-        `open` raises for such an epoch from then on.
+        May be called from any thread. From then on `open` raises for these generations.
         """
 
 
@@ -85,12 +85,13 @@ def take_part(
     faults: Faults = NO_FAULTS,
     stopping: Stopping = NEVER_STOPPED,
 ) -> None:
-    """Train all rounds that are left as one member of a run, or as one of the ranks that are a member together.
+    """Train all remaining rounds as one member of a run, or as one of several ranks that form a member.
 
-    The exchange says after which round the run goes on, if it does not begin. Whoever made the connections closes
-    them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere. With a gate each round
-    begins when that is open. With `steps_of` rounds that are time are as long as that says; see round_length. `faults`
-    are what the member has to survive. `stopping` asks it to save its state and to leave.
+    The exchange tells the round after which the run resumes. The caller closes the connections, or aborts them if this
+    function raises HeteroPPError, which means that the run failed here or elsewhere.
+
+    `gate`, if set, delays each round until it is open. `steps_of`, if set, replaces the clock in rounds of a fixed time
+    (`round_length`). `faults` are injected into the member. `stopping` asks it to save its state and leave.
     """
 
     def say(line: str) -> None:
@@ -156,7 +157,7 @@ def take_part(
 
 
 def _copies(config: RunConfig, folder: RunFolder, member: MemberSpec) -> StateCopies | None:
-    """Of its states, if another machine may go on with them."""
+    """Return the copies of the member's checkpoints in the store, if another machine may take over the slot."""
     return StateCopies(config.store.open(config.name, folder.log), member.name) if config.states.to == "store" else None
 
 
@@ -170,7 +171,7 @@ def _build(
     faults: Faults,
     carrier: Carrier | None,
 ) -> tuple[TrainingMember, OuterRound, int]:
-    """What trains, what meets the others, and after which round: that of the run's newest snapshot."""
+    """Build the trainer and the outer round from the newest run checkpoint; return them and its round."""
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]
     round_, names = exchange.newest_snapshot()
@@ -197,30 +198,30 @@ def _build(
 
 
 class _Links:
-    """Of a member to the stages beside it, and what it sent over them and to the exchange. Implements Links."""
+    """Links of a member to the neighboring stages, and the byte counts of all its links. Implements Links."""
 
     def __init__(self, member: MemberSpec, connections: Connections, shaped: ShapedExchange) -> None:
         self._member, self._connections, self._shaped = member, connections, shaped
         self._ends = LinkEnds()
 
     def form(self, work: Assignment) -> LinkEnds:
-        """See Links."""
         holders = (work.upstream_holder, work.downstream_holder)
         self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, holders)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:
-        """See Links."""
         self._connections.give_up(before, cause)
 
     @property
     def ledgers(self) -> Sequence[LedgerOf]:
-        """See Links."""
         return list(_ledgers(self._member, self._shaped, self._ends))
 
 
 def _ledgers(member: MemberSpec, shaped: ShapedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:
-    """Each direction of a stage link is counted by the end that sends it; both of the exchange's by the member."""
+    """Yield the member's byte counts.
+
+    The sending end counts each direction of a stage link. The member counts both directions of its exchange link.
+    """
     link = exchange_link_name(member.name)
     yield link, "forward", shaped.forward
     yield link, "backward", shaped.backward

@@ -1,4 +1,4 @@
-"""The rounds of a member that trains: inner steps, the outer round, evaluation; and again."""
+"""The training loop of a member: inner steps, outer round and evaluation, repeated for each round."""
 
 from __future__ import annotations
 
@@ -34,59 +34,65 @@ from replica_groups.stopping import NEVER_STOPPED, Stopping
 
 
 class TrainingMember(Protocol):
-    """A whole replica, or one stage of one."""
+    """A whole replica, or one stage of a replica."""
 
     @property
     def parameters(self) -> ParameterStore:
-        """The parameters that it trains."""
+        """The trained parameters."""
 
     def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
+        """Use other learning rates from the next step on."""
 
     def take_share(self, share: Share, step: int) -> None:
-        """Read this part of the text in the round whose first step is `step`."""
+        """Read this share of the text from step `step` on, the first step of a round."""
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
-        """One inner step; what is known here of loss, norm and learning rate, and whether it was told to be the last.
+        """Run one inner step.
 
-        `is_last`: who decides how long a round is says that no other step of it follows.
+        Return loss, norm and learning rate where known, and whether it was announced as the last.
+
+        `is_last`: whether this member, if it decides the length of a round, announces that no other step follows.
         """
 
     def end_inner_loop(self, round_: int) -> None:
-        """Make sure that every step has been applied."""
+        """Ensure that every step has been applied."""
 
     def remember(self, ahead: bool = False) -> None:
-        """Where a round starts: copy what `undo` brings back. Synced parameters are in the outer round.
+        """Copy at the start of a round what `undo` restores. The outer round keeps the synchronized parameters.
 
-        `ahead`: while the one before is not decided, whose text may have to be read again.
+        `ahead`: the previous round is undecided, so its text may have to be read again.
         """
 
     def undo(self, outer: OuterRound) -> None:
-        """Go back to what was remembered and to theta of the outer round: the round can be trained again, to its bits.
+        """Restore the remembered state and theta of the outer round, so that the round can be repeated bit for bit.
 
-        May be called again. A step that was under way is dropped, wherever it was.
+        May be called repeatedly. A step in progress is dropped at any point. Moments are restored only if the member
+        keeps them (`states.undo`).
         """
 
     def relink(self, ends: LinkEnds) -> None:
-        """Go on with other links to the stages beside this one, after `undo` or between two inner loops."""
+        """Use other links to the neighboring stages, after `undo` or between two inner loops."""
 
     def start_round(self, outer: OuterRound) -> None:
-        """Derive what follows from the synced parameters: the split of the token embedding."""
+        """Update what is derived from the synchronized parameters: the split of the token embedding."""
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
-        """Loss of the synced parameters in this replica's own forward, and tokens seen; None where it is not known."""
+        """Return the synchronized parameters' loss in this replica's forward, and the tokens; None where unknown."""
 
     def save(self, folder: Path) -> None:
-        """Write all that its next step depends on and no snapshot has."""
+        """Write everything that the next step depends on and that is not in a run checkpoint."""
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, in a member that started from the snapshot of that round."""
+        """Restore what `save` wrote, in a member that started from the run checkpoint of the same round."""
 
     def activity(self) -> tuple[int, bool]:
-        """Another number whenever it has done something, and whether it is busy, for another thread to see."""
+        """Return a number that changes with progress, and whether the member is busy.
+
+        Safe to call from another thread.
+        """
 
     def timing(self) -> tuple[float, float]:
-        """Seconds of compute and of waiting for links since the last call."""
+        """Return the seconds of compute and of waiting for links since the last call."""
 
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
@@ -94,12 +100,12 @@ SECONDS_BETWEEN_LINK_REPORTS = 0.5
 _TERMS = "terms.json"
 
 _SECONDS_TO_REPORT = 2.0
-"""How long a member that was asked to stop waits until its reports are delivered."""
+"""Time that a member that was asked to stop waits for the delivery of its reports."""
 
 
 @dataclass(frozen=True)
 class _InnerLoop:
-    """One that this process has trained."""
+    """An inner loop that this process has trained."""
 
     steps: int
     compute_seconds: float
@@ -107,7 +113,7 @@ class _InnerLoop:
 
 
 class TrainingLoop:
-    """A member's rounds, and how it goes on when its replica is formed anew, or its term is over."""
+    """Runs a member's rounds, and recovers when its replica reforms or its incarnation is over."""
 
     def __init__(
         self,
@@ -124,30 +130,35 @@ class TrainingLoop:
         stopping: Stopping = NEVER_STOPPED,
         undoes: bool = True,
     ) -> None:
-        """`gate`: asked before every inner step, by members that are threads; what was done before a round is told
-        before. `undoes`: whether the member can go back to the moments of the start of a round.
+        """Create the loop of one member.
+
+        `gate` is asked before every inner step, by members that are threads; reports are delivered before each round.
+        `undoes`: whether the member can restore the moments from the start of a round.
         """
         self.member, self.replica, self.outer, self.seat = member, replica, outer, seat
         self.reporter, self.states, self.length, self.steps, self.gate = reporter, states, length, steps, gate
         self.faults, self.stopping, self._undoes = faults, stopping, undoes
         self.holds = 0
-        """The round after which the member holds theta."""
+        """Round after which the member holds theta."""
         self._unsaved = 0
-        """States in a row that could not be saved."""
+        """Number of consecutive checkpoints that could not be saved."""
         self._saved: int | None = None
-        """The round after which its state was saved, until the rounds since are caught up with."""
+        """Round of the loaded member checkpoint, until the rounds since then are caught up."""
         self._has_started = False
         self._is_in_step = False
-        """Whether theta, moments and error feedback are those after round `holds`, but for the round under way."""
+        """Whether theta, moments and error feedback are those after round `holds`, apart from the round in progress."""
         self._under_way = False
-        """Whether a round was begun that `undo` brings back to its start."""
+        """Whether a round was begun that `undo` returns to its start."""
         self._ahead: _InnerLoop | None = None
-        """Of the round that `outer` has trained ahead, if that was here and can be undone."""
+        """Inner loop of the round trained ahead, if this process trained it and can undo it."""
         self._trained_with: dict[int, str] = {}
-        """By round, of the last two, the terms that it was trained with: those that are due now may be others."""
+        """Round -> learning rates and share with which it was trained, for the last two rounds.
+
+        They may have changed since.
+        """
 
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
-        """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
+        """Train until the run is over, from theta after round `holds` and the member checkpoint after round `saved`."""
         self.holds, self._saved = holds, saved
         try:
             self._train_rounds(spec)
@@ -171,7 +182,10 @@ class TrainingLoop:
             self.stopping.check(self.outer.ranks)
 
     def _save_before_the_end(self) -> None:
-        """Save the state after the last finished round, if it is not saved yet. The round under way is dropped."""
+        """Save the state after the last finished round, unless it is saved already.
+
+        The round in progress is dropped.
+        """
         if not self._is_in_step or self.holds == 0 or self.states.has(self.holds):
             return
         if self._under_way and not self._undoes:
@@ -190,7 +204,7 @@ class TrainingLoop:
     # ---- where a round starts ----
 
     def _reach(self, work: Assignment, snapshots_every: int) -> None:
-        """Come to where the assigned round starts, with all of the replica."""
+        """Bring the member to the start of the assigned round."""
         self.length.begin(work.elapsed)
         self._is_in_step = False
         if work.heals:
@@ -201,7 +215,7 @@ class TrainingLoop:
         if before > self.holds + self._has_started and self._saved is None:
             self._take_newer_snapshot(before, snapshots_every if self._has_started else 1)
         missed = range(self.holds + 1, work.round)
-        # What was taken back may have been counted nevertheless, if this member's term ended before it heard of that.
+        # A contribution restored to error feedback may have been included, if the incarnation ended before the reply.
         self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
         self.holds, self._saved = before, None
         self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
@@ -214,20 +228,22 @@ class TrainingLoop:
         if ends is not None:
             self.member.relink(ends)
         if work.is_first:
-            self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
+            self._evaluate(before)  # repeated after a resume, as the run may have died before the report
             if before == 0:
                 self._report_links(0)
 
     def _take_newer_snapshot(self, before: int, least: int) -> None:
-        """One that is so many rounds newer, rather than replay them: of who has waited for its replica to be whole, or
-        for a round that is to count it. The log may have no more what they counted.
+        """Load the newest run checkpoint instead of replaying rounds, if it is at least `least` rounds newer.
+
+        This applies to a member that waited for its replica to be complete, or for a round that includes it. The log
+        may no longer contain the contributions of the missed rounds.
         """
         newest = self.seat.exchange.newest_snapshot()[0]
         if self.holds + least <= newest <= before and self.outer.is_settled:
             self._heal()
 
     def _heal(self) -> None:
-        """Take theta from the log again, and the outer optimizer's state."""
+        """Recover theta and the outer optimizer's state from the run log."""
         round_, names = self.seat.exchange.newest_snapshot()
         kept = momentum_of(names, self.outer.theta)
         tensors = self.seat.exchange.snapshot([*self.outer.theta, *kept], round_)
@@ -239,7 +255,10 @@ class TrainingLoop:
         self.member.start_round(self.outer)
 
     def _return(self, error: Exception) -> None:
-        """To where the round that was under way started. Whoever cannot reach a neighbour says so."""
+        """Return to the start of the round in progress.
+
+        After a link error, report that a neighbor cannot be reached.
+        """
         print(f"{self.reporter.member}: returns to round {self.holds}: {error}", file=sys.stderr, flush=True)
         epoch = self.seat.leave_links(str(error))
         if self._under_way:
@@ -276,16 +295,22 @@ class TrainingLoop:
         self.member.start_round(self.outer)
         times = MemberRound(round=round_, compute_seconds=loop.compute_seconds, wait_seconds=loop.wait_seconds)
         self._finish(round_, times, started + spent_ahead)
-        if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:  # from the last the run may be extended
-            self.reporter.flush()  # a run that goes on from this state has lost no report from before it
+        if (
+            self.states.is_due(round_) or round_ == spec.latest.outer.rounds
+        ):  # the run may be extended after its last round
+            self.reporter.flush()  # a run that resumes from here has lost no report
             self._save_state(round_)
 
     def _inner_loop_of(self, work: Assignment, spec: RunSpec) -> _InnerLoop:
-        """That of the assigned round: trained now, unless all of the replica has trained it ahead, as it is due now."""
+        """Return the inner loop of the assigned round: the one trained ahead if it is valid, else a new one.
+
+        The loop trained ahead is valid if all members of the replica have it, with the learning rates and share that
+        apply now.
+        """
         round_, ahead, terms = work.round, self._ahead, self._terms(work.round, spec)
         self._ahead = None
         if work.trained == round_ and self._trained_with.get(round_) == repr(terms):
-            if ahead is None:  # it is from a saved state, or was returned to: there is nothing to undo it by
+            if ahead is None:  # it came from a member checkpoint, or the member returned to it: nothing was remembered
                 self.member.remember(ahead=True)
             self._under_way = True
             self.seat.pulse.trains(round_, work.epoch)
@@ -303,7 +328,10 @@ class TrainingLoop:
         return loop
 
     def _train_ahead(self, round_: int, spec: RunSpec) -> None:
-        """The inner loop of the round after one that is on its way; `undo` brings back to where it begins."""
+        """Train the inner loop of the next round while a contribution is in transit.
+
+        `undo` returns to the beginning of this inner loop.
+        """
         self.member.remember(ahead=True)
         self.outer.start_ahead()
         loop = self._train(round_ + 1, round_, self._terms(round_ + 1, spec))
@@ -311,12 +339,12 @@ class TrainingLoop:
         self._ahead = loop
 
     def _terms(self, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
-        """What is true of a round as far as it is known."""
+        """Return the learning rates and the share of a round, as far as they are known."""
         first = self.steps.before(round_)
         return spec.rates_in(round_, first, self.steps.last), spec.share_of(self.replica, round_)
 
     def _train(self, round_: int, under_way: int, terms: tuple[LearningRates, Share]) -> _InnerLoop:
-        """The inner steps of a round, while one is under way: that, or the one before."""
+        """Train the inner steps of `round_` while `under_way`, the same round or the one before, is in progress."""
         rates, share = terms
         first = self.steps.before(round_)
         self.member.follow(rates)
@@ -328,7 +356,7 @@ class TrainingLoop:
         return _InnerLoop(steps, *self.member.timing())
 
     def _take_steps(self, round_: int, first: int, under_way: int) -> int:
-        """All of a round: how many there were."""
+        """Run all inner steps of a round; return their number."""
         reported = time.monotonic()
         steps, is_over = 0, False
         while not is_over:
@@ -352,7 +380,7 @@ class TrainingLoop:
         return steps
 
     def _finish(self, round_: int, times: MemberRound, started: float) -> None:
-        """The evaluation of what a round came to, if all of the replica is still there for it, and what it took."""
+        """Evaluate the result of a round, if the whole replica is still there, and report the times."""
         synchronised = time.monotonic()
         self.faults.reached(Phase.EVALUATING, round_)
         try:
@@ -364,15 +392,15 @@ class TrainingLoop:
         report = self.reporter.new()
         report.member_round.CopyFrom(times)
         self.member.timing()
-        self._report_links(round_)  # first: whoever hears that the round is over knows what it sent
+        self._report_links(round_)  # first, so that the link use is known once the round is reported
         self.reporter.send(report)
 
     def _save_state(self, round_: int) -> None:
-        """Save the state after a round. If the disk does not take it the member trains on, and says so now and then."""
+        """Save the state after a round. If the disk fails, the member trains on and reports it at growing intervals."""
         failure = self.states.save(round_, partial(self._save, round_))
         has_failed, self._unsaved = self._unsaved, self._unsaved + 1 if failure else 0
         is_told = has_failed > 0
-        if failure:  # the 1st, 2nd, 4th, 8th, ... in a row
+        if failure:  # the 1st, 2nd, 4th, 8th, ... consecutive failure
             is_told = self._unsaved & (self._unsaved - 1) == 0
             print(f"{self.reporter.member}: its state after round {round_} is not saved: {failure}", file=sys.stderr)
         if is_told and self.outer.ranks.is_first:
@@ -390,7 +418,7 @@ class TrainingLoop:
             (folder / _TERMS).write_text(json.dumps(self._trained_with), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on with rounds that were trained ahead of a saved state."""
+        """Restore the learning rates and shares of rounds that were trained ahead of a member checkpoint."""
         if (folder / _TERMS).exists():
             self._trained_with = {
                 int(number): one for number, one in json.loads((folder / _TERMS).read_text(encoding="utf-8")).items()
@@ -408,7 +436,7 @@ class TrainingLoop:
         self.reporter.send(report)
 
     def _allowed_to_stop(self) -> AbstractContextManager[None]:
-        """A block that an exception may end at any instruction; not on ranks, which have to leave it together."""
+        """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together."""
         return nullcontext() if self.outer.ranks.in_group else self.stopping.allowed()
 
     def _report_links(self, round_: int) -> None:
@@ -423,11 +451,11 @@ class TrainingLoop:
 
 
 def momentum_of(names: Sequence[str], parameters: Collection[str]) -> list[str]:
-    """Which tensors of a snapshot are the outer optimizer's, of these parameters."""
+    """Return the tensors of a run checkpoint that are the outer optimizer's states of these parameters."""
     found = (name for name in names if name.startswith(MOMENTUM))
     return [name for name in found if any(_is_of(name.removeprefix(MOMENTUM), one) for one in parameters)]
 
 
 def _is_of(state: str, parameter: str) -> bool:
-    """Whether what an optimizer keeps is of a parameter: under its name, or its name and what it is."""
+    """Return whether an optimizer state belongs to a parameter: its name equals the parameter's or extends it."""
     return parameter_of(state) == parameter

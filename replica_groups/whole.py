@@ -1,7 +1,7 @@
-"""A whole replica in one process: the model uncut, with its boundaries (if any) as operations inside it.
+"""A whole replica in one process: the uncut model, with its boundaries (if any) as operations inside it.
 
-The arithmetic of a crossing is that of two stages and a link (stages.boundary), so this replica and a group of
-stages with the same name, split and boundary compute the same thing; only the order of some sums differs.
+A crossing has the same arithmetic as two stages and a link (`stages.boundary`). This replica and a group of stages with
+the same name, split and boundary therefore compute the same result; only the order of some sums differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class WholeReplica:
         anchors: Sequence[Anchors] = (),
         peer: Peer | None = None,
     ) -> None:
-        """`anchors`: one for each of `cuts`, or none. `peer`: another's boundaries, instead of `boundary`'s."""
+        """`anchors`: one per entry of `cuts`, or none.
+
+        `peer`: a published method's boundaries, used instead of `boundary`.
+        """
         self.name = name
         self.module = module
         self.parameters = parameters_of(module)
@@ -54,14 +57,14 @@ class WholeReplica:
         self.seed = seed
 
     def split_embedding(self) -> None:
-        """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
+        """Derive T_perp [V, D] from the synchronized token embedding; called after every outer round."""
         if self.boundary is not None and self.hops:
             self.boundary.split(self.parameters[EMBEDDING])
             self.boundary.discard(self.parameters[EMBEDDING])
             self.optimizer.perpendicular = self.boundary.perpendicular
 
     def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
-        """Mean cross entropy of tokens [B, L + 1], on any device, in this replica's own forward."""
+        """Return the mean cross entropy of tokens [B, L + 1], on any device, with this replica's forward."""
         tokens = tokens.to(self.parameters[EMBEDDING].device)
         if self.boundary is None or not self.hops:
             return whole_loss(self.module, tokens)
@@ -74,7 +77,7 @@ class WholeReplica:
         return whole_loss(self.module, tokens, after_layer)
 
     def _cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """What the next stage begins with; `key` chooses the noise of rounding gradients."""
+        """Return the input of the next stage; `key` selects the noise of gradient rounding."""
         assert self.boundary is not None
         if self.peer is not None:
             return self.peer.cross(hop, x_BLD, tokens_BL, key)
@@ -82,7 +85,7 @@ class WholeReplica:
         return self.anchors[hop].add(received, tokens_BL) if self.anchors else received
 
     def backward(self, tokens: Tensor, step: int) -> float:
-        """Accumulate the gradient of one inner step's batch; returns its loss. `step` counts over the whole run."""
+        """Accumulate the gradient of one inner step's batch; return its loss. `step` counts over the whole run."""
         total = 0.0
         for index, micro_batch in enumerate(tokens.chunk(self.micro_batches)):
             loss = self.loss(micro_batch, step, index) / self.micro_batches
@@ -91,7 +94,7 @@ class WholeReplica:
         return total
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        """One inner step: (loss, gradient norm, learning rate)."""
+        """Run one inner step; return (loss, gradient norm, learning rate)."""
         loss = self.backward(tokens, step)
         norm = self.optimizer.gradient_norm()
         rate = self.optimizer.step(step, norm)
@@ -100,28 +103,28 @@ class WholeReplica:
 
     @property
     def own(self) -> list[OwnParameters]:
-        """What it trains beside the synced model."""
+        """Parameters that the replica trains beside the synchronized model."""
         return [*self.anchors, *([self.peer] if isinstance(self.peer, OwnParameters) else [])]
 
     def enter_round(self, round_: int) -> None:
-        """Before its first step; the evaluation after it is of the same."""
+        """Prepare for a round, before its first step. The evaluation after the round belongs to it."""
         for anchors in self.anchors:
             anchors.enter_round(round_)
 
     def step_own(self, step: int) -> None:
-        """That of what is its own, and no part of the synced model."""
+        """Run an optimizer step of the replica's own parameters, which are not part of the synchronized model."""
         for own in self.own:
             own.step(step)
 
     def drop(self) -> None:
-        """Forget the gradients of a step that does not end."""
+        """Discard the gradients of an unfinished step."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for own in self.own:
             own.drop()
 
     def state(self) -> dict[str, Any]:
-        """All that its next step depends on, between an outer round and that step, as tensors that are still in use."""
+        """Return everything that the next step after an outer round depends on, as tensors that are still in use."""
         boundary = self.boundary
         return {
             "parameters": {name: parameter.detach() for name, parameter in self.parameters.items()},
@@ -133,7 +136,7 @@ class WholeReplica:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, in a replica of the same settings."""
+        """Restore a state, in a replica with the same settings."""
         for name, parameter in self.parameters.items():
             parameter.copy_(state["parameters"][name])
         self.optimizer.load(state["optimizer"])
@@ -152,11 +155,11 @@ class WholeReplica:
 
     @torch.no_grad()
     def evaluate(self, validation: Sequence[Tensor]) -> float:
-        """Mean loss over batches [b, L + 1], by rows."""
+        """Return the mean loss over batches [b, L + 1], weighted by rows."""
         rows = sum(len(tokens) for tokens in validation)
         return sum(self.loss(tokens).item() * len(tokens) for tokens in validation) / rows
 
 
 def whole_loss(module: Transformer, tokens: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
-    """The loss of a model on tokens [B, L + 1]; `after_layer` is what becomes of the output of each layer."""
+    """Return the loss of a model on tokens [B, L + 1]; `after_layer` transforms the output of each layer."""
     return next_token_loss(module(tokens[:, :-1], after_layer), tokens[:, 1:])
