@@ -38,7 +38,7 @@ class Start:
 
 
 RECEIVE_TIMEOUT = 600.0
-"""Seconds without data after which a neighbor is considered hung: far longer than any step on a slow link."""
+"""Seconds without data after which a neighbour is considered hung: far longer than any step on a slow link."""
 
 
 def build_member(

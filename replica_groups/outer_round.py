@@ -70,7 +70,7 @@ class Carrier(Protocol):
 class OuterRound:
     """Keeps theta at the start of the round and the error feedback of the parameters that a member holds.
 
-    A member also follows parameters of which it needs a synchronized copy without training them. An example is the
+    A member also follows parameters of which it needs a synchronised copy without training them. An example is the
     token embedding, at stages that derive T_perp from it. With several ranks all of them call `synchronise`, and
     `exchange` is a CollectiveExchange.
     """

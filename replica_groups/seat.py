@@ -1,4 +1,4 @@
-"""Session (`Seat`) of a member with its run: takes a slot, asks for work, forms links to neighboring stages."""
+"""Session (`Seat`) of a member with its run: takes a slot, asks for work, forms links to neighbouring stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LedgerOf = tuple[str, Direction, Ledger]
 
 
 class Links(Protocol):
-    """Links of a member to the neighboring stages, and their byte counts."""
+    """Links of a member to the neighbouring stages, and their byte counts."""
 
     def form(self, work: Assignment) -> LinkEnds:
         """Return links of the assignment's generation. Raises LinkError."""
@@ -74,7 +74,7 @@ class Seat:
         return self.links.form(work)
 
     def leave_links(self, cause: str) -> int | None:
-        """Give up the current links, and tell waiting neighbors the cause.
+        """Give up the current links, and tell waiting neighbours the cause.
 
         Return the generation of the links, if any.
         """

@@ -55,16 +55,16 @@ class Connections(Protocol):
         """The access lines that all links of the member share."""
 
     def listen(self) -> str:
-        """Start to listen for the neighboring stages; return the address (empty if there is none)."""
+        """Start to listen for the neighbouring stages; return the address (empty if there is none)."""
 
     def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
-        """Open the links to the neighboring stages in this generation of the group. The member must have joined.
+        """Open the links to the neighbouring stages in this generation of the group. The member must have joined.
 
-        `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbor dials or does not
-        exist. A neighbor whose holder number differs from `holders` is refused. A call for a newer generation aborts
+        `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbour dials or does not
+        exist. A neighbour whose holder number differs from `holders` is refused. A call for a newer generation aborts
         the links of older ones; the byte counts continue.
 
-        Raises LinkClosed if the generation is over, and LinkTimeout if a neighbor does not connect.
+        Raises LinkClosed if the generation is over, and LinkTimeout if a neighbour does not connect.
         """
 
     def give_up(self, before: int, cause: str) -> None:
@@ -198,7 +198,7 @@ def _build(
 
 
 class _Links:
-    """Links of a member to the neighboring stages, and the byte counts of all its links. Implements Links."""
+    """Links of a member to the neighbouring stages, and the byte counts of all its links. Implements Links."""
 
     def __init__(self, member: MemberSpec, connections: Connections, shaped: ShapedExchange) -> None:
         self._member, self._connections, self._shaped = member, connections, shaped

@@ -58,7 +58,7 @@ class TrainingMember(Protocol):
         """Ensure that every step has been applied."""
 
     def remember(self, ahead: bool = False) -> None:
-        """Copy at the start of a round what `undo` restores. The outer round keeps the synchronized parameters.
+        """Copy at the start of a round what `undo` restores. The outer round keeps the synchronised parameters.
 
         `ahead`: the previous round is undecided, so its text may have to be read again.
         """
@@ -71,13 +71,13 @@ class TrainingMember(Protocol):
         """
 
     def relink(self, ends: LinkEnds) -> None:
-        """Use other links to the neighboring stages, after `undo` or between two inner loops."""
+        """Use other links to the neighbouring stages, after `undo` or between two inner loops."""
 
     def start_round(self, outer: OuterRound) -> None:
-        """Update what is derived from the synchronized parameters: the split of the token embedding."""
+        """Update what is derived from the synchronised parameters: the split of the token embedding."""
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
-        """Return the synchronized parameters' loss in this replica's forward, and the tokens; None where unknown."""
+        """Return the synchronised parameters' loss in this replica's forward, and the tokens; None where unknown."""
 
     def save(self, folder: Path) -> None:
         """Write everything that the next step depends on and that is not in a run checkpoint."""
@@ -257,7 +257,7 @@ class TrainingLoop:
     def _return(self, error: Exception) -> None:
         """Return to the start of the round in progress.
 
-        After a link error, report that a neighbor cannot be reached.
+        After a link error, report that a neighbour cannot be reached.
         """
         print(f"{self.reporter.member}: returns to round {self.holds}: {error}", file=sys.stderr, flush=True)
         epoch = self.seat.leave_links(str(error))

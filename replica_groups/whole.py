@@ -57,7 +57,7 @@ class WholeReplica:
         self.seed = seed
 
     def split_embedding(self) -> None:
-        """Derive T_perp [V, D] from the synchronized token embedding; called after every outer round."""
+        """Derive T_perp [V, D] from the synchronised token embedding; called after every outer round."""
         if self.boundary is not None and self.hops:
             self.boundary.split(self.parameters[EMBEDDING])
             self.boundary.discard(self.parameters[EMBEDDING])
@@ -103,7 +103,7 @@ class WholeReplica:
 
     @property
     def own(self) -> list[OwnParameters]:
-        """Parameters that the replica trains beside the synchronized model."""
+        """Parameters that the replica trains beside the synchronised model."""
         return [*self.anchors, *([self.peer] if isinstance(self.peer, OwnParameters) else [])]
 
     def enter_round(self, round_: int) -> None:
@@ -112,7 +112,7 @@ class WholeReplica:
             anchors.enter_round(round_)
 
     def step_own(self, step: int) -> None:
-        """Run an optimizer step of the replica's own parameters, which are not part of the synchronized model."""
+        """Run an optimizer step of the replica's own parameters, which are not part of the synchronised model."""
         for own in self.own:
             own.step(step)
 

@@ -1,11 +1,11 @@
-"""The coordinator of a run: rounds, places and failure as a pure state machine.
+"""The coordinator of a run: rounds, slots and failures as a pure state machine.
 
-    effects = coordinator.step(event, now)
+  effects = coordinator.step(event, now)
 
-No clock, thread, socket or file is in it: `now` is an argument, on a clock that does not go back, and everything that
-has to be done comes out as an effect. The exchange runs it over gRPC and in process, the simulation on a clock of its
-own. What it holds can be computed again: rounds from the records in the store, terms from what was claimed there, and
-who is there from who is heard. So it may end at any instruction, begin anew, or be there twice.
+The coordinator uses no clock, thread, socket or file: `now` is an argument from a monotonic clock, and every action is
+returned as an effect. The exchange runs it over gRPC and in process; the simulator runs it on a simulated clock. Its
+state can be reconstructed: rounds from the records in the store, incarnations from the claims there, and presence from
+heartbeats. So it may crash at any instruction, restart, or run twice at once.
 """
 
 from __future__ import annotations
@@ -21,52 +21,53 @@ from replica_groups.protocol.rounds import OpenRound
 from replica_groups.protocol.rules import Rules
 
 RETRY_SECONDS = 1.0
-"""After which a write to a store that failed is tried again."""
+"""Pause before a failed write to a store is retried."""
 
 LOOK_SECONDS = 10.0
-"""How often a coordinator without a quorum looks whether another one has closed the round."""
+"""Interval at which a coordinator without a quorum checks whether another one has closed the round."""
 
 REMEMBERED_HASHES = 4
-"""Of how many rounds hashes are kept until replay has come to them."""
+"""Number of rounds whose hashes are kept until replay reaches them."""
 
 LATE_IN_A_ROW = 3
-"""Rounds that a replica may miss in a row before rounds close without waiting for it."""
+"""Consecutive rounds that a replica may miss before rounds close without waiting for it."""
 
 UNAWAITED_FACTOR = 10.0
-"""How much longer than it was waited for in vain such a replica is not waited for, before one round does so again."""
+"""Ratio of the time without waiting for such a replica to the time that was lost by waiting for it."""
 
 WRONG_AGAIN_WITHIN = 16
-"""Rounds after a member was healed in which it may not hold other bits again."""
+"""Rounds after a recovery in which a member's bits may not differ again."""
 
 EXCLUDED_ROUNDS = 16
-"""Rounds that a replica does not take part in once a member of it held other bits again."""
+"""Rounds from which a replica is barred after a member's bits differed again."""
 
 MOST_MALFORMED = 3
 """Malformed messages between two members without a ticket, in one round, after which the run stops: both are trusted,
 so training diverged or a machine is damaged, and it would happen again for ever."""
 
 REMEMBERED_LATE = 16
-"""For how many rounds who is late may be so and be learnt from."""
+"""Number of recent rounds whose late replicas are remembered, to learn from their delay."""
 
 
 class Late(NamedTuple):
-    """Replicas that a round did not count."""
+    """Replicas that a round did not include."""
 
     quorum_at: float | None
     replicas: set[str]
-    """Those that have not come since."""
+    """Replicas that have not contributed since."""
     unawaited: frozenset[str]
-    """Those that it did not wait for, as they had missed several rounds in a row."""
+    """Replicas that the round did not wait for, because they had missed several in a row."""
 
 
 class Coordinator:
-    """The state of a run, and what changes it."""
+    """The state of a run, and its transitions."""
 
     def __init__(
         self, rules: Rules, now: float = 0.0, terms: Mapping[str, int] | None = None, goes_on: bool = False
     ) -> None:
-        """`terms`: the highest that were claimed of places. With `goes_on` another coordinator was there a moment ago:
-        then those who held them are presumed to be there until they are not.
+        """`terms`: the highest claimed incarnation of each slot.
+
+        With `goes_on`, another coordinator ran a moment ago: the holders of these incarnations are presumed present.
         """
         self.rules = rules
         self.places = {name: Place(name, replica) for name, replica in rules.places.items()}
@@ -78,23 +79,23 @@ class Coordinator:
         if goes_on:
             self.presume(now)
         self.open: OpenRound | None = None
-        """None before the run begins, and after its last round."""
+        """The open round; None before the run begins and after its last round."""
         self.last_round = 0
-        """The last that is decided."""
+        """The last decided round."""
         self.rounds: int | None = None
-        """The last that there will be; None before the run begins."""
+        """Number of the last round; None before the run begins."""
         self.lateness = Lateness(rules.grace)
         self._finish_by: float | None = None
-        """When members have to have left; None before the last round is decided."""
+        """Time by which members have to leave; None before the last round is decided."""
         self._finishing: set[str] = set()
-        """Once every round is decided: the replicas that took part in the last one, as long as they are complete."""
+        """Once every round is decided: the replicas that took part in the last one and are still complete."""
         self._paused = False
         self._look_at: float | None = None
         self._late: dict[int, Late] = {}
         self._in_step: dict[str, int] = {}
-        """Replicas whose contribution to the last round came in time, with the epoch that it is of."""
+        """Replicas whose contribution to the last round came in time -> generation of the contribution."""
         self._malformed: dict[frozenset[str], int] = {}
-        """Pair of neighbouring places -> malformed messages between them in the open round; see MOST_MALFORMED."""
+        """Pair of neighbouring slots -> malformed messages between them in the open round, up to MOST_MALFORMED."""
         self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
@@ -120,14 +121,14 @@ class Coordinator:
         }
 
     def presume(self, now: float) -> None:
-        """Another coordinator was there before: take those that held places then to be there until they are not."""
+        """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
         for place in self.places.values():
             if place.term and not place.held:
                 place.take(place.term, None, now, self.rules)
                 place.presumed = True
 
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
-        """What an event, `now`, makes necessary."""
+        """Return the effects of an event at time `now`."""
         effects = list(self._handlers[type(event)](event, now))
         if self.open is not None:
             self.open.is_overdue = now - self.open.opened_at >= self.rules.limit
@@ -137,7 +138,7 @@ class Coordinator:
         return effects
 
     def deadline(self) -> float | None:
-        """When to say Tick, if nothing else happens before."""
+        """Return when to send Tick if no other event comes before; None if there is no deadline."""
         times = [place.ends_at() for place in self.places.values() if place.held]
         times += [place.claim_at for place in self.places.values() if place.claim_at is not None]
         if self.open is not None and not self.open.writing:
@@ -148,21 +149,21 @@ class Coordinator:
 
     @property
     def waited_for(self) -> list[str]:
-        """The replicas without which the open round does not close at once."""
+        """The replicas that the open round waits for."""
         return [] if self.open is None else self.open.waited_for(self.alive)
 
     @property
     def alive(self) -> list[str]:
-        """The replicas of which every place is held."""
+        """The replicas whose slots are all held."""
         return [name for name, replica in self.replicas.items() if replica.alive]
 
     @property
     def _needed(self) -> int:
-        """How many replicas a quorum of the open round is.
+        """The quorum of the open round.
 
-        Of the optional ones those count that take part: one that missed the last round it took part in only once it
-        has contributed, and after `limit` all of them. Else who takes every round and contributes nothing would keep
-        rounds open for ever.
+        An optional replica counts if it takes part. If it missed its last round, or the open round is overdue, it
+        counts only once it has contributed. Otherwise a replica that takes every round and never contributes would keep
+        rounds open forever.
         """
         if self.open is None:
             return self.rules.needed_of(())
@@ -171,7 +172,7 @@ class Coordinator:
 
     @property
     def is_through(self) -> bool:
-        """Whether every round is decided, and all members have left whose replica took part in the last one."""
+        """Whether every round is decided, and all members of the replicas in the last round have left."""
         return self.is_over and not any(p.held for p in self.places.values() if p.replica in self._finishing)
 
     @property
@@ -180,7 +181,7 @@ class Coordinator:
         return self.rounds is not None and self.open is None
 
     def holds(self, place: str, term: int) -> bool:
-        """Whether a term is not over."""
+        """Return whether an incarnation of a slot is current."""
         return self.places[place].held and self.places[place].term == term
 
     # ---- the beginning ----
@@ -204,7 +205,7 @@ class Coordinator:
             yield from self._let_in(place)
 
     def _let_in(self, place: Place) -> Iterator[e.Effect]:
-        """Who waits for a place that is vacant."""
+        """Claim a free slot for the process that waits for it."""
         if place.applicant is not None and not place.held and not place.claiming:
             place.claiming, place.claim_at = True, None
             yield e.Claim(place.name, place.term + 1, place.applicant)
@@ -229,7 +230,7 @@ class Coordinator:
         yield from ()
 
     def _noted(self, event: e.Noted, now: float) -> Iterator[e.Effect]:
-        """Whoever holds a later term than is known here has ended the one that is."""
+        """End a known incarnation if the store has a later one."""
         place = self.places[event.place]
         if event.term > place.term:
             if place.held:
@@ -246,29 +247,35 @@ class Coordinator:
         place.hear(now, event.progress, event.computes)
 
     def _heard_training(self, place: Place, round_: int, epoch: int) -> Iterator[e.Effect]:
-        """Whether what a place trains is known here, is void, or was given to it by another coordinator."""
+        """Check the round that a member trains: known here, void, or assigned by another coordinator."""
         replica = self.replicas[place.replica]
         if epoch > replica.epoch:
             yield from (e.LookUp(other.name) for other in replica.places)
         elif epoch == replica.epoch and replica.alive:
             yield from self._adopt(place, round_)
         elif replica.round is not None or place.asked is not None:
-            return  # it has returned since, and this was said before
+            return  # the member has returned since; this heartbeat is older
         elif self._trains_ahead_of(round_) or not self._has_contributed(replica, round_, epoch):
             yield e.Suspended(place.name, place.term, epoch, "a stage of its replica is missing")
 
     def _has_contributed(self, replica: Replica, round_: int, epoch: int) -> bool:
-        """Whole: to wait for the record, and to evaluate, a place needs no other that has nothing more to do."""
+        """Return whether the replica's contribution is complete.
+
+        A member then waits for the record and evaluates, for which it needs no member that has finished.
+        """
         if round_ == self.last_round and self._in_step.get(replica.name) == epoch:
             return True
         return self.open is not None and round_ == self.open.number and self._is_whole(replica)
 
     def _trains_ahead_of(self, round_: int) -> bool:
-        """Whether who has contributed to a round trains the next one."""
+        """Return whether a replica that has contributed to a round trains the next one."""
         return self.rules.overlap and self.rounds is not None and round_ < self.rounds
 
     def _admits(self, place: Place, term: int, now: float) -> Generator[e.Effect, None, bool]:
-        """Whether a term acts, which then is there; who holds one that is over is told."""
+        """Note that the holder of an incarnation is present, and return whether the incarnation is current.
+
+        The holder of an old incarnation is fenced.
+        """
         if term > place.term:
             yield e.LookUp(place.name)
         elif not self.holds(place.name, term):
@@ -278,11 +285,11 @@ class Coordinator:
         return self.holds(place.name, term)
 
     def _is_whole(self, replica: Replica) -> bool:
-        """Whether all that it contributes to the open round has come."""
+        """Return whether the replica's contribution to the open round is complete."""
         return self.open is not None and replica.name in self.open.whole
 
     def _adopt(self, place: Place, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
-        """Another coordinator has given a replica this round; one of its places may not have heard of it."""
+        """Take over an assignment of another coordinator, of which some members may not have heard."""
         replica = self.replicas[place.replica]
         if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
             return
@@ -290,7 +297,7 @@ class Coordinator:
         if self.open is not None and round_ == self.open.number:
             self.open.taking_part.add(replica.name)
         elif self.open is not None:
-            yield e.Look(self.open.number)  # it is closed: who trains a round knows the one before
+            yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.places:
             if other.asked is not None and other.asked < round_ and not (has_trained and other is place):
                 other.asked = None
@@ -308,17 +315,19 @@ class Coordinator:
             yield from self._end_term(place, event.cause)
 
     def _end_term(self, place: Place, cause: str, silent: bool = False) -> Iterator[e.Effect]:
-        """Nobody holds the place any more. What its replica has not contributed whole is void."""
+        """End the incarnation of a slot, and void its replica's incomplete contribution."""
         place.vacate()
         yield e.Fenced(place.name, place.term, cause, silent)
         if self.is_over:
-            self._finishing.discard(place.replica)  # the other members of its group wait for it in vain
+            self._finishing.discard(place.replica)  # the other members of its group would wait forever
         yield from self._suspend(self.replicas[place.replica], f"{place.name}: {cause}")
         yield from self._let_in(place)
 
     def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:
-        """A replica has to be formed anew. Those that wait for the record of a whole contribution go on to wait,
-        unless they train the next round meanwhile.
+        """Make a replica reform.
+
+        Members that wait for the record of a complete contribution continue to wait, unless they train the next round
+        meanwhile.
         """
         round_, replica.round = replica.round, None
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
@@ -330,7 +339,7 @@ class Coordinator:
                 yield e.Suspended(place.name, place.term, replica.epoch, cause)
 
     def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
-        """Who cannot reach a neighbour that is there gets another term, so that its replica is formed anew."""
+        """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms."""
         place = self.places[event.place]
         replica = self.replicas[place.replica]
         if not (yield from self._admits(place, event.term, now)):
@@ -358,7 +367,7 @@ class Coordinator:
         place.presumed = False
         place.rests(now)
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
-            # it was told, and has not heard
+            # it was assigned this round already, and has not received the answer
             trained = event.trained if replica.trained in (None, event.trained) else 0
             yield e.Assign(place.name, place.term, replica.round, replica.epoch, trained=trained)
             return
@@ -368,19 +377,19 @@ class Coordinator:
         yield from self._form(replica, now)
 
     def _form(self, replica: Replica, now: float) -> Iterator[e.Effect]:
-        """Give a replica a round, if all of it waits for one and one is to be had."""
+        """Assign the open round to a replica, if all its members wait and it may join."""
         if self.rounds is None:
             return
         if self.open is None:
             yield from self._let_go(replica)
         elif not replica.waits or max(place.asked or 0 for place in replica.places) > self.last_round:
-            return  # or another coordinator has closed rounds that are not known here yet
+            return  # or another coordinator closed rounds that are unknown here
         elif self._may_join(replica.name, now):
             self.open.taking_part.add(replica.name)
             yield from self._assign(replica, self.open.number)
 
     def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
-        """The run is over, also for those whose replica is not whole any more."""
+        """Tell waiting members that the run is over, even if their replica is incomplete."""
         replica.round = None
         for place in replica.places:
             if place.held and place.asked is not None:
@@ -388,7 +397,7 @@ class Coordinator:
                 yield e.Assign(place.name, place.term, 0, replica.epoch)
 
     def _may_join(self, replica: str, now: float) -> bool:
-        """Whether a replica takes part in the open round. Who comes late waits for the next, to stay in step."""
+        """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
         assert self.open is not None
         if replica not in self.rules.due(self.open.number):
             return False
@@ -397,16 +406,19 @@ class Coordinator:
         if replica in self.open.taking_part or replica in self.open.whole:
             return replica not in self.open.whole
         in_time = now - self.open.opened_at <= self.lateness.grace
-        at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # who has taken it may never contribute
+        at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # those that took it may never contribute
         return at_once or self._others_there(replica) < self._needed
 
     def _others_there(self, replica: str) -> int:
-        """How many other replicas have contributed to the open round, or are waited for."""
+        """Return how many other replicas have contributed to the open round or are waited for."""
         assert self.open is not None
         return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
 
     def _is_excluded(self, replica: str, round_: int) -> bool:
-        """Whether a replica is not to take part, as it held other bits again. A quorum is never lost by that."""
+        """Return whether a replica is barred because its bits differed again.
+
+        Callers let it join if a quorum needs it.
+        """
         return round_ < self.replicas[replica].excluded_until
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
@@ -420,7 +432,7 @@ class Coordinator:
                 place.differs, place.healed_for = False, round_
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:
-        """Open the round after the last one that is decided, for these replicas and those that wait."""
+        """Open the round after the last decided one, for these replicas and those that wait."""
         assert self.rounds is not None
         self.open, self._look_at = None, None
         if self.last_round < self.rounds:
@@ -465,7 +477,7 @@ class Coordinator:
             yield e.Refused(place.name, complaint, term=event.term)
 
     def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
-        """What comes after a round has closed is learnt from, once, and not counted."""
+        """Learn from the delay of a late contribution, once, and exclude it."""
         replica, late = self.places[event.place].replica, self._late.get(event.round)
         if late is not None and replica in late.replicas:
             late.replicas.discard(replica)
@@ -474,13 +486,13 @@ class Coordinator:
             yield e.TooLate(replica, event.round)
 
     def _closes_at(self) -> float | None:
-        """When the open round closes if nothing more comes; None while a quorum is missing."""
+        """Return when the open round closes if nothing more comes; None while a quorum is missing."""
         assert self.open is not None
         closes = self.open.closes_at(bool(self.waited_for), self.lateness.grace, self.rules.limit)
         return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)
 
     def _close_if_due(self, now: float) -> Iterator[e.Effect]:
-        """Decide the open round, if the time has come."""
+        """Decide the open round, if it is due."""
         if self.open is None or self.open.writing:
             return
         closes = self._closes_at()
@@ -512,18 +524,19 @@ class Coordinator:
         yield from self._open_next(now, {name for name in self.alive if name in self._in_step or name in ahead})
         is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())
         if is_behind or not closed.writing:
-            yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be further on
+            yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be ahead
 
     def _learn(self, closed: OpenRound) -> None:
-        """How late they were who came after the quorum; those who made it say nothing of that."""
+        """Learn from the delays of contributions that came after the quorum."""
         if closed.quorum_at is not None:
             for came in list(closed.whole.values())[closed.quorum :]:
                 self.lateness.came(came - closed.quorum_at)
 
     def _note_missed(self, closed: OpenRound, missing: Collection[str], now: float) -> Iterator[e.Effect]:
-        """Count the rounds in a row that each replica took part in and did not contribute to in time.
+        """Count the consecutive rounds that each replica took part in without contributing in time.
 
-        After a few, rounds close without waiting for it, so that in the long run a tenth of the time is lost at most.
+        After LATE_IN_A_ROW rounds, rounds close without waiting for it, so that in the long run at most a tenth of the
+        time is lost.
         """
         for name in self._in_step:
             self.replicas[name].missed, self.replicas[name].awaited_from = 0, 0.0
@@ -541,7 +554,7 @@ class Coordinator:
         yield from ()
 
     def _tell_of_quorum(self) -> Iterator[e.Effect]:
-        """Say once that no round can close, and once that it can again."""
+        """Report once that no round can close, and once that rounds can close again."""
         if self.open is None:
             return
         there, needed = self._there(self.open), self._needed
@@ -553,13 +566,13 @@ class Coordinator:
             yield e.WentOn(self.open.number)
 
     def _there(self, opened: OpenRound) -> tuple[str, ...]:
-        """The replicas that can be counted in a round."""
+        """Return the replicas that a round can include."""
         alive = self.rules.due(opened.number).intersection(self.alive)
         return tuple(sorted(alive | opened.whole.keys()))
 
     @property
     def paused(self) -> e.Paused | None:
-        """Whether too few replicas are there to close the open round: how many are."""
+        """The number of present replicas, if they are too few to close the open round; else None."""
         if self.open is None or not self._paused:
             return None
         return e.Paused(self.open.number, self._there(self.open), self._needed)
@@ -578,7 +591,7 @@ class Coordinator:
         yield from self._compare(event.round)
 
     def _compare(self, round_: int) -> Iterator[e.Effect]:
-        """Hold what members have confirmed against what replay gives, each once."""
+        """Compare the hashes that members confirmed with those of replay, each once."""
         right = self._audited.get(round_)
         if right is None:
             return
@@ -588,10 +601,11 @@ class Coordinator:
                 yield from self._found_wrong(self.places[name], round_, wrong[0])
 
     def _found_wrong(self, place: Place, round_: int, parameter: str) -> Iterator[e.Effect]:
-        """The log decides, however many members hold other bits: each is healed, and excluded if that does not last.
+        """Recover a member whose bits differ from the run log; bar its replica if they differ again.
 
-        Only if all replicas whose members were started by the operator hold other bits, and these are several, the
-        machine that replays the log is in doubt. What members let in by a ticket say has no part in that.
+        The log decides, however many members differ. Only if at least two replicas are the operator's own, and all of
+        these differ, the machine that replays the log is in doubt. Replicas with members admitted by a ticket do not
+        count for that.
         """
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)

@@ -1,4 +1,7 @@
-"""What the rules are told, and what they answer with. Data only; a blob's entry is whatever the caller keeps of it."""
+"""Inputs (events) and outputs (effects) of the coordinator.
+
+Data only; the type of a blob's entry is up to the caller.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Contribution:
-    """What was counted of one replica. `blobs`: block -> entry."""
+    """A contribution that a round includes. `blobs`: block -> entry."""
 
     replica: str
     epoch: int
@@ -18,21 +21,21 @@ class Contribution:
     weight: float
     blobs: Mapping[str, Hashable]
     scale: float = 1.0
-    """What its values are multiplied by, if it was too large."""
+    """Factor of its values; less than 1 if the contribution was too large."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was counted in a round, in the order of the replicas' names, and who was waited for in vain."""
+    """Contributions that a round includes, in the order of replica names, and replicas that were late."""
 
     round: int
     contributions: tuple[Contribution, ...]
     late: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Whose contributions were far too large."""
+    """Replicas whose contributions were rejected because they were far too large."""
 
     def of(self, replica: str) -> Contribution | None:
-        """What it counts of a replica."""
+        """Return the included contribution of a replica, or None."""
         return next((one for one in self.contributions if one.replica == replica), None)
 
 
@@ -41,28 +44,28 @@ class Record:
 
 @dataclass(frozen=True)
 class Began:
-    """The run begins (0), or goes on, after a round."""
+    """The run begins (0), or resumes, after a round."""
 
     round: int
     rounds: int
-    """The last round that there will be."""
+    """Number of the last round."""
     examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
-    """See Rules."""
+    """As in `Rules.examples_since`."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A process wants a place. It names itself by `process`, so that asking twice is asking once."""
+    """A process asks for a slot. `process` names it, so that repeating the request is harmless."""
 
     place: str
     process: str
     is_guest: bool = False
-    """Whether it was let in by a ticket."""
+    """Whether it was admitted by a ticket."""
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """The store has noted, or not, that a process holds a place for the `term`-th time."""
+    """The store answered whether a process holds a slot in incarnation `term`."""
 
     place: str
     term: int
@@ -72,14 +75,14 @@ class Claimed:
 
 @dataclass(frozen=True)
 class NotClaimed:
-    """The store has failed to note it; nobody knows whether it did."""
+    """The store failed while a claim was written. Whether the claim is stored is unknown."""
 
     place: str
 
 
 @dataclass(frozen=True)
 class Noted:
-    """The highest term of a place that the store has noted."""
+    """The highest incarnation of a slot in the store."""
 
     place: str
     term: int
@@ -87,21 +90,24 @@ class Noted:
 
 @dataclass(frozen=True)
 class Heard:
-    """Who holds a place is there. `round` and `epoch` say what it trains, `None` that it trains nothing."""
+    """A member sent a heartbeat.
+
+    `round` and `epoch` (generation) say what it trains; a `round` of None means nothing.
+    """
 
     place: str
     term: int
     round: int | None = None
     epoch: int = 0
     progress: int = 0
-    """Another number whenever it has done something."""
+    """A number that changes whenever the member makes progress."""
     computes: bool = False
-    """Whether it is busy, and waits for nobody."""
+    """Whether the member is busy and waits for no other."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The connection of who holds a place has ended: it may be gone, or come back."""
+    """The connection of a member has ended: it may be gone, or return."""
 
     place: str
     term: int
@@ -109,28 +115,28 @@ class Lost:
 
 @dataclass(frozen=True)
 class Died:
-    """Who holds a place is known to be gone."""
+    """A member is known to be gone."""
 
     place: str
     term: int | None = None
-    """None: whoever it was."""
+    """Incarnation that is gone; None: the current one."""
     cause: str = "it ended"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who holds a place holds theta after a round, and has nothing to do."""
+    """A member has theta after round `holds`, and asks for work."""
 
     place: str
     term: int
     holds: int
     trained: int = 0
-    """The last round whose training it has, and no record: it was trained ahead, or not counted; 0 if there is none."""
+    """Last round that it trained and has no record of, as it trained ahead or was excluded; 0 if there is none."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Who holds a place cannot reach a neighbour that is there, as far as it knows."""
+    """A member cannot reach a neighbouring stage that is present, as far as the member knows."""
 
     place: str
     term: int
@@ -142,7 +148,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Deposited:
-    """A blob of a place's contribution is in the store, durable."""
+    """A blob of a member's contribution is in the store, durable."""
 
     place: str
     term: int
@@ -155,21 +161,21 @@ class Deposited:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The store has this record of a round, whoever wrote it."""
+    """The store has this record of a round, written by this or another coordinator."""
 
     record: Record
 
 
 @dataclass(frozen=True)
 class NotRecorded:
-    """The record of a round could not be written; nobody knows whether it is there."""
+    """Writing the record of a round failed. Whether the record is stored is unknown."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Who holds a place holds parameters of these hashes after a round."""
+    """A member reports the hashes of its parameters after a round."""
 
     place: str
     term: int
@@ -179,7 +185,7 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class Audited:
-    """What replay gives after a round."""
+    """Hashes of the parameters after a round, computed by replay of the run log."""
 
     round: int
     hashes: Mapping[str, bytes]
@@ -187,7 +193,7 @@ class Audited:
 
 @dataclass(frozen=True)
 class Left:
-    """Who holds a place is through with the run."""
+    """A member has finished the run."""
 
     place: str
     term: int
@@ -200,7 +206,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Woke:
-    """The coordinator itself did nothing for a while: that it heard nobody says nothing."""
+    """The coordinator itself was suspended for a while, so missing heartbeats mean nothing."""
 
 
 Event = (
@@ -230,8 +236,10 @@ Event = (
 
 @dataclass(frozen=True)
 class Claim:
-    """Have the store note that a process holds a place for the `term`-th time, if nobody has been noted so; then say
-    Claimed."""
+    """Have the store note that a process holds a slot in incarnation `term`, unless another process does.
+
+    Answer: Claimed.
+    """
 
     place: str
     term: int
@@ -240,14 +248,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Say Noted of a place: somebody holds it for a term that is not known here, as another coordinator let it in."""
+    """Look up the highest incarnation of a slot that another coordinator has assigned. Answer: Noted."""
 
     place: str
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """Tell a process that it holds a place."""
+    """Tell a process that it holds a slot."""
 
     place: str
     process: str
@@ -256,64 +264,63 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Refused:
-    """Tell a process that asked for a place, or the holder of a term, that it is not let in, and why."""
+    """Tell a process that asked for a slot, or the holder of an incarnation, why its request is refused."""
 
     place: str
     reason: str
     process: str | None = None
     term: int | None = None
     is_over: bool = False
-    """Whether there is nothing wrong with what was asked, but that it comes too late: the replica does something else
-    by now."""
+    """Whether the request was valid but came too late, because the replica does something else by now."""
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """A term is over: what its holder sends changes nothing any more."""
+    """An incarnation is over: messages of its holder have no effect any more."""
 
     place: str
     term: int
     cause: str = ""
-    """Why it has ended now; empty in an answer to who holds one that has ended before."""
+    """Why it has ended just now; empty in an answer to a holder whose incarnation ended earlier."""
     silent: bool = False
-    """Whether it has ended as nothing was heard of its holder, who may be there."""
+    """Whether it ended because no heartbeat came, so that its holder may still exist."""
 
 
 @dataclass(frozen=True)
 class Assign:
-    """Tell who holds a place to train a round, with its replica formed so and so often; round 0: the run is over."""
+    """Tell a member to train a round in a generation of its replica; round 0 means that the run is over."""
 
     place: str
     term: int
     round: int
     epoch: int
     heal: bool = False
-    """Whether it has to take theta from the log again, as it holds other bits than replay gives."""
+    """Whether the member has to recover theta from the run log, because its bits differ from replay."""
     trained: int = 0
-    """What all of the replica has asked with, if that is the same; 0 else."""
+    """The `trained` of all members of the replica, if they are equal; else 0."""
 
 
 @dataclass(frozen=True)
 class Suspended:
-    """Tell who holds a place to return to the start of the round: a stage of its replica is missing."""
+    """Tell a member to return to the start of the round, because a stage of its replica is missing."""
 
     place: str
     term: int
     epoch: int
-    """That is over."""
+    """Generation that is over."""
     cause: str
 
 
 @dataclass(frozen=True)
 class Write:
-    """Have the store keep a record, unless it has one of that round; then say Recorded with the one it has."""
+    """Have the store keep a record unless it has one of that round. Answer: Recorded, with the stored record."""
 
     record: Record
 
 
 @dataclass(frozen=True)
 class Look:
-    """If the store has a record of a round, say Recorded: another coordinator may have written it."""
+    """Look for a record that another coordinator may have written. Answer: Recorded, if the store has one."""
 
     round: int
 
@@ -327,7 +334,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class TooLate:
-    """A replica's contribution was whole after its round had closed: it goes back into error feedback."""
+    """A replica's contribution was complete only after its round had closed: it is restored to error feedback."""
 
     replica: str
     round: int
@@ -335,7 +342,7 @@ class TooLate:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A replica's contribution was too large: its values are multiplied by a number; 0: it goes back, uncounted."""
+    """A replica's contribution was too large: its values are scaled by `scale`; 0 means that it was rejected."""
 
     replica: str
     round: int
@@ -344,7 +351,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Paused:
-    """No round can close: fewer replicas are there than a quorum is."""
+    """No round can close: fewer replicas are present than a quorum needs."""
 
     round: int
     there: tuple[str, ...]
@@ -353,7 +360,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class WentOn:
-    """A quorum is there again."""
+    """A quorum is present again."""
 
     round: int
 
@@ -365,12 +372,12 @@ class Over:
     round: int
     rounds: int
     finishing: tuple[str, ...]
-    """Replicas that took part in the last round. The end of the run waits for no others."""
+    """Replicas that took part in the last round. The end of the run waits for no other replica."""
 
 
 @dataclass(frozen=True)
 class Heal:
-    """Who holds a place holds other bits than replay gives: told when it is found; it is healed with its next round."""
+    """A member's bits differ from replay. Reported when found; the member recovers with its next round."""
 
     place: str
     term: int
@@ -380,8 +387,9 @@ class Heal:
 
 @dataclass(frozen=True)
 class Excluded:
-    """Who holds a place held other bits again after it was healed: its replica takes part in no round before `until`,
-    unless a quorum needs it.
+    """A member's bits differed again after a recovery: its replica is barred from rounds before `until`.
+
+    It takes part nevertheless if a quorum needs it.
     """
 
     place: str
@@ -392,8 +400,9 @@ class Excluded:
 
 @dataclass(frozen=True)
 class NotAwaited:
-    """A replica missed so many rounds in a row, the last one `round`: rounds that open within so many seconds do not
-    wait for it, unless it contributes in time again.
+    """A replica missed `missed` rounds in a row, the last one being `round`.
+
+    Rounds that open within `seconds` do not wait for it, unless it contributes in time again.
     """
 
     replica: str
@@ -404,7 +413,7 @@ class NotAwaited:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run must not go on: all replicas of the operator, which are several, hold other bits than replay gives."""
+    """The run must not continue: all of the operator's replicas, at least two, differ from replay."""
 
     cause: str
 

@@ -1,4 +1,4 @@
-"""What is learnt from the run itself: how late contributions come, and how long a member is silent."""
+"""Time limits learned from the run itself: the delay of late contributions, and the silence of members."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from collections import deque
 from replica_groups.protocol.rules import Window
 
 REMEMBERED = 64
-"""How many of the last ones count."""
+"""Number of recent observations that count."""
 
 
 class Lateness:
-    """How long after the quorum those came that it did without: the grace window follows it."""
+    """Delay of contributions after the quorum; determines the grace window."""
 
     def __init__(self, window: Window, quantile: float = 0.9) -> None:
         self._window, self._quantile = window, quantile
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
         self.grace = window.of(None)
-        """Seconds; the longest that is allowed until something was seen."""
+        """Grace window in seconds; the largest allowed one until something was observed."""
 
     def came(self, seconds: float) -> None:
-        """A contribution, so long after a quorum had come."""
+        """Note a contribution that came `seconds` after the quorum."""
         self._seen.append(max(0.0, seconds))
         ordered = sorted(self._seen)
         self.grace = self._window.of(ordered[math.ceil(self._quantile * len(ordered)) - 1])
 
 
 class Silence:
-    """The longest time between two signs of somebody; how long to wait for the next."""
+    """Longest time between two signs of life of a member; determines how long to wait for the next."""
 
     def __init__(self, window: Window, now: float) -> None:
         self._window = window
         self._gaps: deque[float] = deque(maxlen=REMEMBERED)
         self.since = now
         self.lease = window.of(0.0)
-        """Seconds."""
+        """Seconds to wait for the next sign."""
 
     def sign(self, now: float) -> None:
-        """It is there."""
+        """Note a sign of life."""
         self._gaps.append(now - self.since)
         self.since = now
         self.lease = self._window.of(max(self._gaps))
 
     def restart(self, now: float) -> None:
-        """It is there, and the time until now says nothing."""
+        """Note that the member is present, without learning from the time until now."""
         self.since = now
 
     @property
     def least(self) -> float:
-        """The shortest that is ever waited."""
+        """The shortest time that is ever waited."""
         return self._window.least

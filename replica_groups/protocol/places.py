@@ -1,4 +1,4 @@
-"""Who holds each place, for the how-manyeth time, whether it is there, and what it has to do."""
+"""Slots (`Place`) and replicas: the holder of each slot, its incarnation, its presence, and its work."""
 
 from __future__ import annotations
 
@@ -12,63 +12,63 @@ _NO_WINDOW = Window(0.0, 0.0, 0.0)
 
 @dataclass
 class Place:
-    """A stage of a group, or a datacenter replica."""
+    """Slot of a member: a stage of a group, or a datacenter replica."""
 
     name: str
     replica: str
     term: int = 0
-    """The highest that was claimed."""
+    """Highest claimed incarnation."""
     held: bool = False
     presumed: bool = False
-    """Held as far as is known from before; nothing was heard yet."""
+    """Whether the slot is held according to an earlier coordinator, and nothing was heard of the holder yet."""
     process: str | None = None
-    """Who holds it, as far as it has named itself."""
+    """Name of the holding process, if known."""
     applicant: str | None = None
-    """Who waits for it."""
+    """Name of the process that waits for the slot."""
     applies_as_guest: bool = False
-    """Whether that process was let in by a ticket."""
+    """Whether that process was admitted by a ticket."""
     is_guest: bool = True
-    """Whether its holder was, as far as is known: another coordinator may have let it in."""
+    """Whether the holder was admitted by a ticket; True if unknown, as another coordinator may have admitted it."""
     claiming: bool = False
     claim_at: float | None = None
-    """When to try again, if the store has failed."""
+    """Time of the next attempt after a failure of the store."""
     asked: int | None = None
-    """The round after which it holds theta, while it waits for work."""
+    """Round after which the member holds theta, while it waits for work."""
     trained: int = 0
-    """The last round whose training it has then, and no record; 0 if there is none."""
+    """Last round that the waiting member trained and has no record of; 0 if there is none."""
     lost: bool = False
     silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     progress: int = -1
     computes: bool = False
     differs: bool = False
-    """Whether it holds other bits than replay gives."""
+    """Whether the member's bits differ from replay."""
     healed_for: int | None = None
-    """The last round that it took theta from the log again for, whoever held the slot."""
+    """Last round for which the slot recovered theta from the run log, under any holder."""
 
     def take(self, term: int, process: str | None, now: float, rules: Rules) -> None:
-        """Somebody holds it from now on."""
+        """Start an incarnation of the slot."""
         self.term, self.process = term, process
         self.held, self.presumed, self.lost, self.is_guest = True, False, False, True
         self.asked, self.progress, self.computes, self.differs = None, -1, False, False
         self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
 
     def vacate(self) -> None:
-        """Nobody holds it."""
+        """Free the slot."""
         self.held, self.presumed, self.process, self.asked, self.lost = False, False, None, None, False
 
     def is_there(self, now: float) -> None:
-        """It has said something, whatever it was."""
+        """Note that the member has sent any message."""
         self.lost = False
         self.silence.sign(now)
 
     def rests(self, now: float) -> None:
-        """It has done what it had to, and computes no more."""
+        """Note that the member has finished its work and does not compute."""
         self.computes = False
         self.stillness.restart(now)
 
     def hear(self, now: float, progress: int, computes: bool) -> None:
-        """What it says of its progress."""
+        """Note the progress that the member reports."""
         self.presumed = False
         if progress != self.progress and self.computes and computes:
             self.stillness.sign(now)
@@ -77,12 +77,12 @@ class Place:
         self.progress, self.computes = progress, computes
 
     def ends_at(self) -> float:
-        """When its term ends unless something is heard or done."""
+        """Return when the incarnation ends, unless a heartbeat or progress comes before."""
         silent = self.silence.since + self._silence_allowed
         return min(silent, self.stillness.since + self.stillness.lease) if self.computes else silent
 
     def why_it_ends(self) -> str:
-        """In words."""
+        """Return the cause of the end in words."""
         if self.ends_at() < self.silence.since + self._silence_allowed:
             return f"it made no progress for {self.stillness.lease:.0f} s"
         return f"no heartbeat came for {self._silence_allowed:.0f} s"
@@ -94,38 +94,38 @@ class Place:
 
 @dataclass
 class Replica:
-    """All places that hold one copy of the model together."""
+    """All slots that together hold one copy of the model."""
 
     name: str
     places: list[Place]
     round: int | None = None
-    """The one it trains, or has contributed to; None while it is formed anew, or waits for a round to open."""
+    """Round that the replica trains or has contributed to; None while it reforms or waits for a round to open."""
 
     trained: int | None = 0
-    """What all of its places had asked with when it was given that round; None if another coordinator knows."""
+    """The equal `trained` of its slots when that round was assigned, else 0; None if another coordinator did."""
     missed: int = 0
-    """Rounds in a row that it took part in and did not contribute to in time."""
+    """Number of consecutive rounds that it took part in without contributing in time."""
     awaited_from: float = 0.0
-    """Rounds that open before this time do not wait for it, as it missed several in a row."""
+    """Rounds that open before this time do not wait for the replica, because it missed several in a row."""
     excluded_until: int = 0
-    """The first round that it may take part in."""
+    """First round in which the replica may take part."""
 
     @property
     def has_guests(self) -> bool:
-        """Whether a place of it is held by somebody who was let in by a ticket, as far as is known."""
+        """Whether the holder of any of its slots was admitted by a ticket, as far as is known."""
         return any(place.is_guest for place in self.places)
 
     @property
     def epoch(self) -> int:
-        """How often it was formed: grows with every term of every place."""
+        """Generation of the replica: the sum of the incarnations of its slots, so it grows with each."""
         return sum(place.term for place in self.places)
 
     @property
     def alive(self) -> bool:
-        """Whether every place is held."""
+        """Whether every slot is held."""
         return False not in [place.held for place in self.places]
 
     @property
     def waits(self) -> bool:
-        """Whether all of it has nothing to do."""
+        """Whether all its members wait for work."""
         return self.alive and all(place.asked is not None for place in self.places)

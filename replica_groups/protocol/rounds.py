@@ -1,4 +1,4 @@
-"""One open round: what was deposited, who is waited for, and when it closes."""
+"""State of one open round: its deposits, the replicas that it waits for, and its closing time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS, Rules
 
 @dataclass
 class Deposits:
-    """Of one replica, formed so and so often."""
+    """Deposits of one generation of a replica."""
 
     epoch: int
     steps: int
@@ -21,31 +21,31 @@ class Deposits:
 
 @dataclass
 class OpenRound:
-    """The round that is not decided yet."""
+    """The undecided round."""
 
     number: int
     opened_at: float
     taking_part: set[str] = field(default_factory=set)
-    """Replicas that train it, or will at once."""
+    """Replicas that train the round or are about to."""
     deposits: dict[str, Deposits] = field(default_factory=dict)
     whole: dict[str, float] = field(default_factory=dict)
-    """When each replica's contribution was whole."""
+    """Replica -> time at which its contribution was complete."""
     quorum_at: float | None = None
-    """When a quorum had contributed."""
+    """Time at which a quorum had contributed."""
     quorum: int = 0
-    """How many that were."""
+    """Number of contributions at that time."""
     writing: bool = False
-    """Whether its record is on its way to the store."""
+    """Whether its record is being written to the store."""
     retry_at: float | None = None
     unawaited: frozenset[str] = frozenset()
-    """Replicas that it does not wait for, as they missed several rounds in a row."""
+    """Replicas that the round does not wait for, because they missed several rounds in a row."""
     is_overdue: bool = False
-    """Whether it is open for longer than `limit`."""
+    """Whether the round has been open for longer than `limit`."""
 
     def deposit(
         self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
     ) -> str | None:
-        """Note a blob; why not, if it contradicts what was noted. Depositing twice is depositing once."""
+        """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
         if (complaint := rules.complaint_of_steps(steps)) is not None:
             return f"`{block}`: {complaint}"
         known = self.deposits.get(replica)
@@ -63,22 +63,22 @@ class OpenRound:
         return None
 
     def count(self, needed: int, now: float) -> None:
-        """See whether a quorum has contributed, which is so many by now."""
+        """Note the time and the number of contributions once `needed` replicas have contributed."""
         if self.quorum_at is None and len(self.whole) >= needed:
             self.quorum_at, self.quorum = now, len(self.whole)
 
     def withdraw(self, replica: str) -> None:
-        """Forget what a replica has deposited, which is not whole; it takes no part any more."""
+        """Remove a replica from the round, with its incomplete deposits."""
         self.taking_part.discard(replica)
         self.deposits.pop(replica, None)
 
     def waited_for(self, alive: Iterable[str]) -> list[str]:
-        """Of the replicas that are there, those that take part, have not contributed, and are waited for at all."""
+        """Return the present replicas that take part, have not contributed, and are waited for."""
         missing = self.taking_part - self.whole.keys() - self.unawaited
         return sorted(replica for replica in alive if replica in missing)
 
     def closes_at(self, waits: bool, grace: float, limit: float) -> float | None:
-        """When it closes if nothing more comes; None while a quorum is missing."""
+        """Return when the round closes if nothing more comes; None while a quorum is missing."""
         if self.quorum_at is None:
             return None
         if not waits:
@@ -86,9 +86,9 @@ class OpenRound:
         return min(self.quorum_at + grace, max(self.quorum_at, self.opened_at + limit))
 
     def record(self, rules: Rules) -> Record:
-        """What it comes to, as far as contributions are whole.
+        """Return the record of the complete contributions.
 
-        Contributions weigh by no more than MOST_TIMES_THE_STEPS of the median's steps.
+        A contribution's steps count at most MOST_TIMES_THE_STEPS times the median of all steps.
         """
         counted = []
         most = MOST_TIMES_THE_STEPS * median_low([self.deposits[one].steps for one in self.whole]) if self.whole else 0
