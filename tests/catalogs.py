@@ -1,4 +1,4 @@
-"""The shipped tables and scales, read once for all tests: reading them takes about as long as importing PyTorch."""
+"""The shipped tables and scales, read once for all tests, because reading them takes as long as importing PyTorch."""
 
 from __future__ import annotations
 

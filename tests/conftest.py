@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share."""
+"""Fixtures that several test folders share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-# A deadline is a timing assertion, which shared machines fail at random.
+# A deadline is a timing assertion, which fails at random on shared machines.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
@@ -38,24 +38,24 @@ SLOW = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no core waits for it at the end: a worker has whole files."""
+    """Run the slowest files first, so that no core waits for them at the end; a worker runs whole files."""
     items.sort(key=_when)
 
 
 def _when(item: pytest.Item) -> int:
-    path = item.nodeid.partition("::")[0]  # what follows may name paths, too
+    path = item.nodeid.partition("::")[0]  # the rest may contain paths, too
     return next((n for n, part in enumerate(SLOW) if part in path), len(SLOW))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: a garbage collection need not look at it again during every test."""
+    """Freeze imported and collected objects, so that garbage collections do not scan them during every test."""
     gc.freeze()
 
 
-# ---- make quick: what starts no process ----
+# ---- make quick: tests that start no process ----
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
-"""Audit events; what multiprocessing starts by itself has none."""
+"""Audit events of process starts. multiprocessing emits none for its own starts."""
 
 _started: list[str] = []
 
@@ -76,7 +76,7 @@ BaseProcess.start = _note_start  # type: ignore[method-assign, assignment]
 
 
 def _require_mark(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fail a test that starts a process, or whose fixtures do, unless it is marked so."""
+    """Fail a test without the mark `starts_processes` if the test or its fixtures start a process."""
     _started.clear()
     result = yield
     if _started and item.get_closest_marker("starts_processes") is None:
@@ -86,19 +86,19 @@ def _require_mark(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
-    """See _require_mark."""
+    """Check the fixtures of a test."""
     return (yield from _require_mark(item))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """See _require_mark."""
+    """Check a test."""
     return (yield from _require_mark(item))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text files that are small and have something to learn in them."""
+    """Return a folder of small text files with learnable content."""
     folder = tmp_path_factory.mktemp("corpus")
     words = ["replica", "stage", "link", "round", "the", "of", "and", "trains", "sends", "waits"]
     for number in range(20):

@@ -1,8 +1,8 @@
-"""A disk on which one operation fails, or all from one on: every write, flush, name, and read below a folder counts.
+"""A disk on which one operation, or every operation from one on, fails: each write, flush, rename and read in a folder.
 
-As SQLite tests it: fail the first operation, then the second, ... until what is tested is done without a failure.
-Python's own calls are replaced for as long as the block runs, so a new writer is tested without knowing of it. What
-libraries write by themselves (safetensors) is one operation, as is all that torch.save is given by a Python file.
+The method is SQLite's: fail the first operation, then the second, ... until the tested code finishes without a failure.
+Python's own calls are patched while the block runs, so new writers are tested without changes here. Writes by libraries
+(safetensors) count as one operation, as does everything that torch.save writes to one Python file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import hetero_pp.snapshot
 
 
 class FailingDisk:
-    """Operations on files below a folder, counted from 1; those that `fails` says raise OSError."""
+    """Counts operations on files below a folder from 1; raises OSError for selected ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,24 +39,24 @@ class FailingDisk:
         self._share, self._dice = 0.0, random.Random(1)
 
     def fail(self, first: int, lasts: bool, number: int = errno.ENOSPC) -> None:
-        """From now on the first-th operation fails; `lasts`: and all after it, until `mend`."""
+        """Let operation number `first` fail from now on. With `lasts`, all later ones fail too, until `mend`."""
         with self._lock:
             self._first, self._lasts, self._number = first, lasts, number
             self.count = self.failures = 0
 
     def fail_by_chance(self, share: float, number: int = errno.ENOSPC) -> None:
-        """From now on this share of the operations of threads but the main one fail, drawn with a seed."""
+        """Let this share of the operations outside the main thread fail, drawn with a fixed seed."""
         with self._lock:
             self._share, self._number, self._dice = share, number, random.Random(1)
             self.count = self.failures = 0
 
     def mend(self) -> None:
-        """There is room again."""
+        """Let all operations succeed again."""
         with self._lock:
             self._first, self._share = 0, 0.0
 
     def operate(self, path: Any, is_named: bool = False) -> None:
-        """An operation on a file, by its name or not: then the error, too, is without."""
+        """Count an operation on a file. With `is_named`, an error contains the file name."""
         if not self.has(path) or (self._share and threading.current_thread() is threading.main_thread()):
             return
         with self._lock:
@@ -68,7 +68,7 @@ class FailingDisk:
             raise OSError(self._number, os.strerror(self._number), *([os.fspath(path)] if is_named else []))
 
     def has(self, path: Any) -> bool:
-        """Whether it is below the folder."""
+        """Return whether a path or file descriptor is below the folder."""
         try:
             found = Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(os.fsdecode(path))
             return found.absolute().is_relative_to(self._folder)
@@ -77,7 +77,7 @@ class FailingDisk:
 
 
 class _File:
-    """A file whose every write and read is an operation. A write that fails has written half before."""
+    """A file whose writes and reads are operations. A failing write has written half of its data."""
 
     def __init__(self, file: Any, disk: FailingDisk, path: Any) -> None:
         self._file, self._disk, self._path = file, disk, path
@@ -88,7 +88,7 @@ class _File:
         except OSError:
             half = self._file.write(data[: len(data) // 2])
             if half and isinstance(self._file, io.RawIOBase):
-                return half  # as the system does: the rest is for the next call
+                return half  # as the system does: the caller writes the rest with another call
             raise
         return self._file.write(data)
 
@@ -119,12 +119,12 @@ class _File:
 
 @contextmanager
 def failing_disk(folder: Path) -> Iterator[FailingDisk]:
-    """The folder's disk, which fails as it is told to, while the block runs."""
+    """Patch file operations below the folder while the block runs; yield the disk that controls their failures."""
     disk = FailingDisk(folder)
     with pytest.MonkeyPatch.context() as patch:
         _replace_files(patch, disk)
         fsync = os.fsync
-        # What a test is over before a crash of the machine need not be on the disk.
+        # Tests do not crash the machine, so data need not reach the disk.
         patch.setattr(os, "fsync", lambda file: disk.operate(file) if disk.has(file) else fsync(file))
         for name in ("mkdir", "open", "scandir", "sendfile"):
             _count(patch, disk, os, name, lambda arguments: arguments[0] if arguments else ".")
@@ -135,7 +135,7 @@ def failing_disk(folder: Path) -> Iterator[FailingDisk]:
 
 
 def each_operation(disk: FailingDisk) -> Iterator[int]:
-    """1, 2, 3, ... for `fail`, until the block has come to its end without a failure."""
+    """Yield 1, 2, 3, ... for `fail`, until the block finishes without a failure."""
     n = 1
     yield n
     while disk.failures:

@@ -1,4 +1,4 @@
-"""Where processes that tests start listen."""
+"""TCP sockets on which processes of a test listen."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 
 def listening(processes: Iterable[psutil.Process]) -> dict[int, set[tuple[str, int]]]:
-    """By process that listens, the (host, port) of its TCP sockets."""
+    """Return process id -> (host, port) of the TCP sockets on which the process listens."""
     found: dict[int, set[tuple[str, int]]] = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             for one in process.net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN:
-                    host = one.laddr.ip.removeprefix("::ffff:")  # of a socket for both kinds of addresses
+                    host = one.laddr.ip.removeprefix("::ffff:")  # of an IPv4 and IPv6 socket
                     found.setdefault(process.pid, set()).add((host, one.laddr.port))
     return found

@@ -1,4 +1,4 @@
-"""A live run of three replicas, in threads and over gRPC by TLS, in which the calls of one member are changed."""
+"""A live run of three replicas, in threads and over gRPC with TLS, in which one member's calls are altered."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ HOUR = 3600.0
 HONEST = ("a", "b")
 MOST_RESTARTS = 400
 MOST_MISSED = 4
-"""Rounds in a row without the replica `c`, before it is made to come back."""
+"""Consecutive rounds without the replica `c` before it is made to return."""
 SECONDS_A_RUN = 240.0
-"""Far more than a run takes: one that has not ended by then is stalled."""
+"""Far longer than a run takes; a run that has not ended by then is stalled."""
 
 
 def lying_spec(corpus: Path, rounds: int, liars: Mapping[str, Any], **changes: Any) -> RunSpec:
@@ -68,23 +68,24 @@ def lying_spec(corpus: Path, rounds: int, liars: Mapping[str, Any], **changes: A
 
 
 class LyingRun:
-    """One run, from its start to its end. Members of the replica `c` were invited by tickets, and start again when
-    they fail, as a supervisor starts them.
+    """One run from start to end.
+
+    Members of the replica `c` were invited by tickets. They are restarted after a failure, as by a supervisor.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         self.spec = spec
         self.folder = RunFolder(folder / "runs" / "t")
         self.errors: dict[str, list[Exception]] = defaultdict(list)
-        """Of members, why they failed."""
+        """Member -> errors with which it failed."""
         self.told: list[Report] = []
-        """What who watches the run was told."""
+        """Reports that an observer of the run received."""
         self.deposited: dict[tuple[str, int, str], set[tuple[bytes, int]]] = defaultdict(set)
-        """(replica, round, block) -> digests and steps of what its members have handed to their clients"""
+        """(replica, round, block) -> digests and steps of the blobs that its members passed to their clients."""
         self._stack = ExitStack()
         self._threads: list[threading.Thread] = []
 
-    # ---- its parts ----
+    # ---- parts of the run ----
 
     def __enter__(self) -> LyingRun:
         self.folder.path.mkdir(parents=True)
@@ -129,7 +130,7 @@ class LyingRun:
         return Credentials(ticket.identity.shown.name, identity=ticket.identity)
 
     def _noting(self, deposit: Callable[..., None]) -> Callable[..., None]:
-        """Remember what members have handed in, before anything of it is changed."""
+        """Record what members deposit, before it is altered."""
 
         def note(
             client: ExchangeClient, member: str, address: BlobAddress, data: bytes, epoch: int = 0, steps: int = 0
@@ -140,7 +141,7 @@ class LyingRun:
 
         return note
 
-    # ---- from its start to its end ----
+    # ---- running ----
 
     def until_over(self) -> None:
         """Train all rounds. Raises AssertionError if the run stalls."""
@@ -158,7 +159,7 @@ class LyingRun:
         watcher.join(TIMEOUT)
 
     def _watch(self) -> None:
-        """Remember what is told; end the terms of `c` once it is not counted any more, so that it comes back."""
+        """Record reports. End the incarnations of `c` once rounds exclude it repeatedly, so that it returns."""
         missed = 0
         for report in self.exchange.watch():
             self.told.append(report)
@@ -178,7 +179,7 @@ class LyingRun:
         self.exchange.end_watching()
 
     def _supervise(self, name: str) -> None:
-        """Run a member; start one of `c` again for as long as the run goes on."""
+        """Run a member; restart members of `c` as long as the run continues."""
         torch.set_num_threads(1)
         launcher = SECRET.credentials(LAUNCHER, encrypted=True)
         while len(self.errors[name]) < MOST_RESTARTS:
@@ -186,7 +187,7 @@ class LyingRun:
                 self._take_part(name)
             except (RunOver, RunFailed):
                 return
-            except Exception as error:  # noqa: BLE001 (told with what became of the run)
+            except Exception as error:  # noqa: BLE001 (reported with the result of the run)
                 self.errors[name].append(error)
             if name in HONEST:
                 return
@@ -195,7 +196,7 @@ class LyingRun:
                 return
 
     def _take_part(self, name: str) -> None:
-        """As a process of its own does."""
+        """Take part as a separate process does."""
         member = self.spec.members[name]
         with NetworkConnections(self.spec, member, self.address, self.credentials[name], Lines()) as connections:
             try:
@@ -205,10 +206,10 @@ class LyingRun:
                     connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
                 raise
 
-    # ---- what became of it ----
+    # ---- results ----
 
     def harm(self) -> list[str]:
-        """Return what the run has lost or taken in by lies: nothing, if no number has bent, stalled or ended it."""
+        """Return the harm done by lies: empty if no result was altered and the run neither stalled nor failed."""
         found = [f"the run failed: {self.exchange.decisions.failure}"] if self.exchange.decisions.failure else []
         found += [f"{name} failed: {error!r}" for name in HONEST for error in self.errors[name]]
         last_round, rounds = self.exchange.coordinator.last_round, self.spec.config.outer.rounds
@@ -218,7 +219,7 @@ class LyingRun:
         return [*found, *self._blamed()]
 
     def _bent(self, round_: int) -> Iterator[str]:
-        """What was counted in a round that no honest member has sent, or not as much as it should."""
+        """Yield deviations of a round: included blobs that no honest member sent, missing replicas, wrong weights."""
         record = self.exchange.log.read_record(round_)
         for missing in {*HONEST} - {one.replica for one in record.contributions}:
             yield f"{missing} is not counted"
@@ -241,7 +242,7 @@ class LyingRun:
         return [one for one in told if one.round == round_]
 
     def _blamed(self) -> Iterator[str]:
-        """What was told of who is honest."""
+        """Yield reports that blame an honest member or replica."""
         members = {name for name, member in self.spec.members.items() if member.replica.name in HONEST}
         for one in self.told:
             if one.HasField("standing") and {one.standing.place, one.standing.replica} & {*members, *HONEST}:

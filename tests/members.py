@@ -1,4 +1,4 @@
-"""Members of an exchange as tests need them: all of a roster join, and ask for the open round."""
+"""Members of an exchange for tests: all members of a roster join and ask for the open round."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from replica_groups.protocol.rules import Rules, Window
 
 Answer = TypeVar("Answer")
 TIMEOUT = 30.0
-"""Seconds in which whoever does not have to wait for anybody is answered, however busy the machine is."""
+"""Seconds in which a call that does not wait for others returns, even on a busy machine."""
 FOR_EVER = Window(1.0, math.inf, math.inf)
 
 
 def patient(roster: Roster) -> Rules:
-    """Rules under which everybody is waited for: however busy the machine is, nobody is late or silent for too long."""
+    """Return rules without time limits: however busy the machine is, no member is late or silent for too long."""
     return Rules(roster.members, roster.blocks, grace=FOR_EVER, limit=math.inf, lease=FOR_EVER, hang=FOR_EVER)
 
 
 def join_all(exchange: Exchange) -> None:
-    """Every member takes its place."""
+    """Let every member join."""
     for member in exchange.roster.members:
         exchange.join(member, "")
 
 
 def begin(exchange: Exchange, snapshot: Snapshot) -> None:
-    """Let the run begin once every member has its place: who is there then takes part in the first round."""
+    """Begin the run once every member has joined, so that all take part in the first round."""
     join_all(exchange)
     exchange.begin(snapshot)
 
 
 def assign_all(exchange: Exchange, holds: int = 0, members: Collection[str] | None = None) -> dict[str, Assignment]:
-    """All of them, or these, ask for work at once, as the members of a replica wait for each other: what they get."""
+    """Let all members, or these, ask for work at once, because the members of a replica wait for each other."""
     asking = list(exchange.roster.members if members is None else members)
     found = [in_thread(partial(exchange.assign, member, holds)) for member in asking]
     return {member: one.result(TIMEOUT) for member, one in zip(asking, found, strict=True)}
 
 
 def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
-    """What comes of something that may take for ever, and then is left alone."""
+    """Run a call that may never return in a daemon thread; return the future of its result."""
     end: Future[Answer] = Future()
 
     def run() -> None:
         try:
             end.set_result(work())
-        except Exception as error:  # noqa: BLE001 (raised again where the result is asked for)
+        except Exception as error:  # noqa: BLE001 (raised again by the future)
             end.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A small run for tests of rounds and places: an exchange on a clock of its own, and members that deposit."""
+"""A small run for tests of rounds and slots: an exchange on a simulated clock, and members that deposit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEASE = Window(3.0, 15.0, 60.0)
 
 
 class Clock:
-    """Seconds, which pass when a test says so."""
+    """A clock in seconds that only tests advance."""
 
     def __init__(self) -> None:
         self.time = 50.0
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Run:
-    """An exchange whose clock only moves with `passes`. Of two stages the first holds the first blocks."""
+    """An exchange whose clock only advances in `passes`. In a group of n stages, each holds every n-th block."""
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class Run:
         optional: Collection[str] = (),
         overlap: bool = False,
     ) -> None:
-        """`groups`: replica -> stages; one is a datacenter replica. The log is in a folder, or another store."""
+        """`groups`: replica -> number of stages; 1 means a datacenter replica.
+
+        `where`: a folder or a store for the run log.
+        """
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
         blocks = sorted(set(map(block_of, self.snapshot.parameters)))
         members, owned = {}, {}
@@ -103,21 +106,21 @@ class Run:
             magnitudes=self._magnitudes,
             clock=self.clock,
         )
-        exchange.decisions.end()  # no thread of its own: whoever says that time passes says it here
+        exchange.decisions.end()  # no thread of its own: `passes` advances the time
         return exchange
 
     def take_over(self) -> None:
-        """Another exchange, of what the first has left in the log."""
+        """Replace the exchange with a new one that resumes from the run log."""
         self.exchange = self._open(goes_on=True)
         self.exchange.begin(self.snapshot, last_round=self.exchange.log.last_record())
 
     def assign(self, holds: int, *members: str) -> dict[str, int]:
-        """These members, or all, ask for work: who trains which round."""
+        """Let these members, or all, ask for work; return member -> round."""
         found = assign_all(self.exchange, holds, members or None)
         return {member: work.round for member, work in found.items()}
 
     def ask_in_thread(self, member: str, holds: int) -> Future[Assignment]:
-        """What a member gets, who has to wait for it; it has asked when this returns."""
+        """Let a member ask for work that it has to wait for. Returns once it has asked."""
         asked = threading.Event()
 
         tell = self.exchange.decisions.tell
@@ -134,7 +137,7 @@ class Run:
         return found
 
     def passes(self, seconds: float, heard: tuple[str, ...] = ()) -> None:
-        """Time passes, and these members are heard every second."""
+        """Advance the time; these members send a heartbeat every second."""
         end = self.clock.time + seconds
         while self.clock.time < end:
             self.clock.time = min(self.clock.time + 1.0, end)
@@ -143,7 +146,7 @@ class Run:
             self.exchange.decisions.tell(e.Tick())
 
     def blob(self, address: BlobAddress, seed: int = 0, size: float = 1.0) -> bytes:
-        """What an honest member would send; so many times as large."""
+        """Return an honest member's blob, with its values multiplied by `size`."""
         shapes = shapes_by_block(shapes_of(self.snapshot.parameters))[address.block]
         selections = []
         for name, shape in shapes.items():
@@ -152,27 +155,27 @@ class Run:
         return encode_blob(address, selections, SETTINGS.compression)
 
     def deposit(self, round_: int, *members: str, epoch: int | None = None, term: int | None = None) -> None:
-        """All that these members contribute to a round."""
+        """Deposit all blobs of these members for a round."""
         for member in members:
             for block in sorted(self.roster.blocks[member]):
                 address = BlobAddress("run", round_, self.roster.members[member], block)
                 self.exchange.deposit(member, address, self.blob(address), epoch, 7, term)
 
     def counted(self, round_: int) -> dict[str, int]:
-        """Which replicas a round counts, each with its epoch. Raises FileNotFoundError while it is open."""
+        """Return the replicas that a round includes -> their generations. Raises FileNotFoundError while it is open."""
         return {one.replica: one.epoch for one in self.exchange.log.read_record(round_).contributions}
 
     def late(self, round_: int) -> list[str]:
-        """Who was waited for in vain."""
+        """Return the late replicas of a round."""
         return list(self.exchange.log.read_record(round_).late)
 
     def told(self) -> list[Told]:
-        """What the exchange told of members and replicas; it tells nothing more then."""
+        """Return the membership events that the exchange reported; it reports nothing afterwards."""
         watching = self.exchange.watch()
         self.exchange.end_watching()
         return [report.standing for report in watching if report.HasField("standing")]
 
 
 def closed(run: Run) -> int:
-    """The last round that is decided."""
+    """Return the last decided round."""
     return run.exchange.coordinator.last_round

@@ -1,4 +1,4 @@
-"""The stages of one group as members of a run, a thread each, over links that a test gives them."""
+"""The stages of one group as members of a run, each in a thread, over links that a test provides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def group_spec(corpus: str, boundary: Mapping[str, Any] | None = None, **changes: Any) -> RunSpec:
-    """A group of three uneven stages, compressed in few bits, four micro-batches and three steps a round."""
+    """Return a run of one group: three uneven stages, a 4-bit boundary, four micro-batches, three steps per round."""
     boundary = {"rank": "1/4", "bits": 4} | dict(boundary or {})
     home = {"name": "home", "kind": "participants", "stages": [{"layers": 1}, {"layers": 2}, {"layers": 1}]}
     config: dict[str, Any] = {
@@ -47,7 +47,7 @@ def group_spec(corpus: str, boundary: Mapping[str, Any] | None = None, **changes
 
 
 class NoExchange:
-    """Implements Contributions: nobody asks it for anything."""
+    """Implements Contributions; no call is expected."""
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         raise AssertionError
@@ -63,7 +63,7 @@ class NoExchange:
 
 
 class StageMembers:
-    """The members, what each starts a round with, and what they hold."""
+    """The members of the group, with their outer rounds."""
 
     def __init__(self, spec: RunSpec, ends: Sequence[LinkEnds], cache: Path) -> None:
         self.spec, self.ends = spec, list(ends)
@@ -84,29 +84,29 @@ class StageMembers:
         self.start_round()
 
     def start_round(self) -> None:
-        """As after an outer round: what a round begins with is derived and remembered."""
+        """Prepare and remember the start of a round, as after an outer round."""
         for member, outer in zip(self.members, self.outers, strict=True):
             member.start_round(outer)
             member.remember()
 
     def keep_what_was_trained(self) -> None:
-        """In place of an outer round: theta is what the group has come to."""
+        """Set theta to the trained parameters, in place of an outer round."""
         trained = self.parameters()
         for outer in self.outers:
             for name, tensor in outer.theta.items():
                 tensor.copy_(trained[name])
 
     def undo(self, ends: Sequence[LinkEnds]) -> None:
-        """All go back to the round's start, and go on over other links."""
+        """Return all members to the start of the round, and continue over other links."""
         self.ends = list(ends)
         for member, outer, own in zip(self.members, self.outers, ends, strict=True):
             member.undo(outer)
             member.relink(own)
 
     def train(self, round_: int) -> list[list[InnerStep]]:
-        """The inner loop of a round; what every stage reports of each step.
+        """Train the inner loop of a round; return every stage's report of each step.
 
-        If a stage fails its links are aborted, so that its neighbours' fail as well; the first error that is not
+        If a stage fails, its links are aborted, so that its neighbours fail as well. The first error that is not
         LinkClosed is then raised, or else LinkClosed.
         """
 
@@ -119,13 +119,13 @@ class StageMembers:
         return self._together(work)
 
     def evaluate(self, round_: int) -> tuple[float, int]:
-        """What the last stage tells."""
+        """Return the evaluation of the last stage."""
         outcome = self._together(lambda member: member.evaluate(round_))[-1]
         assert outcome is not None
         return outcome
 
     def parameters(self) -> dict[str, Tensor]:
-        """A copy of those of all stages."""
+        """Return a copy of the parameters of all stages."""
         return {
             name: parameter.detach().clone()
             for member in self.members
@@ -133,7 +133,7 @@ class StageMembers:
         }
 
     def moments(self) -> list[Tensor]:
-        """A copy of those of all stages, in the order of the parameters; and of what anchors have learned."""
+        """Return copies of the anchors' parameters and of all stages' moments, in the order of the parameters."""
         stages = [member.worker.stage for member in self.members]
         learned = [p for stage in stages if stage.anchors is not None for p in stage.anchors.parameters.values()]
         return [parameter.detach().clone() for parameter in learned] + [
@@ -153,7 +153,7 @@ class StageMembers:
             torch.set_num_threads(1)
             try:
                 outcomes[index] = work(self.members[index])
-            except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            except Exception as error:  # noqa: BLE001 (raised by the caller)
                 errors.append(error)
                 self.ends[index].abort(str(error))
 
@@ -169,5 +169,5 @@ class StageMembers:
 
 
 def links_of(spec: RunSpec) -> list[LinkSpec]:
-    """Between the stages of the group, in their order."""
+    """Return the links between the stages of the group, in their order."""
     return [spec.links[stage_link_name("home", hop)] for hop in range(len(spec.members) - 1)]

@@ -1,7 +1,8 @@
-"""Processes that tests start: as real as any, but forked from a server that has imported PyTorch already.
+"""Real processes for tests, forked from a server that has already imported PyTorch.
 
-That takes seconds of CPU, which every `python -m hetero_pp` or `python rank.py` would pay anew. It is the server that a
-launch forks its members from; what is forked has nothing of the test's own process but arguments and environment.
+This saves the seconds of CPU that each `python -m hetero_pp` or `python rank.py` takes to import. A launch forks its
+members from the same kind of server. A forked process shares nothing with the test's process but arguments and
+environment.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from torch.distributed import TCPStore
 from hetero_pp.program.launch.fork_server import PRELOADED, UNHEARD
 
 TIMEOUT = 240.0
-"""Seconds in which a program of a test has ended, however busy the machine is."""
+"""Seconds in which a program of a test ends, even on a busy machine."""
 
 LAUNCHERS = ["hetero_pp.program.launch.command", "tensorboard.summary.writer.record_writer", "matplotlib.figure"]
-"""What a launcher imports besides, at once and as it records and draws."""
+"""Further modules that a launcher imports, at its start or to record and draw."""
 
 
 class Started:
-    """A Python program in a process of its own, to be used as one of subprocess.Popen."""
+    """A Python program in a separate process, with the interface of subprocess.Popen."""
 
     def __init__(
         self, what: str | Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        """`what` is a module, as `python -m` takes it, or a script's path."""
+        """`what` is a module, as for `python -m`, or the path of a script."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, *LAUNCHERS])
         said = Path(tempfile.mkdtemp(prefix="said-"))
@@ -54,53 +55,53 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        """None until it is seen that it has ended."""
+        """Exit code; None until the process is known to have ended."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
+        """Return the exit code, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, once it has ended. Raises subprocess.TimeoutExpired."""
+        """Return the exit code once the process has ended. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
         return self._process.exitcode
 
     def communicate(self, timeout: float = TIMEOUT) -> tuple[str, str]:
-        """What it wrote to stdout and to stderr until its end. Raises subprocess.TimeoutExpired."""
+        """Return all output to stdout and to stderr. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)
         stdout, stderr = (path.read_text() if path.exists() else "" for path in self._files)
         return stdout, stderr
 
     def send_signal(self, number: signal.Signals) -> None:
-        """If it still runs."""
+        """Send a signal if the process still runs."""
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # it has ended since, and somebody else has seen it
+            with suppress(ProcessLookupError):  # it has ended since, and was reaped elsewhere
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM"""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL"""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def start_program(*arguments: str) -> Started:
-    """`python -m hetero_pp` with these arguments."""
+    """Start `python -m hetero_pp` with these arguments."""
     return Started("hetero_pp", arguments)
 
 
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m hetero_pp` with these arguments, to its end."""
+    """Run `python -m hetero_pp` with these arguments to its end."""
     return _run("hetero_pp", arguments)
 
 
 def run_script(script: Path, *arguments: str, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT` with these arguments, to its end."""
+    """Run `python SCRIPT` with these arguments to its end."""
     return _run(script, arguments, timeout)
 
 
@@ -114,7 +115,7 @@ def _run(what: str | Path, arguments: Sequence[str], timeout: float = TIMEOUT) -
 
 
 def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280) -> None:
-    """Run a script on so many ranks of this machine, which find each other as torchrun's do; one is a rank alone."""
+    """Run a script on `world` local ranks, which find each other as with torchrun; a single rank runs alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alike = {
         "WORLD_SIZE": str(world),
@@ -141,15 +142,15 @@ def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280
 def _main(
     what: str | Path, arguments: list[str], environment: dict[str, str], cwd: Path, files: Sequence[Path]
 ) -> None:
-    """The life of a started process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # a launch in this process may have started the fork server
+    """Set up a started process and run the program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # a launch in the test's process may start the server
     os.chdir(cwd)
     for path, descriptor in zip(files, (1, 2), strict=True):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    server = multiprocessing.forkserver._forkserver  # what is forked from it knows where it is, but would start another
+    server = multiprocessing.forkserver._forkserver  # a forked process knows the server, but would start another one
     server.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
     os.environ.update(environment)
