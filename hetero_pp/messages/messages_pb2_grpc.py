@@ -28,7 +28,7 @@ if _version_not_supported:
 class StageLinkStub:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stages beside it that dial it.
+    A stage serves this to neighbouring stages that dial it.
     """
 
     def __init__(self, channel):
@@ -52,18 +52,18 @@ class StageLinkStub:
 class StageLinkServicer:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stages beside it that dial it.
+    A stage serves this to neighbouring stages that dial it.
     """
 
     def Open(self, request_iterator, context):
-        """Each way: a LinkHello without a frame around it, messages (LinkHeader and their tensors), and control bytes.
+        """In each direction: a bare LinkHello, then messages (LinkHeader and their tensors) and control bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Who has dialled ends a link at once, though a stream of it may be full, or cut off.
+        """The dialling side ends a link immediately, even if its stream is full or cut off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ def add_StageLinkServicer_to_server(servicer, server):
 class StageLink:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stages beside it that dial it.
+    A stage serves this to neighbouring stages that dial it.
     """
 
     @staticmethod
@@ -152,9 +152,9 @@ class StageLink:
 
 
 class AdmissionStub:
-    """---- who is let in --------------------------------------------------------------------------------------------
+    """---- admission -----------------------------------------------------------------------------------------------------
 
-    Served beside the exchange, where that is by TLS.
+    Served beside the exchange if it uses TLS.
     """
 
     def __init__(self, channel):
@@ -191,41 +191,41 @@ class AdmissionStub:
 
 
 class AdmissionServicer:
-    """---- who is let in --------------------------------------------------------------------------------------------
+    """---- admission -----------------------------------------------------------------------------------------------------
 
-    Served beside the exchange, where that is by TLS.
+    Served beside the exchange if it uses TLS.
     """
 
     def Enrol(self, request, context):
-        """Who shows a ticket takes a place, with a certificate of its own.
+        """Exchanges a ticket for a slot and a certificate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request_iterator, context):
-        """How fast the line of who shows a ticket is: it sends so many bytes, is sent as many, and says how they ended.
+        """Measures the line of a ticket holder: it sends a number of bytes, receives as many, and reports their end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """A holder of a place has its certificate for longer.
+        """Renews the certificate of a slot's holder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Give(self, request, context):
-        """A holder of a place goes, and the place is free.
+        """Frees the slot of its holder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Who is there.
+        """Returns the run's progress and the state of its slots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,9 +268,9 @@ def add_AdmissionServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admission:
-    """---- who is let in --------------------------------------------------------------------------------------------
+    """---- admission -----------------------------------------------------------------------------------------------------
 
-    Served beside the exchange, where that is by TLS.
+    Served beside the exchange if it uses TLS.
     """
 
     @staticmethod
@@ -410,9 +410,9 @@ class Admission:
 
 
 class RelayStub:
-    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+    """---- relay between stages that cannot be dialled ----------------------------------------------------------------
 
-    Served beside the exchange, where that is by TLS.
+    Served beside the exchange if it uses TLS.
     """
 
     def __init__(self, channel):
@@ -429,14 +429,14 @@ class RelayStub:
 
 
 class RelayServicer:
-    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+    """---- relay between stages that cannot be dialled ----------------------------------------------------------------
 
-    Served beside the exchange, where that is by TLS.
+    Served beside the exchange if it uses TLS.
     """
 
     def Carry(self, request_iterator, context):
-        """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
-        metadata says which link; the exchange has one of the stage before meet one of the stage after.
+        """In each direction: bytes of one connection of a stage link, encrypted end to end. The call's metadata names the
+        link; the exchange connects a call of the previous stage to a call of the next stage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -459,9 +459,9 @@ def add_RelayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Relay:
-    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+    """---- relay between stages that cannot be dialled ----------------------------------------------------------------
 
-    Served beside the exchange, where that is by TLS.
+    Served beside the exchange if it uses TLS.
     """
 
     @staticmethod
@@ -494,8 +494,8 @@ class Relay:
 
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
-    `term`. Who may make which: hetero_pp/rpc/permissions.py.
+    Every call carries the metadata `name` and `token` (the proof of the name), and may carry `run` and `term`.
+    Permissions: hetero_pp/rpc/permissions.py.
 
     """
 
@@ -604,8 +604,8 @@ class ExchangeStub:
 
 class ExchangeServicer:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
-    `term`. Who may make which: hetero_pp/rpc/permissions.py.
+    Every call carries the metadata `name` and `token` (the proof of the name), and may carry `run` and `term`.
+    Permissions: hetero_pp/rpc/permissions.py.
 
     """
 
@@ -678,14 +678,14 @@ class ExchangeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UploadUrl(self, request, context):
-        """instead of Deposit: where the blob may be put into the store
+        """instead of Deposit: a URL at which to PUT the blob
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Uploaded(self, request, context):
-        """and then, that it is there
+        """then: confirms the upload
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -723,7 +723,7 @@ class ExchangeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """everything that was told, until the run is over
+        """all reports, until the run is over
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -837,8 +837,8 @@ def add_ExchangeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Exchange:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
-    `term`. Who may make which: hetero_pp/rpc/permissions.py.
+    Every call carries the metadata `name` and `token` (the proof of the name), and may carry `run` and `term`.
+    Permissions: hetero_pp/rpc/permissions.py.
 
     """
 
