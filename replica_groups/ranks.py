@@ -1,6 +1,6 @@
 """The ranks of torchrun, and their collectives.
 
-A process without torchrun is a single rank, on which the collectives return their input.
+A process without torchrun is a single rank, on which collectives have no effect.
 """
 
 from __future__ import annotations

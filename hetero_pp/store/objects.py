@@ -163,7 +163,7 @@ class ObjectStore:
     def _listed(self, prefix: str | None) -> Any:
         """List one level of a folder. Raises StoreError if the listing takes more than LISTING_BYTES_MAX.
 
-        obstore gathers all pages itself, so the growth of this process's memory is what is limited.
+        obstore gathers all pages itself, so the limit applies to the growth of this process's memory.
         """
 
         async def listed() -> Any:

@@ -1,1 +1,1 @@
-"""The rules of rounds, members and failure: what happens goes in, what is to be done comes out. No clock, no I/O."""
+"""The coordinator's rules as a pure state machine: events in, effects out, without clock or I/O."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-# ---- what is decided ----
+# ---- decisions ----
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Record:
         return next((one for one in self.contributions if one.replica == replica), None)
 
 
-# ---- what happens ----
+# ---- events ----
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ Event = (
 )
 
 
-# ---- what is to be done ----
+# ---- effects ----
 
 
 @dataclass(frozen=True)

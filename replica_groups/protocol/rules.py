@@ -61,7 +61,7 @@ class Rules:
     examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
     """First round -> (replica -> sequences in its shard) from that round on, in order, for weights by examples.
 
-    Empty without such weights. Known once the run begins, because the replicas that take part are.
+    Empty without such weights. Known once the run begins, like the replicas that take part.
     """
 
     optional: frozenset[str] = frozenset()
