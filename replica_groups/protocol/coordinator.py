@@ -42,8 +42,10 @@ EXCLUDED_ROUNDS = 16
 """Rounds from which a replica is barred after a member's bits differed again."""
 
 MOST_MALFORMED = 3
-"""Malformed messages between two members without a ticket, in one round, after which the run stops: both are trusted,
-so training diverged or a machine is damaged, and it would happen again for ever."""
+"""Malformed messages in one round, between two members without tickets, after which the run stops.
+
+Both members are trusted, so training diverged or a machine is damaged, and the failure would repeat forever.
+"""
 
 REMEMBERED_LATE = 16
 """Number of recent rounds whose late replicas are remembered, to learn from their delay."""
