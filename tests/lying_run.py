@@ -99,6 +99,7 @@ class LyingRun:
             Lobby(self.spec.optional_places, group_spares),
             self.spec.unnamed_slots,
         )
+        self._stack.enter_context(mock.patch.object(served_exchange, "JOINS_AT_ONCE", MOST_RESTARTS))
         server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         self._stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self._stack.callback(self.exchange.fail, "the test is over")

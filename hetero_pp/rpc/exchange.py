@@ -344,7 +344,7 @@ class _Servicer(ExchangeServicer):
             )
         if max(len(request.rounds), len(request.damaged)) > STATES_MAX:
             raise MalformedMessage(f"found more than {STATES_MAX} states in a request to join")
-        if (seconds := self._joins.due_in(self._member(context), 1)) > 0:
+        if (seconds := self._joins.refused_for(self._member(context))) > 0:
             raise TooMuch(f"{self._member(context)} joins too often; it may again in {seconds:.0f} s")
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None

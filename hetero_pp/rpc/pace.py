@@ -1,4 +1,4 @@
-"""How much one caller may tell in a second: who tells more waits, and with it nobody else."""
+"""Rate limits for each caller: a caller that exceeds its own waits or is refused, and no other caller is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,24 @@ class Pace:
         if count > self._burst:
             raise TooMuch(f"{caller} has told {count} at once, expected at most {self._burst}")
         with self._lock:
-            now, whole = self._clock(), self._burst / self._rate
-            since = max(self._empty_until.get(caller, -float("inf")), now - whole) + count / self._rate
-            self._empty_until[caller] = since
+            now = self._clock()
+            since = self._empty_until[caller] = self._empty_after(caller, count, now)
         return max(0.0, since - now)
+
+    def refused_for(self, caller: str) -> float:
+        """Take one in and return 0, or take nothing in and return the seconds until one would be.
+
+        A refused caller owes nothing for having asked. Otherwise one that retries faster than the rate would never be
+        let in again.
+        """
+        with self._lock:
+            now = self._clock()
+            since = self._empty_after(caller, 1, now)
+            if since <= now:
+                self._empty_until[caller] = since
+        return max(0.0, since - now)
+
+    def _empty_after(self, caller: str, count: int, now: float) -> float:
+        """Return when the caller's bucket is empty once so much is taken from it."""
+        full_since = now - self._burst / self._rate
+        return max(self._empty_until.get(caller, -float("inf")), full_since) + count / self._rate

@@ -228,6 +228,18 @@ def test_a_callers_pace() -> None:
         pace.due_in("a", 21)
 
 
+def test_a_refused_caller_owes_nothing_for_having_asked() -> None:
+    """A member that retries each second is let in as often as the rate allows."""
+    now = 100.0
+    pace = Pace(0.1, 2, lambda: now)
+    let_in = []
+    for now in range(100, 141):
+        let_in += [now] if pace.refused_for("a") == 0 else []
+    assert let_in == [100, 101, 110, 120, 130, 140]
+    assert pace.refused_for("a") == pytest.approx(10.0)
+    assert pace.refused_for("b") == 0
+
+
 def test_a_member_that_floods_with_reports_waits_and_nobody_else(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,6 @@ MOST_GROWTH = 16e6
 """Bytes that the exchange may keep of all lies: who watches is told 10,000 reports again."""
 
 EXPECTED_FAILURES: Mapping[str, str] = {
-    "Snapshot: names far too many": "UNKNOWN: the header of the answer is longer than a header may be",
     "LinkHello: epoch 4294967295": "the stage beside the liar takes no link of an earlier generation any more",
     "stage links": "the honest stage beside the liar fails by some messages, and loses its place",
 }
