@@ -34,6 +34,10 @@ from replica_groups.take_part import take_part
 LIES_A_SECOND = 20
 RESETS_A_SECOND = 1000
 HEADER_BYTES = 1 << 20
+HASHED_ROUNDS = 6
+"""Number of rounds to come for which made-up hashes are sent again and again."""
+HALF_SENT_BYTES = 100
+"""Size of a contribution, small enough for the header to be accepted."""
 MOST_STEPS = 2**32
 GROWTH = 4.0
 """By which a contribution is larger than the one before."""
@@ -189,14 +193,15 @@ def absurd_reports(target: Target, stretch: Stretch) -> None:
 
 
 def made_up_hashes(target: Target, stretch: Stretch) -> None:
-    """Two guests say that they hold the same parameters, which nobody holds."""
+    """Guests say that they hold the same parameters, which nobody holds, after the last rounds and the next ones."""
     with ExitStack() as stack:
         calls = []
         for one in (target.guest, *target.ends):
-            _, term = stack.enter_context(seated(replace(target, guest=one)))
+            client, term = stack.enter_context(seated(replace(target, guest=one)))
             held = target.spec.roster.holds(one.name)
             names = [name for block in held for name in shapes_by_block(target.spec.parameter_shapes).get(block, {})]
-            for round_ in (1, 2):
+            last = client.last_round()
+            for round_ in range(max(1, last - 1), last + HASHED_ROUNDS):
                 hashes = pb.HashReport(round=round_, sha256=dict.fromkeys(names, b"\1" * 32))
                 calls.append(asked("Confirm", hashes, shown(one, target.run, term), one))
         flood(target.address, stretch, calls, LIES_A_SECOND)
@@ -249,9 +254,9 @@ def half_sent_deposits(target: Target, stretch: Stretch) -> None:
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own = shown(target.guest, target.run, term)
         header = pb.BlobHeader(
-            round=1, replica=target.guest.name, block=target.blocks[0], size=4000, epoch=term, steps=4
+            round=1, replica=target.guest.name, block=target.blocks[0], size=HALF_SENT_BYTES, epoch=term, steps=4
         )
-        first = next(header_and_payload_frames(header, [bytes(4000)]))[: -(1 << 8)]
+        first = next(header_and_payload_frames(header, [bytes(HALF_SENT_BYTES)]))[: -HALF_SENT_BYTES // 2]
 
         def half() -> Iterator[bytes]:
             yield first

@@ -156,7 +156,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
     """One attack, between stretches without."""
     target = target_of(run, arguments.connections)
     usual, under, before, refused, printed = [], [], run.size(), Counter(run.refusals), run.said()
-    attacker, sizes = Attacker(name, target), list[float]()
+    attacker, sizes, happened = Attacker(name, target), list[float](), Counter(run.happened)
     for _ in range(arguments.stretches):
         usual += run.wait_rounds(arguments.rounds)
         with attacker.under_way():
@@ -175,6 +175,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
     return {
         "codes": dict(attacker.codes),
         "refusals_by_kind": dict(sorted((run.refusals - refused).items())),
+        "happened": dict(sorted((run.happened - happened).items())),
         "calls_a_second": attacker.codes.total() / attacker.seconds,
         "megabytes": {"before": before[1] / 1e6, "under": sizes, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},

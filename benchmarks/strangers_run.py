@@ -96,7 +96,7 @@ class LiveRun:
         self.refusals: Counter[str] = Counter()
         """By kind, as far as they were told."""
         self.happened: Counter[str] = Counter()
-        """To honest members: terms that have ended, rounds that were not counted."""
+        """Number of times that a member's slot was vacated, or that a replica was late, scaled down or left out."""
         self.addresses: dict[str, str] = {}
         self.largest_share = 0.0
         """Of the weights of any round, that attackers had."""
@@ -280,8 +280,10 @@ class LiveRun:
         own = sum(one.weight for one in record.contributions if one.replica in GUEST_REPLICAS)
         self.largest_share = max(self.largest_share, own / total if total > 0 else 1.0)
         for one in record.contributions:
-            if one.scale and one.replica not in GUEST_REPLICAS:
+            if one.scale:
                 self.happened[f"{one.replica} was scaled down"] += 1
+        for replica in record.left_out:
+            self.happened[f"{replica} was left out"] += 1
 
     def differs_within(self) -> list[int]:
         """Rounds after which the honest replicas do not hold the same bits."""
