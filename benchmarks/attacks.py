@@ -16,7 +16,6 @@ from attacks_of_liars import (
     claimed_weights,
     former_holder,
     growing_contributions,
-    half_sent_deposits,
     heartbeats_only,
     huge_headers,
     made_up_hashes,
@@ -25,6 +24,7 @@ from attacks_of_liars import (
     rapid_resets,
     takes_rounds,
     unread_snapshots,
+    unsent_deposits,
 )
 from attacks_of_members import (
     abandoned_waits,
@@ -75,7 +75,7 @@ ATTACKS: dict[str, Callable[[Target, Stretch], None]] = {
         rapid_resets,
         huge_headers,
         unread_snapshots,
-        half_sent_deposits,
+        unsent_deposits,
         malformed_to_neighbour,
         former_holder,
     )

@@ -22,7 +22,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.connections import NetworkConnections
+from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.exchange import SERVICE
@@ -34,10 +34,10 @@ from replica_groups.take_part import take_part
 LIES_A_SECOND = 20
 RESETS_A_SECOND = 1000
 HEADER_BYTES = 1 << 20
+SECONDS_TO_RESTART = 2.0
+"""Rare enough for the exchange's bound on joins."""
 HASHED_ROUNDS = 6
 """Number of rounds to come for which made-up hashes are sent again and again."""
-HALF_SENT_BYTES = 100
-"""Size of a contribution, small enough for the header to be accepted."""
 MOST_STEPS = 2**32
 GROWTH = 4.0
 """By which a contribution is larger than the one before."""
@@ -89,9 +89,10 @@ def _member(target: Target, stretch: Stretch, own: Credentials) -> None:
             ends = threading.Thread(target=_close_when_over, args=(stretch, connections.exchange), daemon=True)
             ends.start()
             take_part(target.spec, member, connections, target.folder)
+        tell_died(target.address, own, own.name, "it has failed", None)  # or its slot stays held for a lease
         stretch.codes["failed"] += 1
         stretch.is_under_way.set()  # one that is not let in attacks, too
-        stretch.is_over.wait(0.5)
+        stretch.is_over.wait(SECONDS_TO_RESTART)
 
 
 def _close_when_over(stretch: Stretch, client: ExchangeClient) -> None:
@@ -249,22 +250,18 @@ def unread_snapshots(target: Target, stretch: Stretch) -> None:
                 held.pop(0).cancel()
 
 
-def half_sent_deposits(target: Target, stretch: Stretch) -> None:
-    """A member sends the first frame of a contribution, and nothing more."""
+def unsent_deposits(target: Target, stretch: Stretch) -> None:
+    """A member begins to send contributions, and sends no frame of them."""
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own = shown(target.guest, target.run, term)
-        header = pb.BlobHeader(
-            round=1, replica=target.guest.name, block=target.blocks[0], size=HALF_SENT_BYTES, epoch=term, steps=4
-        )
-        first = next(header_and_payload_frames(header, [bytes(HALF_SENT_BYTES)]))[: -HALF_SENT_BYTES // 2]
 
-        def half() -> Iterator[bytes]:
-            yield first
+        def nothing() -> Iterator[bytes]:
             stretch.is_over.wait()
+            yield from ()
 
         send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Deposit"))
         for _ in stretch.paced(LIES_A_SECOND):
-            call = send.future(half(), metadata=own, timeout=TIMEOUT)
+            call = send.future(nothing(), metadata=own, timeout=TIMEOUT)
             call.add_done_callback(lambda one: stretch.codes.update([code_of(one)]))
 
 

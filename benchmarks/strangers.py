@@ -131,10 +131,13 @@ def rounds_of(arguments: argparse.Namespace) -> int:
 
 
 def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
-    """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left."""
+    """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left.
+
+    Each attack that changes bits has a run of its own, because a member's bound on joins holds for a whole run.
+    """
     ends = found.setdefault("ends", [])
     relayed_or_counted = {*THROUGH_RELAY, *COUNTED}
-    for own in ({*arguments.only} - relayed_or_counted, {*THROUGH_RELAY}, {*COUNTED}):
+    for own in ({*arguments.only} - relayed_or_counted, {*THROUGH_RELAY}, *({one} for one in COUNTED)):
         while left := [name for name in arguments.only if name in own and name not in found]:
             rounds, relayed = arguments.warm_up + len(left) * rounds_of(arguments), left[0] in THROUGH_RELAY
             with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency, relayed) as run:
