@@ -616,8 +616,9 @@ class Coordinator:
         if len(own) > 1 and own <= differing:
             yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold another {parameter} than the log gives")
             return
-        place.differs = True
-        yield e.Heal(place.name, place.term, round_, parameter)
+        if not place.differs:  # told once until it recovers: a member may confirm one round again and again
+            place.differs = True
+            yield e.Heal(place.name, place.term, round_, parameter)
         replica, healed = self.replicas[place.replica], place.healed_for
         if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.excluded_until:
             replica.excluded_until = round_ + 1 + EXCLUDED_ROUNDS
