@@ -90,6 +90,8 @@ COUNTED = (
 """Attacks of members whose contributions are counted, or waited for: the run has not the bits of one without them."""
 THROUGH_RELAY = ("misused_relay", "hostile_relay")
 """Attacks on a run whose stages reach each other through the exchange."""
+CLOSED = "rapid_resets"
+"""The exchange closes the connection of this attack, so that its calls end with UNAVAILABLE."""
 CUT = "hostile_relay"
 """Meanwhile the line of the stage before is cut now and then, as who carries it could, so that it dials again."""
 

@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 from attack_calls import CONNECTIONS, Target, begin, channel_to, code_of
-from attacks import ATTACKS, COUNTED, CUT, THROUGH_RELAY, attack_main, last_refused
+from attacks import ATTACKS, CLOSED, COUNTED, CUT, THROUGH_RELAY, attack_main, last_refused
 from attacks_of_strangers import ANSWERED
 from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
@@ -309,7 +309,7 @@ def holes(found: dict[str, Any]) -> list[str]:
     told += [
         f"{name}: {one['codes']}"
         for name, one in named.items()
-        if {*ESCAPED, ANSWERED} & one["codes"].keys() and name != CUT
+        if {*ESCAPED, ANSWERED} & one["codes"].keys() and name not in (CUT, CLOSED)
     ]
     return told + [f"{name}: {one['escaped'][0]}" for name, one in fuzzed.get("cells", {}).items() if one["escaped"]]
 
