@@ -33,7 +33,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.exchange import pulse
+from replica_groups.exchange import memberships, pulse
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
@@ -100,6 +100,7 @@ class LyingRun:
             self.spec.unnamed_slots,
         )
         self._stack.enter_context(mock.patch.object(served_exchange, "JOINS_AT_ONCE", MOST_RESTARTS))
+        self._stack.enter_context(mock.patch.object(memberships, "MOST_BLAMED", MOST_RESTARTS))
         server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         self._stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self._stack.callback(self.exchange.fail, "the test is over")
