@@ -19,7 +19,7 @@ from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSeco
 from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model import EMBEDDING, LAYERS
-from hetero_pp.settings import AddedLater, NotPartOf, Seconds, Settings
+from hetero_pp.settings import AddedLater, Beta, NotPartOf, Seconds, Settings
 from hetero_pp.units import format_count, format_seconds
 
 
@@ -46,7 +46,7 @@ class InnerSettings(Settings):
     momentum: Annotated[float | None, AddedLater()] = Field(
         None, ge=0, lt=1, description="of SGD, which has none unless it is said; of Muon, 0.95 unless it is said"
     )
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms")
     clip_norm: float | None = Field(1.0, gt=0, description="of the whole replica's gradient; null for none")

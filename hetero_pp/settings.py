@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Flag, auto
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from hetero_pp.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_fraction, parse_quantity
@@ -112,6 +112,9 @@ Seconds = Annotated[
 """Seconds, for a key whose name has the unit."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Decay of a moment of Adam."""
+
 Ratio = Annotated[
     float,
     BeforeValidator(parse_fraction),

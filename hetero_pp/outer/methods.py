@@ -13,9 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from hetero_pp.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
+from hetero_pp.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9}

@@ -10,12 +10,15 @@ from pydantic import Field, model_validator
 from hetero_pp.errors import ConfigError
 from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
 
+_Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
+"""Rows or columns of a chunk; a contribution has four bytes for it."""
+
 
 class CompressionSettings(Settings):
     """Settings of a pseudo-gradient's compression."""
 
     density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept, k / chunk")
-    tile: tuple[int, int] = Field((64, 64), description="rows and columns of a chunk of a matrix")
+    tile: tuple[_Length, _Length] = Field((64, 64), description="rows and columns of a chunk of a matrix")
     transform: Annotated[Literal["none", "dct"], AddedLater()] = Field(
         "none", description="dct: what is kept, sent and averaged are the coefficients of each chunk's cosine transform"
     )

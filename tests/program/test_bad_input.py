@@ -56,6 +56,27 @@ CASES = {
     ),
     "same name": ("name: home", "name: dc", 10, "replicas[1].name", ["second replica named `dc`", "unique"]),
     "unknown link": ("link: home", "link: hom", 14, "replicas[1].link", ["`hom`", "(home)"]),
+    "chunk without rows": (
+        "rounds: 3",
+        "rounds: 3\n  compression: {tile: [0, 1]}",
+        5,
+        "outer.compression.tile[0]",
+        ["found `0`", "at least 1"],
+    ),
+    "chunk of fewer columns than none": (
+        "rounds: 3",
+        "rounds: 3\n  compression: {tile: [1, -1]}",
+        5,
+        "outer.compression.tile[1]",
+        ["found `-1`", "at least 1"],
+    ),
+    "moment without a decay": (
+        "outer:",
+        "inner: {betas: [0.9, 1]}\nouter:",
+        3,
+        "inner.betas[1]",
+        ["found `1`", "less than 1"],
+    ),
     "unknown kind": (
         "kind: datacenter",
         "kind: dc",
