@@ -182,11 +182,11 @@ class TrainingLoop:
             self.stopping.check(self.outer.ranks)
 
     def _save_before_the_end(self) -> None:
-        """Save the state after the last finished round, unless it is saved already.
-
-        The round in progress is dropped.
-        """
-        if not self._is_in_step or self.holds == 0 or self.states.has(self.holds):
+        """Save the state after the last closed round, if it is not saved yet. The round in progress is dropped."""
+        if not self._is_in_step:
+            return
+        missed = self._closed_without_it()
+        if not missed and (self.holds == 0 or self.states.has(self.holds)):
             return
         if self._under_way and not self._undoes:
             print(
@@ -198,8 +198,27 @@ class TrainingLoop:
             self.member.undo(self.outer)
             self._under_way, self._ahead = False, None
         self.outer.take_back_undecided()
+        try:
+            self._catch_up_before_the_end(missed)
+        except (Suspended, TermOver, LinkError) as error:
+            print(f"{self.reporter.member}: its state is not saved: {error}", file=sys.stderr, flush=True)
+            return
         self.reporter.flush(_SECONDS_TO_REPORT)
         self._save_state(self.holds)
+
+    def _catch_up_before_the_end(self, missed: range) -> None:
+        for round_ in missed:
+            self.outer.catch_up(range(round_, round_ + 1), range(round_, round_ + 1))
+            self.holds = round_
+            self.steps.catch_up(round_, lambda one: self.outer.exchange.record(one, self.outer.member))
+
+    def _closed_without_it(self) -> range:
+        """Return the rounds that others may have finished and this member has not, as it was late.
+
+        With overlap there are none: a round that was trained ahead depends on the one before as this replica knew it.
+        """
+        closed = max(self.outer.ranks.gather(float(self.stopping.closed or 0)))
+        return range(0) if self.outer.settings.overlap else range(self.holds + 1, int(closed) + 1)
 
     # ---- where a round starts ----
 
@@ -349,7 +368,8 @@ class TrainingLoop:
         first = self.steps.before(round_)
         self.member.follow(rates)
         self.member.take_share(share, first)
-        with self.seat.pulse.computing(self.member.activity), self._allowed_to_stop():
+        ahead_of = under_way if under_way < round_ else None
+        with self.seat.pulse.computing(self.member.activity), self._allowed_to_stop(ahead_of):
             steps = self._take_steps(round_, first, under_way)
         self._trained_with = {before: one for before, one in self._trained_with.items() if before == round_ - 1}
         self._trained_with[round_] = repr(terms)
@@ -362,7 +382,7 @@ class TrainingLoop:
         while not is_over:
             if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
                 self.length.begin(0.0)
-            self.stopping.check(self.outer.ranks)
+            self.stopping.check(self.outer.ranks, under_way if under_way < round_ else None)
             report = self.reporter.new()
             is_last = self.length.is_last(round_, steps)
             done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
@@ -435,9 +455,12 @@ class TrainingLoop:
         report.evaluation.loss, report.evaluation.tokens = outcome
         self.reporter.send(report)
 
-    def _allowed_to_stop(self) -> AbstractContextManager[None]:
-        """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together."""
-        return nullcontext() if self.outer.ranks.in_group else self.stopping.allowed()
+    def _allowed_to_stop(self, round_: int | None = None) -> AbstractContextManager[None]:
+        """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together.
+
+        With `round_` the block trains ahead of that round; see Stopping.allowed.
+        """
+        return nullcontext() if self.outer.ranks.in_group else self.stopping.allowed(round_)
 
     def _report_links(self, round_: int) -> None:
         for link, direction, ledger in self.seat.links.ledgers:

@@ -16,7 +16,7 @@ from hetero_pp.links import LinkSpec
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.exchange.shaped import SECONDS_TO_AGREE, ShapedExchange
+from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.stopping import NEVER_STOPPED, Stopping
 
 _Blob = tuple[str, BlobAddress, bytes, int | None, int]
@@ -78,7 +78,7 @@ class CarriedExchange(ShapedExchange):
         if carried is None or carried[0] != round_:
             waiting, self._waiting = self._waiting, []
             return self._record(waiting, round_, member)
-        with self._stopping.allowed(SECONDS_TO_AGREE):
+        with self._stopping.allowed(round_):
             record, fetched = carried[1].result()
         self._fetched = round_, fetched
         return record

@@ -75,6 +75,8 @@ class Decisions:
         self._ended = False
         self._writing = threading.Lock()
         self._halted = False
+        self._written = 0
+        """The round of the last record that was written here; the coordinator learns of it a moment later."""
         self._timer: threading.Thread | None = None
 
     # ---- what happens ----
@@ -164,6 +166,7 @@ class Decisions:
                 if self._halted:
                     return e.NotRecorded(record.round)
                 kept = self.log.create_record(message)
+                self._written = kept.round
         except (HeteroPPError, OSError) as error:
             self.obstacles.failed(("record", record.round), str(error))
             return e.NotRecorded(record.round)
@@ -305,13 +308,14 @@ class Decisions:
 
     # ---- time ----
 
-    def halt(self) -> None:
-        """Close no further round; what is decided can still be asked for. Returns after a record under way is written.
+    def halt(self) -> int:
+        """Close no further round, and return the last closed one; its record can still be asked for.
 
-        Members that are about to stop then save their states after the same round.
+        Returns after a record under way is written. Members that stop then save their states after the same round.
         """
         with self._writing:
             self._halted = True
+            return max(self._written, self.coordinator.last_round)
 
     def end(self) -> None:
         """Stop the clock."""

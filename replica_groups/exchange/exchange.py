@@ -771,9 +771,9 @@ class Exchange:
         self.watchers.end()
         self.decisions.end()
 
-    def halt(self) -> None:
-        """Close no further round, as the run is being stopped; see Decisions.halt."""
-        self.decisions.halt()
+    def halt(self) -> int:
+        """Close no further round, as the run is being stopped, and return the last closed one; see Decisions.halt."""
+        return self.decisions.halt()
 
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""

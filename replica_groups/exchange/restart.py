@@ -80,12 +80,16 @@ def find_restart(
     """The newest round of which every member has a sound state, and theta after it: to the bits of an unbroken run.
 
     If some members fell behind, by more than the `every` rounds between two states, or have lost their states, the
-    newest round that the log can give: the others lose nothing by it, and each goes on with what it has. Raises
+    newest round that the log can give: the others lose nothing by it, and each goes on with what it has. Members that
+    stopped one round apart, before the first state that all of them have, start again from round 0. Raises
     HeteroPPError with who holds what if the log gives none.
     """
     damaged = [f"{member}: {one}" for member, states in sorted(available.items()) for one in states.damaged]
     common = frozenset.intersection(*(states.rounds for states in available.values()))
-    newest = max((round_ for states in available.values() for round_ in states.rounds), default=0)
+    held = [max(states.rounds, default=0) for states in available.values()]
+    newest = max(held)
+    if not common and newest - min(held) <= 1 and min(held) > 0:
+        common |= {0}
     for round_ in sorted(common, reverse=True) if newest - max(common, default=0) <= every else ():
         try:
             snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)

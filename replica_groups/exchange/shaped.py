@@ -16,9 +16,6 @@ from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableSta
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.stopping import NEVER_STOPPED, Stopping
 
-SECONDS_TO_AGREE = 2.0
-"""How long a member that was asked to stop waits for the record of its round: the other members may have it already."""
-
 
 class ShapedExchange:
     """Delays what a member sends to and fetches from the exchange as the link's shape says. Implements ExchangeService.
@@ -89,13 +86,13 @@ class ShapedExchange:
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """See ExchangeService."""
-        with self._stopping.allowed(SECONDS_TO_AGREE):  # the round may be decided by this blob
+        with self._stopping.allowed(address.round):  # the round may be decided by this blob
             _carry(self._up, self.forward, address.round, len(data))
             self._exchange.deposit(member, address, data, epoch, steps)
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""
-        with self._stopping.allowed(SECONDS_TO_AGREE):
+        with self._stopping.allowed(round_):
             return self._exchange.record(round_, member)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:

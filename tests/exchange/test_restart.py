@@ -114,6 +114,19 @@ def test_the_newest_round_that_all_hold_is_taken(
         assert tensor.equal(found.snapshot.parameters[name]), name
 
 
+def test_members_that_stopped_one_round_apart_start_again_where_all_of_them_were(log: ContributionLog) -> None:
+    """The moments after a round cannot be had from those after another one."""
+
+    def found(**rounds: set[int]) -> int:
+        return find_restart(
+            log, "run", _held(**rounds), lambda basis: OuterOptimizer(SETTINGS), every=20
+        ).snapshot.round
+
+    assert found(a={5}, b={4}) == 0
+    assert found(a={2, 5}, b={2, 4}) == 2
+    assert found(a={5}, b=set()) == found(a={5}, b={3}) == 5  # whose states are lost, or old
+
+
 def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog) -> None:
     saved = load_snapshot(snapshot_path(log, 4))
     snapshot_path(log, 4).unlink()

@@ -286,6 +286,21 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
                 assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
 
 
+def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds, in which a user waits for the end of a run that was stopped."""
+    drawn: list[Path] = []
+    for name in ("draw_losses", "draw_links"):
+        monkeypatch.setattr(f"hetero_pp.program.report.recorder.{name}", lambda _, path: drawn.append(path))
+    spec, told = made_up_spec(), list[str]()
+    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), complain=told.append)
+    with failing_disk(tmp_path) as disk:
+        disk.fail(1, lasts=True)
+        recorder.close()
+    assert drawn == []
+    for name in ("summary.json", "loss.png", "links.png"):
+        assert [line for line in told if line.startswith(f"{tmp_path / name} is not ") and "--resume" in line], told
+
+
 def test_too_much_that_waits_is_dropped_and_known_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero_pp.files.MOST_WAITING", 10)
     with failing_disk(tmp_path) as disk:

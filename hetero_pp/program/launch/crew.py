@@ -41,7 +41,7 @@ _SECONDS_FOR_THE_CAUSE = 5.0
 _OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
 """Least number of files that the launcher, and each member, opens."""
 _SECONDS_TO_END = 3.0
-_SECONDS_TO_ANSWER = 2.0
+_SECONDS_TO_ANSWER = 4.0
 """Within which a process answers that it was asked to stop; a frozen one does not."""
 _SECONDS_UNTIL_TOLD = 8.0
 """Seconds after which the user is told that member checkpoints are still being saved."""
@@ -166,13 +166,12 @@ class Crew:
     def _have_states_saved(self) -> None:
         """Have members save their states after the last finished round, and wait until they have ended.
 
-        The exchange goes first and closes no further round, so that all members save after the same one.
+        The exchange goes first and closes no further round. Members are told the last closed one, after which all save.
         """
         self._is_interrupted = True
         members = [member for member, process in self._processes.items() if process.is_alive() and member != EXCHANGE]
-        if EXCHANGE in self._processes:
-            self._ask_to_stop([EXCHANGE])
-        asked = self._ask_to_stop(members)
+        closed = self._ask_to_stop([EXCHANGE], STOP).get(EXCHANGE, {}) if EXCHANGE in self._processes else {}
+        asked = self._ask_to_stop(members, {**STOP, **closed})
         started = time.monotonic()
         for seconds in (_SECONDS_UNTIL_TOLD, _SECONDS_TO_SAVE):
             for process in (self._processes[member] for member in asked):
@@ -183,20 +182,21 @@ class Crew:
                 limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; another Ctrl-C ends them without it"
                 print(f"{self._spec.config.name}: {line}, {limit}", file=sys.stderr, flush=True)
 
-    def _ask_to_stop(self, members: Sequence[str]) -> list[str]:
-        """Ask processes to stop; return those that have answered."""
+    def _ask_to_stop(self, members: Sequence[str], request: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Ask processes to stop; return the answers of those that have answered."""
         waiting: dict[Connection, str] = {}
         for member in members:
             with suppress(OSError):
-                self._connections[member].send_bytes(json.dumps(STOP).encode())
+                self._connections[member].send_bytes(json.dumps(request).encode())
                 waiting[self._connections[member]] = member
-        answered, until = [], time.monotonic() + _SECONDS_TO_ANSWER
+        answered, until = dict[str, dict[str, str]](), time.monotonic() + _SECONDS_TO_ANSWER
         while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 member = waiting.pop(connection)
-                if self._receive(member) == STOP:
-                    answered.append(member)
+                answer = self._receive(member)
+                if answer.items() >= STOP.items():
+                    answered[member] = answer
         return answered
 
     def start(self, members: Sequence[str], again: bool = False) -> None:

@@ -68,7 +68,7 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
     code = CRASHED
     try:
         message = json.loads(launcher.recv_bytes())
-        if message == STOP:
+        if message.items() >= STOP.items():
             raise EOFError
         lifeline = _Lifeline(launcher)
         spec = read_run(job.folder)
@@ -107,27 +107,29 @@ class _Lifeline:
     """Ends this process with the launcher, however the launcher ended, and stops it on the launcher's request."""
 
     def __init__(self, launcher: Connection) -> None:
-        self.stop: Callable[[], object] = _signal_itself
-        """Called on a request to stop, in the lifeline's thread."""
+        self.stop: Callable[[int | None], int | None] = _signal_itself
+        """Called on a request to stop, in the lifeline's thread, with the last closed round if the launcher knows it.
+        The exchange returns that round.
+        """
         self._launcher = launcher
         threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
 
     def _follow(self) -> None:
         while True:
             try:
-                self._launcher.recv_bytes()
+                asked = json.loads(self._launcher.recv_bytes())
             except (EOFError, OSError):
                 os._exit(CONSEQUENCE)
-            self.stop()
-            _send(self._launcher, **STOP)
+            closed = self.stop(int(asked["round"]) if "round" in asked else None)
+            _send(self._launcher, **STOP, **({} if closed is None else {"round": str(closed)}))
 
 
-def _signal_itself() -> None:
-    """Ask the main thread to save a member checkpoint and end. A process that does not train yet ends at once."""
+def _signal_itself(closed: int | None) -> None:
+    """End this process, which does not train yet."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _leave() -> NoReturn:
+def _leave(closed: int | None) -> NoReturn:
     os._exit(CONSEQUENCE)
 
 
@@ -152,7 +154,7 @@ def _run_exchange(
 
     try:
         exchange = keep_trying(make, _say) if job.again else make()
-        lifeline.stop = exchange.halt
+        lifeline.stop = lambda _: exchange.halt()
     except (ConfigError, StoreError) as error:
         _send(launcher, failure=str(error))
         return FAILED
@@ -217,7 +219,7 @@ def _run_member(
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
             _run_ranks(spec, member.replica, job, exchange, credentials, faults, lifeline)
         else:
-            _take_part(spec, member, job, exchange, credentials, faults, message["listen"])
+            _take_part(spec, member, job, exchange, credentials, faults, message["listen"], lifeline)
     except OSError as error:  # such as a full disk, which may pass
         print(error, file=sys.stderr)
         _send(launcher, failure=str(error))
@@ -245,7 +247,7 @@ def _run_ranks(
 ) -> None:
     """Run one node of a replica. On failure, report it to the nodes that wait for this one, even if none has joined."""
 
-    def on_start(stop: Callable[[], object]) -> None:
+    def on_start(stop: Callable[[int | None], None]) -> None:
         lifeline.stop = stop
 
     timeout = spec.config.exchange.timeout
@@ -268,12 +270,19 @@ def _further_nodes(spec: RunSpec) -> int:
 
 
 def _take_part(
-    spec: RunSpec, member: MemberSpec, job: Job, exchange: str, credentials: Credentials, faults: Faults, listen: str
+    spec: RunSpec,
+    member: MemberSpec,
+    job: Job,
+    exchange: str,
+    credentials: Credentials,
+    faults: Faults,
+    listen: str,
+    lifeline: _Lifeline,
 ) -> None:
-    lines = Lines(job.folder.lines)
+    lines, stopping = Lines(job.folder.lines), Stopping(signal.SIGTERM, _end_by_sigterm)
+    lifeline.stop = stopping.ask
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
-            stopping = Stopping(signal.SIGTERM, _end_by_sigterm)
             take_part(spec, member, connections, job.folder, faults=faults, stopping=stopping)
         except HeteroPPError as error:
             # A member that was never admitted must not fail the run: another process may hold its name.

@@ -48,7 +48,8 @@ _STOP = signal.SIGUSR2
 def main() -> None:
     """Train as one rank of the member named in the argument, until standard input ends."""
     job = RankJob(**json.loads(sys.argv[1]))
-    threading.Thread(target=_follow_parent, name="lifeline", daemon=True).start()
+    stopping = Stopping(_STOP, _leave)
+    threading.Thread(target=_follow_parent, args=[stopping], name="lifeline", daemon=True).start()
     make_printable()
     print_without_fail()
     keep_freed_memory()
@@ -64,7 +65,6 @@ def main() -> None:
             require_one_run(ranks, spec.run, job.member)
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
                 connections.exchange.stay(platform.node())
-            stopping = Stopping(_STOP, _leave)
             take_part(spec, member, connections, folder, ranks, faults=Missed(job.missed), stopping=stopping)
             ranks.wait()  # rank 0 has reported the end of the member: no rank leaves before
         except (LinkError, RunFailed) as error:
@@ -88,15 +88,15 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
             )
 
 
-def _follow_parent() -> None:
+def _follow_parent(stopping: Stopping) -> None:
     """End this rank when the member's process ends.
 
-    On a byte from that process, the first rank of this node stops, and all other ranks with it.
+    On a line from that process, the first rank of this node stops, and all other ranks with it.
     """
-    if os.environ["LOCAL_RANK"] == "0" and os.read(0, 1):
-        os.kill(os.getpid(), _STOP)
+    if os.environ["LOCAL_RANK"] == "0" and (line := os.read(0, 32)):
+        stopping.ask(int(line) if line.strip() else None)
     hung_up = select.poll()
-    hung_up.register(0, 0)  # without POLLIN only the end of the pipe wakes it: a byte is for the first rank
+    hung_up.register(0, 0)  # without POLLIN only the end of the pipe wakes it: a line is for the first rank
     hung_up.poll()
     _leave()
 

@@ -1,8 +1,8 @@
 """Starts the ranks of a datacenter replica with torchrun's agent, inside the member's process.
 
 Standard input of the ranks is a pipe from the member's process: the ranks end when that process does, however it ends.
-A byte in the pipe asks them to save a member checkpoint and end. Credentials go through the environment, so that no
-process list shows them.
+A line in the pipe asks them to save a member checkpoint and end; it has the last closed round, if that is known.
+Credentials go through the environment, so that no process list shows them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -61,12 +60,12 @@ def run_ranks(
     credentials: Credentials,
     timeout: float,
     missed: Iterable[int] = (),
-    on_start: Callable[[Callable[[], object]], object] = lambda _: None,
+    on_start: Callable[[Callable[[int | None], None]], object] = lambda _: None,
 ) -> None:
     """Run all ranks of this node to their end.
 
     `timeout`: seconds to wait for the other nodes. `on_start` is called with a function that asks the ranks to save a
-    member checkpoint and end; any thread may call it.
+    member checkpoint and end; any thread may call it, with the last closed round or None.
 
     Raises HeteroPPError with the first failed rank and its cause: RankDied if it was killed, RunFailed if it failed
     because of another member.
@@ -120,17 +119,21 @@ def _cause(message: object) -> str:
 
 
 @contextmanager
-def _lifeline() -> Iterator[Callable[[], object]]:
+def _lifeline() -> Iterator[Callable[[int | None], None]]:
     """Replace standard input by a pipe for child processes, which ends when this process does.
 
-    Yields a function that writes a byte to it to ask the children to stop. The first rank of this node reads the byte.
+    Yields a function that writes a line to it to ask the children to stop. The first rank of this node reads the line.
     """
     reading, writing = os.pipe()
     kept = os.dup(0)
     os.dup2(reading, 0)
     os.close(reading)
+
+    def ask(closed: int | None) -> None:
+        os.write(writing, b"\n" if closed is None else f"{closed}\n".encode())
+
     try:
-        yield partial(os.write, writing, b"s")
+        yield ask
     finally:
         os.close(writing)
         os.dup2(kept, 0)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,22 +142,28 @@ class Recorder:
             with suppress(OSError):
                 self._path.unlink()  # the run did not resume: the earlier record stays
             return
-        self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("is not written"))
-        self._last(lambda: draw_losses(self._state, folder.path / "loss.png"), _LATER.format("is not drawn"))
-        self._last(lambda: draw_links(self._state, folder.path / "links.png"), _LATER.format("is not drawn"))
+        unwritten = self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("is not written"))
+        for name, draw in (("loss.png", draw_losses), ("links.png", draw_links)):
+            became = _LATER.format("is not drawn")
+            if unwritten is None:
+                self._last(partial(draw, self._state, folder.path / name), became)
+            else:  # a picture takes seconds of computing, for nothing while the disk is full
+                self._complain(f"{folder.path / name} {became}, the run itself is kept: {complaint(unwritten)}")
 
     def _summary(self) -> bytes:
         return (to_json(self._state.summary(), indent=2) + "\n").encode()
 
-    def _last(self, do: Callable[[], object], became: str) -> None:
-        """Call a function once, and complain if it fails."""
+    def _last(self, do: Callable[[], object], became: str) -> OSError | None:
+        """Call a function once, and complain if it fails. Return why the disk does not take it, if so."""
         try:
             do()
         except OSError as error:
             path = "what is recorded" if error.filename is None else error.filename
             self._complain(f"{path} {became}, the run itself is kept: {complaint(error)}")
+            return error
         except Exception as error:  # noqa: BLE001 (an error in the record must not fail the run)
             self._fails(error)
+        return None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

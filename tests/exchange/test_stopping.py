@@ -1,0 +1,74 @@
+"""A member that is asked to stop ends after the last closed round, at whatever point the request finds it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_run import Run
+
+import replica_groups.stopping
+from hetero_pp.errors import Stopped
+from replica_groups.ranks import ALONE
+from replica_groups.stopping import Stopping
+
+
+@pytest.fixture
+def stopping() -> Iterator[Stopping]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGALRM)}
+    one = Stopping(signal.SIGUSR2)
+    one.listen()
+    yield one
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def _is_ended(stopping: Stopping, closed: int | None, round_: int | None, seconds: float) -> bool:
+    """Return whether a block that waits is ended by a request within so many seconds."""
+    try:
+        with stopping.allowed(round_):
+            stopping.ask(closed)
+            threading.Event().wait(seconds)
+    except Stopped:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("closed", "round_"), [(4, 5), (4, None), (None, None)])
+def test_a_block_is_ended_at_once_unless_its_round_may_be_closed(
+    closed: int | None, round_: int | None, stopping: Stopping
+) -> None:
+    assert _is_ended(stopping, closed, round_, seconds=60)
+    with pytest.raises(Stopped):
+        stopping.check(ALONE, round_)
+
+
+def test_the_record_of_a_closed_round_is_waited_for(stopping: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine: other members have the record, and save their states after that round."""
+    monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
+    assert not _is_ended(stopping, 5, 5, seconds=0.2)
+    stopping.check(ALONE, 5)  # it trains ahead of that round
+    with pytest.raises(Stopped):
+        stopping.check(ALONE)
+
+
+def test_the_record_of_a_round_is_not_waited_for_long_if_nobody_knows_whether_it_is_closed(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
+    assert _is_ended(stopping, None, 5, seconds=60)
+
+
+def test_an_exchange_that_is_halted_tells_the_last_closed_round_and_closes_no_other(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    for name in ("a", "b"):
+        run.assign(0, name)
+        run.deposit(1, name)
+    assert run.exchange.halt() == 1
+    for name in ("a", "b"):
+        run.assign(1, name)
+        run.deposit(2, name)
+    assert run.exchange.last_round() == run.log.last_record() == run.exchange.halt() == 1
