@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -394,6 +397,33 @@ def test_what_a_full_disk_has_kept_from_being_written_at_the_end_is_written_by_r
     found, expected = (
         json.loads((one / "summary.json").read_text(encoding="utf-8")) for one in (tmp_path / "mixed", undisturbed)
     )
+    for key in ("rounds", "parameters_sha256", "validation_loss", "contributions"):
+        assert found[key] == expected[key]
+
+
+def test_a_run_that_is_stopped_while_a_full_disk_pauses_it_goes_on_to_the_same_bits(
+    undisturbed: Path, corpus: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mixed"
+    with failing_disk(folder) as disk:
+
+        def fill_then_interrupt() -> None:
+            deadline = time.monotonic() + TIMEOUT
+            while len(list((folder / "state").glob("*/round-000001"))) < 4 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            disk.fail(1, lasts=True)
+            while disk.failures < 20 and time.monotonic() < deadline:  # the same write is tried again and again
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupted = in_thread(fill_then_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _train(corpus, tmp_path)
+        interrupted.result(TIMEOUT)
+        assert disk.failures >= 20
+        disk.mend()
+    run_topology(MIXED, [f"data.corpus={corpus}", "snapshots.every=1"], tmp_path, in_process=True, resume=True)
+    found, expected = (json.loads((one / "summary.json").read_text()) for one in (folder, undisturbed))
     for key in ("rounds", "parameters_sha256", "validation_loss", "contributions"):
         assert found[key] == expected[key]
 
