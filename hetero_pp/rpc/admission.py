@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 from hetero_pp.errors import AskAgain, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
@@ -155,7 +156,7 @@ class Admission(AdmissionServicer):
             return pb.EnrolReply(in_lobby=holder)
         return pb.EnrolReply(
             place=holder.place,
-            certificate=pb.Certificate(pem=self._authority.sign(key, holder.place, holder.number, holder.until)),
+            certificate=self._certificate(key, holder),
             configuration=self._told.configuration,
             tokenizer=self._told.tokenizer,
         )
@@ -222,7 +223,12 @@ class Admission(AdmissionServicer):
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Certificate:
         caller, key = self._callers.of(context), certified_key(shown_certificate(context))
         holder = self._host.renew(caller.name, caller.holder, digest_of(key), CERTIFICATE_SECONDS)
-        return pb.Certificate(pem=self._authority.sign(key, holder.place, holder.number, holder.until))
+        return self._certificate(key, holder)
+
+    def _certificate(self, key: EllipticCurvePublicKey, holder: Holder) -> pb.Certificate:
+        """Sign a certificate, dated by the clock that decides how long the holder is let in."""
+        signed = holder.until - CERTIFICATE_SECONDS
+        return pb.Certificate(pem=self._authority.sign(key, holder.place, holder.number, holder.until, signed))
 
     def Give(self, request: pb.GiveRequest, context: grpc.ServicerContext) -> pb.GiveReply:
         caller = self._callers.of(context)

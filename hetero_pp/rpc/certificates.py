@@ -97,15 +97,21 @@ class Authority:
         certificate = self.sign(key.public_key(), name, 0, time.time() + AS_LONG_AS_THE_SECRET)
         return Identity(certificate, as_text(key), self.certificate)
 
-    def sign(self, key: ec.EllipticCurvePublicKey, name: str, holder: int, until: float) -> str:
-        """A certificate, as PEM, that who has this key is of this name, the how-manyeth holder, until then."""
+    def sign(
+        self, key: ec.EllipticCurvePublicKey, name: str, holder: int, until: float, now: float | None = None
+    ) -> str:
+        """Return a certificate (PEM) that binds the key to a member name and holder number until `until`.
+
+        `now`: the date on which it is signed; by default that of this machine.
+        """
         subject = x509.Name(
             [
                 x509.NameAttribute(NameOID.COMMON_NAME, name),
                 x509.NameAttribute(NameOID.SERIAL_NUMBER, str(holder)),
             ]
         )
-        since = datetime.now(UTC) - timedelta(seconds=CLOCKS_DIFFER)
+        signed = datetime.now(UTC) if now is None else datetime.fromtimestamp(now, UTC)
+        since = signed - timedelta(seconds=CLOCKS_DIFFER)
         builder = _certificate(subject, key, since, datetime.fromtimestamp(until, UTC))
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)

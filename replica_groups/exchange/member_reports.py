@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.refusals import Kind
 from hetero_pp.report_bounds import ReportBounds, complaint, drop_unknown
 from hetero_pp.run.spec import Roster
+from hetero_pp.steady_clock import steady_clock
 
 _TRIES = 8
 """Times that one round may be reported: a replica that is formed anew trains its round again."""
@@ -29,18 +29,16 @@ class MemberReports:
         self,
         roster: Roster,
         bounds: ReportBounds,
-        clock: Callable[[], float] = time.time,
-        elapsed: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock`: seconds since 1970, which may be set back. `elapsed`: seconds, which only grow."""
-        self._roster, self._bounds, self._clock, self._elapsed = roster, bounds, clock, elapsed
+        """`clock`: seconds since 1970, by default those of a steady clock."""
+        self._roster, self._bounds, self._clock = roster, bounds, clock or steady_clock()
         self._directions = Counter(roster.counts.values())
         self._told: Counter[tuple[str, str]] = Counter()
         """(member, event) -> reports that were let in."""
         self._newest: dict[str, float] = {}
         """Member -> time of its newest report, by this process's clock."""
-        self._began, self._first = elapsed(), clock()
-        self._now = self._first
+        self._now = self._first = self._clock()
 
     def now(self) -> float:
         """Seconds since 1970, never less than before."""
@@ -63,7 +61,7 @@ class MemberReports:
 
     def _most(self, member: str, event: str, last_round: int) -> int:
         """How many reports of one kind a member may have sent by now."""
-        rounds, seconds = _TRIES * (last_round + _ROUNDS_BEFORE), self._elapsed() - self._began
+        rounds, seconds = _TRIES * (last_round + _ROUNDS_BEFORE), self._clock() - self._first
         match event:
             case "inner_step":
                 return rounds * self._bounds.steps

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.program.join.status import status as status_of
 from hetero_pp.refusals import Kind
-from hetero_pp.rpc import admission, admission_client, probe
+from hetero_pp.rpc import admission, admission_client, certificates, probe
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.admission_client import enrol, give, status
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
@@ -43,6 +44,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
+from hetero_pp.steady_clock import steady_clock
 from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
 from replica_groups.exchange.memberships import Memberships
 
@@ -75,7 +77,9 @@ class Served:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
         self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
-        self.memberships = Memberships(folder / "members.sqlite")
+        self.date_is_off = 0.0
+        """Seconds by which the date of the exchange's machine is wrong."""
+        self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
         stack.callback(self.memberships.close)
         told = Told('{"name": "run"}', {"tokenizer.json": b"{}"})
         self.lobby = Lobby({}, group_spares)
@@ -391,6 +395,30 @@ def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(served.memberships, "_clock", lambda: later)
     with pytest.raises(Refused, match="was not renewed in time"):
         client.agree("b", "{}")
+
+
+@pytest.mark.parametrize("days", [1.5, -1.5])
+def test_a_clock_that_is_set_costs_no_member_its_slot(
+    days: float, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange's machine has another date from one call to the next."""
+    membership = served.takes(served.ticket("b"))
+    client = served.client(membership.credentials)
+    client.agree("b", "{}")
+    now, served.date_is_off = time.time(), days * 24 * HOUR
+
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(days=days)
+
+    monkeypatch.setattr(certificates, "datetime", Wrong)
+    client.agree("b", "{}")
+    renew_once(membership)
+    renewed = read_membership(Path(membership.identity.kept_in).parent).identity.shown
+    assert renewed.signed == pytest.approx(now, abs=60)  # others, whose clocks are right, take it at once
+    assert renewed.until == pytest.approx(now + admission.CERTIFICATE_SECONDS, abs=60)
+    client.agree("b", "{}")
 
 
 def test_an_exchange_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hetero_pp.refusals import Kind
 from hetero_pp.report_bounds import MOST_BYTES, ReportBounds, complaint
 from hetero_pp.rpc.permissions import REPORTS
 from hetero_pp.run.spec import Roster
+from hetero_pp.steady_clock import steady_clock
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.member_reports import MemberReports
 from replica_groups.exchange.reporter import Reporter
@@ -170,6 +171,15 @@ def test_reports_are_dated_by_the_exchange() -> None:
     assert _dated(reports, 0.0, 1e12) == 1040.0  # not before the one before
     assert _dated(reports, 1e12, 0.0) == 1060.0  # nor after its arrival
     assert reports.now() == 1060.0  # though the clock was set back
+
+
+def test_a_run_lasts_as_long_as_it_does_when_the_date_of_the_machine_is_set() -> None:
+    date, seconds = [1000.0], [50.0]
+    clock = steady_clock(lambda: date[0], lambda: seconds[0])
+    reports = MemberReports(Roster({"a": "a"}, {"a": frozenset()}), ReportBounds(), clock)
+    first = reports.now()
+    date[0], seconds[0] = 90_000.0, 53.0
+    assert (first, reports.now()) == (1000.0, 1003.0)
 
 
 def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:

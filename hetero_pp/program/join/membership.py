@@ -226,6 +226,8 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
             if over.wait(_due_in(membership.identity)):
                 return
             renew_once(membership)
+            shown = membership.identity.latest.shown  # a wrong clock here must not renew without a pause
+            over.wait(min(_SECONDS_BETWEEN_TRIES, (shown.until - shown.signed) / 2))
         except (HeteroPPError, OSError) as error:  # a full disk may have room later
             if told != str(error):
                 say(f"the certificate could not be renewed ({error}); trying again")
