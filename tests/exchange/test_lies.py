@@ -267,7 +267,7 @@ def test_no_lie_beside_honest_calls_bends_stalls_or_ends_a_run(corpus: Path, tmp
 def test_no_lie_instead_of_an_honest_call_bends_stalls_or_ends_a_run(corpus: Path, tmp_path: Path) -> None:
     """The member fails by some of them, and is started again, as by a supervisor."""
     paced = {"Assign": True, "Deposit": True, "Record": True, "Confirm": True, "Beat": False, "Report": False}
-    with LyingRun(lying_spec(corpus, 68, {"kind": "datacenter"}), tmp_path) as run:
+    with LyingRun(lying_spec(corpus, 80, {"kind": "datacenter"}), tmp_path) as run:
         liar = Replacer(run, paced)
         with lying("c", liar.change):
             run.until_over()
