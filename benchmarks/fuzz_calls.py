@@ -73,6 +73,8 @@ ESCAPED = {"UNKNOWN", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
 """How calls end that nobody has refused: by an exception that nobody expected, as an exchange is gone, or of a stranger
 by an answer.
 """
+NO_CONTRIBUTIONS = "this exchange does not have the contributions"
+"""Begins the answer to `Record` with the name of another exchange process, which is UNAVAILABLE on purpose."""
 MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """How often the guest takes its place anew between two messages, or leaves it."""
@@ -435,7 +437,7 @@ class Sender:
         except grpc.RpcError as error:
             code = error.code().name
             said = f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}"
-            return code, said if code in ESCAPED else ""
+            return code, said if code in ESCAPED and not said.startswith(NO_CONTRIBUTIONS) else ""
 
     @staticmethod
     def _make(channel: grpc.Channel, name: str, call: Call) -> None:
