@@ -406,7 +406,7 @@ class Sender:
             pool = self._few if CALLS[call] is ADMISSION else self._pool
             for code, said in pool.map(partial(self._send, call, who), calls):
                 codes[code] += 1
-                escaped += [said] if code in ESCAPED else []
+                escaped += [said] if said else []
             sent += len(calls)
         return sent, time.monotonic() - begun, codes, escaped[:MOST_KEPT]
 
