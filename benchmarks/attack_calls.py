@@ -90,7 +90,7 @@ class Stretch:
     is_under_way: threading.Event = field(default_factory=threading.Event)
 
     def paced(self, a_second: float = CALLS_A_SECOND) -> Iterator[int]:
-        """So many a second, until the stretch is over."""
+        """Yield numbers at this rate, until the stretch is over."""
         begun = time.monotonic()
         number = 0
         while not self.is_over.wait(max(0.0, begun + number / a_second - time.monotonic())):
@@ -105,9 +105,9 @@ def channel_to(address: str, by: Credentials, peer: str = EXCHANGE) -> grpc.Chan
 
 
 def credentials_of(name: str, target: Target, secret: str = "another secret") -> Credentials:
-    """Of a stranger who calls itself so: of another authority, under the same name. The one place that makes some.
+    """Return credentials of a stranger: a certificate of another authority, with the name of a member.
 
-    It takes the run's exchange for what it is, so that no handshake fails for want of that.
+    They trust the run's authority, so that no handshake fails on the stranger's side.
     """
     found = Secret(secret).credentials(name, encrypted=True)
     assert found.identity is not None
@@ -144,7 +144,7 @@ class Call:
 
 
 def asked(call: str, request: Message, metadata: Metadata, by: Credentials) -> Call:
-    """A call of the exchange, or of who lets in to it, whose request is one message."""
+    """Return a call of the exchange or of the admission service, whose request is one message."""
     service = ADMISSION if call in ADMISSION.methods_by_name else SERVICE
     return Call(call_path(service, call), [request.SerializeToString()], metadata, by)
 

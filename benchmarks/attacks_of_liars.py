@@ -1,4 +1,4 @@
-"""Attacks of members that lie: real members, which train, and whose calls are changed. One function each."""
+"""Attacks by real members that train while their calls are changed on the way. Each attack is one function."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
 
 
 def former_holder(target: Target, stretch: Stretch) -> None:
-    """Who held the place of a stage before dials the stage beside it."""
+    """Dial a stage as a former holder of the neighbouring slot."""
     hello = pb.LinkHello(
         version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1 << 20, session=b"former"
     )

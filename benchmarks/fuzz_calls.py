@@ -363,7 +363,7 @@ class Sender:
         self._strange = [None, *(strange_context(target, one) for one in strangers)]
 
     def _channels_to(self, call: str, who: str) -> list[grpc.Channel]:
-        """Of who makes a call, to whom it is made to."""
+        """Return channels from a kind of caller to the server of a call."""
         service, target = CALLS[call], self.known.target
         key = f"{service.name} {who}"
         if key not in self._channels:
@@ -381,7 +381,7 @@ class Sender:
         return self._channels[key]
 
     def _let_in(self) -> Credentials:
-        """Who was invited, once more: it may have left."""
+        """Enrol with the ticket again, as the guest may have left, and return its credentials."""
         ticket, key = self.known.target.tickets["invited"].identity, self._key
         assert ticket is not None
         with suppress(HeteroPPError):

@@ -1,6 +1,6 @@
-"""Members that lie: every field of a message set to values that an honest member does not send, in calls on their way.
+"""Lies: calls of a member in which a field has a value that an honest member does not send.
 
-A liar is a real member, whose calls are changed below its client: what it trains and keeps is honest. Tests
+A liar is a real member whose calls are changed below its client: its training and its files are honest. Tests
 (tests/exchange/test_lies.py) and attacks (attacks_of_liars.py) share this.
 """
 

@@ -1,4 +1,4 @@
-"""A live run beside strangers: two honest replicas, and the places of two more, whose members are whoever attacks.
+"""A live run under attack: two honest replicas, and the slots of two more, which the attacker holds.
 
 Its members and its exchange are the processes of a launch. They are started here with a secret that is known, as it is
 to who launches over several hosts, so that a member's own credentials can be given to what attacks. All of it is by
@@ -124,11 +124,11 @@ class LiveRun:
     # ---- who takes part ----
 
     def credentials(self, name: str) -> Credentials:
-        """Of one process of the run."""
+        """Return the credentials of a process of the run."""
         return SECRET_OF_THE_RUN.credentials(name, encrypted=True)
 
     def expired(self, name: str) -> Credentials:
-        """Of a process whose certificate has ended."""
+        """Return credentials with an expired certificate."""
         key, authority = new_key(), SECRET_OF_THE_RUN.authority
         certificate = authority.sign(key.public_key(), name, 0, time.time() - 1.0)
         return Credentials(name, identity=Identity(certificate, as_text(key), authority.certificate))
@@ -233,7 +233,7 @@ class LiveRun:
         return {replica: value for replica, value in self.hashes[round_].items() if replica in ("dc", "home")}
 
     def size(self) -> tuple[int, int, int]:
-        """Of the exchange's process: its number, bytes of memory, threads. Zeros if there is none."""
+        """Return the exchange's process id, bytes of memory, and number of threads; zeros if there is none."""
         for pid, member in self._processes():
             if member == EXCHANGE:
                 process = psutil.Process(pid)

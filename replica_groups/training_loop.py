@@ -314,9 +314,8 @@ class TrainingLoop:
         self.member.start_round(self.outer)
         times = MemberRound(round=round_, compute_seconds=loop.compute_seconds, wait_seconds=loop.wait_seconds)
         self._finish(round_, times, started + spent_ahead)
-        if (
-            self.states.is_due(round_) or round_ == spec.latest.outer.rounds
-        ):  # the run may be extended after its last round
+        # A run may be extended after its last round, so that one is always saved.
+        if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:
             self.reporter.flush()  # a run that resumes from here has lost no report
             self._save_state(round_)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from urllib.parse import unquote
 import psutil
 
 from hetero_pp.errors import TooMuch
+from hetero_pp.rpc.pace import Pace
 
 CALLS_A_SECOND, BURST = 500.0, 2_000
 """Calls that one caller may begin: on average, and at once. An honest member begins about ten per second."""
@@ -32,22 +32,19 @@ _CALLERS_MAX = 1_000
 """Callers that are remembered before those whose budget is full again are forgotten."""
 
 
-class CallRate:
+class CallRate(Pace):
     """The calls that each caller may begin on one server. Safe to use from many threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._empty_until: dict[str, float] = {}
-        """By caller, when its budget was, or will be, empty; it fills up from then on."""
+        super().__init__(CALLS_A_SECOND, BURST, clock)
 
-    def due_in(self, caller: str) -> float:
+    def due_in(self, caller: str, count: int = 1) -> float:
         """Return the seconds that a call has to wait. Raises TooMuch for a caller that has to be cut."""
         with self._lock:
             now = self._clock()
-            full = now - BURST / CALLS_A_SECOND
             if len(self._empty_until) > _CALLERS_MAX:
-                self._empty_until = {one: since for one, since in self._empty_until.items() if since > full}
-            since = max(self._empty_until.get(caller, full), full) + 1 / CALLS_A_SECOND
+                self._forget_full(now)
+            since = self._empty_after(caller, count, now)
             if since - now > BACKLOG_SECONDS_MAX:
                 self._empty_until[caller] = max(since, now + CUT_SECONDS)
                 raise TooMuch(f"{caller} began more than {CALLS_A_SECOND:g} calls per second; its connection is closed")

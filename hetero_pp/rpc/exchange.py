@@ -39,7 +39,7 @@ from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import service_handler
-from hetero_pp.rpc.stalled import cut_when_stalled
+from hetero_pp.rpc.stalled import StreamWatch
 from hetero_pp.run.spec import Roster
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
@@ -267,6 +267,7 @@ class _Servicer(ExchangeServicer):
         self._guests = guests
         self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
         self._joins = Pace(JOINS_A_MINUTE / 60, JOINS_AT_ONCE)
+        self._stalls = StreamWatch()
         self._counting = threading.Lock()
         self._sent: Counter[int] = Counter()
         """By round, how many calls send its snapshot."""
@@ -329,7 +330,7 @@ class _Servicer(ExchangeServicer):
     def _moving(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the same frames. Each one shows that the member is there; a stream without any is cut."""
         member = self._member(context)
-        for frame in cut_when_stalled(frames, context):
+        for frame in self._stalls.watched(frames, context):
             self.exchange.heard(member)
             yield frame
 

@@ -42,5 +42,13 @@ class Pace:
 
     def _empty_after(self, caller: str, count: int, now: float) -> float:
         """Return when the caller's bucket is empty once so much is taken from it."""
-        full_since = now - self._burst / self._rate
-        return max(self._empty_until.get(caller, -float("inf")), full_since) + count / self._rate
+        return max(self._empty_until.get(caller, -float("inf")), self._full_since(now)) + count / self._rate
+
+    def _full_since(self, now: float) -> float:
+        """Return the time at which a bucket was empty that is full just now."""
+        return now - self._burst / self._rate
+
+    def _forget_full(self, now: float) -> None:
+        """Forget callers whose buckets are full: they are as good as new."""
+        full = self._full_since(now)
+        self._empty_until = {caller: since for caller, since in self._empty_until.items() if since > full}

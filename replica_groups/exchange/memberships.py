@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from hetero_pp.errors import Forbidden, Refused, StoreError
 from hetero_pp.rpc.admission import MOST_BLAMED
+from hetero_pp.steady_clock import steady_clock
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
@@ -60,10 +60,10 @@ class IssuedTicket:
 class Memberships:
     """Of one run. Safe to use from many threads and processes; what it answers is durable."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
         """Open the database in a file, which is made if it is not there. Raises StoreError if that cannot be done."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path, self._clock, self._lock = path, clock, threading.RLock()
+        self._path, self._clock, self._lock = path, clock or steady_clock(), threading.RLock()
         try:
             self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             path.chmod(0o600)

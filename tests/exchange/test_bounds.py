@@ -33,7 +33,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.services import BULK_CALLS_MAX, REQUEST_BYTES_MAX, call_path
-from hetero_pp.rpc.stalled import cut_when_stalled
+from hetero_pp.rpc.stalled import StreamWatch
 from replica_groups.exchange.watchers import REMEMBERED_REPORTS, Watchers
 
 SECRET = Secret("a secret")
@@ -334,8 +334,9 @@ def _half_sent(served: Served) -> Iterator[bytes]:
     return iter(begin(frames(), metadata=shown(SECRET.credentials("a"), "run", 1)))
 
 
-def test_a_deposit_that_stands_still_is_cut(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_exchange, "cut_when_stalled", partial(cut_when_stalled, seconds=0.2))
+def test_a_deposit_that_stands_still_is_cut(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(served_exchange, "StreamWatch", partial(StreamWatch, 0.2))
+    served: Served = request.getfixturevalue("served")  # its server is made with that monitor
 
     def waits(frames: Iterator[bytes], *_: object) -> Any:
         return next(frames), next(frames)
@@ -366,9 +367,10 @@ def test_a_stream_that_moves_is_not_cut() -> None:
             self.cancelled.set()
 
     context: Any = Context()
-    frames = cut_when_stalled(iter([b"a", b"b"]), context, 0.05)
+    monitor = StreamWatch(0.05)
+    frames = monitor.watched(iter([b"a", b"b"]), context)
     assert list(frames) == [b"a", b"b"]
-    stalled = cut_when_stalled(iter([b"a", b"b"]), context, 0.05)
+    stalled = monitor.watched(iter([b"a", b"b"]), context)
     assert next(stalled) == b"a" and not context.cancelled.is_set()
     assert context.cancelled.wait(TIMEOUT)
 

@@ -83,10 +83,8 @@ def require_open_files(processes: int) -> None:
 
     Raises ConfigError if the system does not allow it.
     """
-    needed, (soft, hard) = (
-        _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes,
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-    )
+    needed = _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard == resource.RLIM_INFINITY or hard >= needed:

@@ -43,7 +43,6 @@ from hetero_pp.rpc.memory import giving_freed_memory_back, keep_freed_memory
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.steady_clock import steady_clock
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
@@ -208,7 +207,7 @@ def _say(line: str) -> None:
 
 def _open_house(spec: RunSpec, job: Job, exchange: Exchange) -> OpenHouse:
     told, lobby = Told(*told_of(spec.config)), Lobby(spec.optional_places, group_spares)
-    return OpenHouse(Memberships(job.folder.memberships, steady_clock()), exchange, told, lobby, spec.unnamed_slots)
+    return OpenHouse(Memberships(job.folder.memberships), exchange, told, lobby, spec.unnamed_slots)
 
 
 def _run_member(

@@ -104,8 +104,6 @@ class Happenings:
                 )
             case what if what == NOT_AWAITED:
                 yield f"{told.replica} {told.cause} do not wait for it; what it contributes in time counts"
-            case what if what == INJECTED:
-                yield f"on purpose, in round {told.round}: {told.cause}"
 
     def _over(self, told: Standing, cause: str) -> Iterator[str]:
         self._lost[told.replica] = told.place
