@@ -54,6 +54,14 @@ def test_a_ticket_lets_one_key_in(memberships: Memberships) -> None:
     assert memberships.held_by("home.1") == found
 
 
+def test_the_date_of_the_machine_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, so that no member loses its slot when the date is set."""
+    monkeypatch.setattr("replica_groups.exchange.memberships.steady_clock", lambda: lambda: 1000.0)
+    with closing(Memberships(tmp_path / "members.sqlite")) as found:
+        ticket = found.invite("home.1", DAY)
+        assert found.enrol(ticket, ANNA, PLACES, HOUR).until == 1000.0 + HOUR
+
+
 def test_a_ticket_without_a_place_takes_the_first_that_is_free(memberships: Memberships) -> None:
     first, second, third = (memberships.invite(None, DAY) for _ in range(3))
     assert memberships.enrol(first, ANNA, ["home.0", "home.1"], HOUR).place == "home.0"
