@@ -21,8 +21,9 @@ def without_controls(text: str, keeps_lines: bool = False) -> str:
     if text.isprintable():
         return text
     breaks = "\n" if keeps_lines else " "
-    return "".join(breaks if one == "\n" else _escaped(one) if is_control(one) else one for one in text)
+    return "".join(breaks if one == "\n" else escaped(one) if is_control(one) else one for one in text)
 
 
-def _escaped(character: str) -> str:
+def escaped(character: str) -> str:
+    """Return a character as an escape of Python, such as `\\x1b`."""
     return character.encode("unicode_escape").decode("ascii")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from hetero_pp.control_characters import escaped
+
 MOST_CHARACTERS = 2_000
 
 
@@ -13,7 +15,7 @@ def plain(text: str, most: int = MOST_CHARACTERS) -> str:
     cut = text[:most] + ("…" if len(text) > most else "")
     if cut.isprintable():
         return cut
-    return "".join(one if one.isprintable() else " " if one.isspace() else _escaped(one) for one in cut)
+    return "".join(one if one.isprintable() else " " if one.isspace() else escaped(one) for one in cut)
 
 
 def make_plain(message: Message) -> None:
@@ -27,7 +29,3 @@ def make_plain(message: Message) -> None:
                 setattr(message, field.name, plain(value))
             else:
                 value[:] = [plain(one) for one in value]
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
