@@ -177,9 +177,20 @@ def begin(channel: grpc.Channel, call: Call) -> grpc.Future[bytes]:
     return many.future(iter(call.frames), metadata=call.metadata, timeout=TIMEOUT)
 
 
+REFUSED_STREAM = "REFUSED_STREAM"
+"""Status of a call whose stream the server refused, because its connection has too many streams (RFC 9113, code 7)."""
+
+
 def code_of(call: grpc.Future[bytes]) -> str:
-    """How a call ended."""
+    """Return the status that a call ended with.
+
+    gRPC reports a refused stream as UNAVAILABLE, as it does a server that is gone. A stream counts until the server has
+    freed it, so that a busy server refuses some calls of an attacker with 64 calls under way.
+    """
     if call.cancelled():
         return "CANCELLED"
     error = call.exception()
-    return error.code().name if isinstance(error, grpc.RpcError) else "OK"
+    if not isinstance(error, grpc.RpcError):
+        return "OK"
+    is_refused = "RST_STREAM with error code 7" in str(error.details())
+    return REFUSED_STREAM if is_refused else error.code().name
