@@ -20,7 +20,7 @@ from replica_groups.engines.build import build_engine
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.participants import StageMember
 from replica_groups.ranks import Ranks
-from replica_groups.training_loop import TrainingMember
+from replica_groups.training_member import TrainingMember
 from stages.anchors import anchors_of
 from stages.boundary import boundary_of
 from stages.stage import Stage

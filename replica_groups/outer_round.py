@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -67,6 +68,35 @@ class Carrier(Protocol):
     def give_up(self) -> None: ...
 
 
+@dataclass(eq=False)
+class Undecided:
+    """A contribution of which this member does not know yet whether its round includes it.
+
+    It is decided when the round record arrives, or taken back, so that the round can be trained again.
+    """
+
+    round: int
+    generation: int | None
+    error_before: Mapping[str, Tensor]
+    """Error feedback from before the contribution; empty where no copy is kept."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """By block; on the first rank only."""
+    is_sent: bool = False
+    """Whether all blocks are deposited. Until then the contribution cannot be included."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalParameters:
+    """With keep_local: the replica's own parameters (this rank's rows) after a round that excluded it."""
+
+    round: int
+    rows: Mapping[str, Tensor]
+
+    def is_start_of(self, round_: int, trained: int) -> bool:
+        """Return whether a round may start here: all members kept theirs after round `trained`, lately enough."""
+        return trained == self.round and round_ - trained <= LOCAL_LASTS
+
+
 class OuterRound:
     """Keeps theta at the start of the round and the error feedback of the parameters that a member holds.
 
@@ -110,10 +140,8 @@ class OuterRound:
         is_pinned = ranks.device.type == "cuda"
         self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
         self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
-        self._before: dict[str, Tensor] = {}
-        """Error feedback before the contribution to the undecided round."""
-        self._undecided: tuple[int, int | None, Mapping[str, bytes]] | None = None
-        """Round, generation and blobs of the undecided contribution, which error feedback no longer contains."""
+        self._undecided: Undecided | None = None
+        """The contribution that error feedback no longer contains."""
         self.starts: dict[str, Tensor] = {}
         """This rank's rows of the replica's parameters at the start of a round, where they differ from theta.
 
@@ -123,10 +151,7 @@ class OuterRound:
         """Seconds spent waiting for the exchange; callers reset it to 0."""
         self.trained: dict[int, dict[str, Tensor]] = {}
         """With overlap: round -> pseudo-gradients (this rank's rows) of rounds that are trained and undecided."""
-        self.local: dict[str, Tensor] = {}
-        """With keep_local, after a round that excluded this replica: its own parameters (this rank's rows)."""
-        self._local_of = 0
-        """The round after which `local` was kept; 0 if there is none."""
+        self.local: LocalParameters | None = None
 
     def synchronise(
         self,
@@ -150,7 +175,7 @@ class OuterRound:
             self._keep_local(round_)
             is_counted = False
         else:
-            self._drop_local()
+            self.local = None
             is_counted = self._take_back_uncounted(record, own, epoch)
         self.apply(record, own if is_counted else None)
         return record
@@ -158,7 +183,12 @@ class OuterRound:
     @property
     def is_settled(self) -> bool:
         """Whether this object's state is independent of the rounds that were closed without this member."""
-        return self._undecided is None and not self.local and not self.trained
+        return self._sent is None and self.local is None and not self.trained
+
+    @property
+    def _sent(self) -> Undecided | None:
+        """The undecided contribution, if it may be included."""
+        return self._undecided if self._undecided is not None and self._undecided.is_sent else None
 
     def _is_in(self, record: RoundRecord) -> bool:
         """Return whether a record includes this replica."""
@@ -167,32 +197,27 @@ class OuterRound:
     @torch.no_grad()
     def _keep_local(self, round_: int) -> None:
         """Keep the replica's own parameters, and restore error feedback to its state before the contribution."""
-        self._drop_local()  # first, to avoid holding two copies at once
-        self._local_of = round_
-        self.local = {
+        self.local = None  # first, to avoid holding two copies at once
+        rows = {
             name: self.parameters.read(name, self.rows[name]).to(error.device, copy=True)
             for name, error in self.error.items()
         }
+        self.local = LocalParameters(round_, rows)
         self.take_back_undecided()
-
-    def _drop_local(self) -> None:
-        self.local, self._local_of = {}, 0
 
     def trained_beyond(self, round_: int) -> int:
         """Return the last round that was trained here but is not part of theta after `round_`; 0 if there is none."""
-        return round_ + 1 if round_ + 1 in self.trained else self._local_of
+        if round_ + 1 in self.trained:
+            return round_ + 1
+        return 0 if self.local is None else self.local.round
 
     @torch.no_grad()
     def start_local(self, round_: int, trained: int) -> None:
-        """Start a round from the replica's own parameters, if it was excluded from the last round.
-
-        This requires that all members of the replica kept their parameters after the same round, `trained`, and at most
-        LOCAL_LASTS rounds ago. Otherwise the kept parameters are dropped.
-        """
-        if self.local and trained == self._local_of and round_ - trained <= LOCAL_LASTS:
-            self._write(self.local)
+        """Start a round from the replica's own parameters, if it was excluded from the last round; else drop them."""
+        if self.local is not None and self.local.is_start_of(round_, trained):
+            self._write(self.local.rows)
         else:
-            self._drop_local()
+            self.local = None
 
     def _await_record(self, round_: int, own: Mapping[str, bytes], epoch: int | None, steps: int) -> RoundRecord:
         """Return the record once the round is closed.
@@ -214,19 +239,19 @@ class OuterRound:
         """
         if self.settings.overlap:
             self.starts.clear()
-            if self._undecided is not None:
-                self.trained = {round_: one for round_, one in self.trained.items() if round_ <= self._undecided[0]}
+            if (sent := self._sent) is not None:
+                self.trained = {round_: one for round_, one in self.trained.items() if round_ <= sent.round}
             if self._carrier is not None:
                 self._carrier.give_up()
         else:
             self.take_back_undecided()
 
     def take_back_undecided(self) -> None:
-        """Restore the error feedback from before the contribution to an undecided round."""
-        for name, before in self._before.items():
-            self.error[name].copy_(before)
-        if self._before:
-            self._before, self._undecided = {}, None
+        """Restore the error feedback from before the contribution to an undecided round, where a copy was kept."""
+        if self._undecided is not None and self._undecided.error_before:
+            for name, before in self._undecided.error_before.items():
+                self.error[name].copy_(before)
+            self._undecided = None
 
     @torch.no_grad()
     def start_ahead(self) -> None:
@@ -256,7 +281,7 @@ class OuterRound:
 
         The member's parameters change only with the next `restore`.
         """
-        self._drop_local()
+        self.local = None
         for name, theta in self.theta.items():
             theta.copy_(_cut(start[name], self.rows[name]))
         rows = {name: self.rows.get(parameter_of(name)) for name in momentum}
@@ -273,9 +298,9 @@ class OuterRound:
         for round_ in sorted({*rounds, *stale}):
             record = self._await_record(round_, {}, None, 0)
             if round_ in stale and self._is_in(record):
-                self._drop_local()
-            if self._undecided is not None and self._undecided[0] == round_:
-                self._take_back_uncounted(record, self._undecided[2], self._undecided[1])
+                self.local = None
+            if (sent := self._sent) is not None and sent.round == round_:
+                self._take_back_uncounted(record, sent.blobs, sent.generation)
             elif round_ in stale:
                 self._forget_counted(record)
             if round_ in rounds:
@@ -299,7 +324,7 @@ class OuterRound:
         The record may instead include a contribution of an earlier generation of the replica, which another coordinator
         received first. That one is then subtracted from error feedback.
         """
-        self._before, self._undecided = {}, None
+        self._undecided = None
         counted = next((one for one in record.contributions if one.replica == self.replica), None)
         if counted is not None and (epoch is None or counted.epoch == epoch) and _names(counted, own):
             return True
@@ -373,7 +398,8 @@ class OuterRound:
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         for round_, trained in self.trained.items():
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
-        tensors |= {f"{_LOCAL}{self._local_of}:{name}": tensor for name, tensor in self.local.items()}
+        if self.local is not None:
+            tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
         write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
     def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
@@ -389,14 +415,9 @@ class OuterRound:
         if snapshot in (None, round_):
             kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
             self.optimizer.load(kept, round_)
-        self._drop_local()
-        for key, tensor in tensors.items():
-            if key.startswith(_LOCAL):
-                number, name = key.removeprefix(_LOCAL).split(":")
-                self._local_of, self.local[name] = int(number), tensor
-            if key.startswith(_TRAINED):
-                number, name = key.removeprefix(_TRAINED).split(":")
-                self.trained.setdefault(int(number), {})[name] = tensor
+        local = _rounds_in(tensors, _LOCAL)
+        self.local = next((LocalParameters(number, rows) for number, rows in local.items()), None)
+        self.trained |= _rounds_in(tensors, _TRAINED)
 
     def _contributed(self, round_: int, name: str) -> Tensor:
         """Return this rank's rows of the pseudo-gradient, or of the gradient, which is consumed."""
@@ -411,19 +432,19 @@ class OuterRound:
     @torch.no_grad()
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
         """Compress and deposit every block; return the blobs on the first rank."""
-        blobs: dict[str, bytes] = {}
         self.take_back_undecided()
-        self._before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
+        before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
+        self._undecided = undecided = Undecided(round_, epoch, before)
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
             if not self.ranks.is_first:
                 deque(selections, maxlen=0)
                 continue
             address = BlobAddress(self.run, round_, self.replica, block)
-            blobs[block] = encode_blob(address, selections, self.settings.compression)
-            self._deposit(round_, {block: blobs[block]}, epoch, steps)
-        self._undecided = round_, epoch, blobs
-        return blobs
+            undecided.blobs[block] = encode_blob(address, selections, self.settings.compression)
+            self._deposit(round_, {block: undecided.blobs[block]}, epoch, steps)
+        undecided.is_sent = True
+        return undecided.blobs
 
     def _deposit(self, round_: int, blobs: Mapping[str, bytes], epoch: int | None, steps: int) -> None:
         for block, data in blobs.items():
@@ -487,6 +508,16 @@ class _ByRows:
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
         self._whole.load(state, rounds)
+
+
+def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors of a member checkpoint whose keys are `prefix`, a round and a parameter, by round."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(prefix):
+            number, name = key.removeprefix(prefix).split(":")
+            found.setdefault(int(number), {})[name] = tensor
+    return found
 
 
 def _names(counted: ContributionEntry, own: Mapping[str, bytes]) -> bool:

@@ -40,7 +40,8 @@ from replica_groups.seat import LedgerOf, Seat
 from replica_groups.state_copies import StateCopies
 from replica_groups.steps_taken import StepsTaken
 from replica_groups.stopping import NEVER_STOPPED, Stopping
-from replica_groups.training_loop import TrainingLoop, TrainingMember, momentum_of
+from replica_groups.training_loop import TrainingLoop, momentum_of
+from replica_groups.training_member import TrainingMember
 
 
 class Connections(Protocol):

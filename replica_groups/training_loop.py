@@ -8,16 +8,15 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from hetero_pp.data.shares import Share
 from hetero_pp.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
 from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.learning_rates import LearningRates
-from hetero_pp.link.ends import LinkEnds
-from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
+from hetero_pp.messages.messages_pb2 import MemberRound
 from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.outer.step import parameter_of
 from hetero_pp.run.spec import RunSpec
@@ -25,75 +24,12 @@ from hetero_pp.snapshot import MOMENTUM
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import ParameterStore
 from replica_groups.round_length import RoundLength
 from replica_groups.saved_states import SavedStates
 from replica_groups.seat import Seat
 from replica_groups.steps_taken import StepsTaken
 from replica_groups.stopping import NEVER_STOPPED, Stopping
-
-
-class TrainingMember(Protocol):
-    """A whole replica, or one stage of a replica."""
-
-    @property
-    def parameters(self) -> ParameterStore:
-        """The trained parameters."""
-
-    def follow(self, rates: LearningRates) -> None:
-        """Use other learning rates from the next step on."""
-
-    def take_share(self, share: Share, step: int) -> None:
-        """Read this share of the text from step `step` on, the first step of a round."""
-
-    def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
-        """Run one inner step.
-
-        Return loss, norm and learning rate where known, and whether it was announced as the last.
-
-        `is_last`: whether this member, if it decides the length of a round, announces that no other step follows.
-        """
-
-    def end_inner_loop(self, round_: int) -> None:
-        """Ensure that every step has been applied."""
-
-    def remember(self, ahead: bool = False) -> None:
-        """Copy at the start of a round what `undo` restores. The outer round keeps the synchronised parameters.
-
-        `ahead`: the previous round is undecided, so its text may have to be read again.
-        """
-
-    def undo(self, outer: OuterRound) -> None:
-        """Restore the remembered state and theta of the outer round, so that the round can be repeated bit for bit.
-
-        May be called repeatedly. A step in progress is dropped at any point. Moments are restored only if the member
-        keeps them (`states.undo`).
-        """
-
-    def relink(self, ends: LinkEnds) -> None:
-        """Use other links to the neighbouring stages, after `undo` or between two inner loops."""
-
-    def start_round(self, outer: OuterRound) -> None:
-        """Update what is derived from the synchronised parameters: the split of the token embedding."""
-
-    def evaluate(self, round_: int) -> tuple[float, int] | None:
-        """Return the synchronised parameters' loss in this replica's forward, and the tokens; None where unknown."""
-
-    def save(self, folder: Path) -> None:
-        """Write everything that the next step depends on and that is not in a run checkpoint."""
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, in a member that started from the run checkpoint of the same round."""
-
-    def activity(self) -> tuple[int, bool]:
-        """Return a number that changes with progress, and whether the member is busy.
-
-        Safe to call from another thread.
-        """
-
-    def timing(self) -> tuple[float, float]:
-        """Return the seconds of compute and of waiting for links since the last call."""
-
+from replica_groups.training_member import TrainingMember
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
@@ -101,6 +37,17 @@ _TERMS = "terms.json"
 
 _SECONDS_TO_REPORT = 2.0
 """Time that a member that was asked to stop waits for the delivery of its reports."""
+
+
+class _Position(Enum):
+    """Where a member is between the rounds `holds` and `holds + 1`."""
+
+    CATCHING_UP = auto()
+    """Theta, moments and error feedback may belong to different rounds."""
+    AT_START = auto()
+    """Theta, moments and error feedback are those after round `holds`."""
+    IN_ROUND = auto()
+    """The next round has begun; `undo` returns to its start."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +92,8 @@ class TrainingLoop:
         self._saved: int | None = None
         """Round of the loaded member checkpoint, until the rounds since then are caught up."""
         self._has_started = False
-        self._is_in_step = False
-        """Whether theta, moments and error feedback are those after round `holds`, apart from the round in progress."""
-        self._under_way = False
-        """Whether a round was begun that `undo` returns to its start."""
+        """Whether a round was reached since this process started."""
+        self._position = _Position.CATCHING_UP
         self._ahead: _InnerLoop | None = None
         """Inner loop of the round trained ahead, if this process trained it and can undo it."""
         self._trained_with: dict[int, str] = {}
@@ -183,20 +128,17 @@ class TrainingLoop:
 
     def _save_before_the_end(self) -> None:
         """Save the state after the last closed round, if it is not saved yet. The round in progress is dropped."""
-        if not self._is_in_step:
+        if self._position is _Position.CATCHING_UP:
             return
         missed = self._closed_without_it()
         if not missed and (self.holds == 0 or self.states.has(self.holds)):
             return
-        if self._under_way and not self._undoes:
+        if self._position is _Position.IN_ROUND and not self._undoes:
             print(
                 f"{self.reporter.member}: states.undo is false: no state can be saved within a round", file=sys.stderr
             )
             return
-        if self._under_way:
-            self.outer.undo()
-            self.member.undo(self.outer)
-            self._under_way, self._ahead = False, None
+        self._undo_round()
         self.outer.take_back_undecided()
         try:
             self._catch_up_before_the_end(missed)
@@ -225,7 +167,7 @@ class TrainingLoop:
     def _reach(self, work: Assignment, snapshots_every: int) -> None:
         """Bring the member to the start of the assigned round."""
         self.length.begin(work.elapsed)
-        self._is_in_step = False
+        self._position = _Position.CATCHING_UP
         if work.heals:
             self._heal()
             if self.holds >= work.round:
@@ -241,7 +183,7 @@ class TrainingLoop:
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
-        self._is_in_step = True
+        self._position = _Position.AT_START
         with self._allowed_to_stop():
             ends = self.seat.form(work)
         if ends is not None:
@@ -280,14 +222,18 @@ class TrainingLoop:
         """
         print(f"{self.reporter.member}: returns to round {self.holds}: {error}", file=sys.stderr, flush=True)
         epoch = self.seat.leave_links(str(error))
-        if self._under_way:
-            self.outer.undo()
-            self.member.undo(self.outer)
-            self._under_way, self._ahead = False, None
+        self._undo_round()
         if isinstance(error, LinkError) and epoch is not None:
             blames = error.peer if isinstance(error, PeerAtFault) else ""
             with suppress(TermOver):
                 self.seat.exchange.broken(self.seat.member, epoch, str(error), blames)
+
+    def _undo_round(self) -> None:
+        """Return to the start of the round, if one has begun."""
+        if self._position is _Position.IN_ROUND:
+            self.outer.undo()
+            self.member.undo(self.outer)
+            self._position, self._ahead = _Position.AT_START, None
 
     # ---- a round ----
 
@@ -308,7 +254,7 @@ class TrainingLoop:
                 spent_ahead += time.monotonic()
 
         record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
-        self._under_way, self.holds = False, round_
+        self._position, self.holds = _Position.AT_START, round_
         self.steps.end_round(loop.steps, record)
         self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
@@ -330,7 +276,7 @@ class TrainingLoop:
         if work.trained == round_ and self._trained_with.get(round_) == repr(terms):
             if ahead is None:  # it came from a member checkpoint, or the member returned to it: nothing was remembered
                 self.member.remember(ahead=True)
-            self._under_way = True
+            self._position = _Position.IN_ROUND
             self.seat.pulse.trains(round_, work.epoch)
             return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
         if ahead is not None:
@@ -338,7 +284,7 @@ class TrainingLoop:
         self.outer.trained.clear()
         self.outer.start_local(round_, work.trained)
         self.member.remember()
-        self._under_way = True
+        self._position = _Position.IN_ROUND
         self.seat.pulse.trains(round_, work.epoch)
         loop = self._train(round_, round_, terms)
         if spec.config.outer.overlap:

@@ -27,7 +27,7 @@ from hetero_pp.topology import StageSpec
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.participants import StageMember
-from replica_groups.training_loop import TrainingMember
+from replica_groups.training_member import TrainingMember
 from replica_groups.whole import WholeReplica
 from stages.boundary import Boundary
 from stages.stage import Stage

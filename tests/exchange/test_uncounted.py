@@ -180,7 +180,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
         b.outer.restore()
         _assert_equal(b.holds(), a.holds())
     b.outer.save(tmp_path)
-    b.outer.local = {}
+    b.outer.local = None
     b.outer.load(tmp_path, 2)
     run.assign(2)
     b.outer.start_local(3, b.outer.trained_beyond(2))
@@ -205,7 +205,7 @@ def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: 
     _round(3, a, b)
     late = Member(run, "b", keep_local=True)
     late.outer.load(tmp_path, 2, snapshot=0)
-    assert late.outer.local.keys() == late.start.keys()
+    assert late.outer.local is not None and late.outer.local.rows.keys() == late.start.keys()
     late.outer.catch_up(range(1, 4), range(3, 4))
     assert late.outer.trained_beyond(3) == 0
     late.outer.start_local(4, 2)
