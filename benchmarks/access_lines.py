@@ -34,8 +34,8 @@ from namespaces import HEADERS, Counted, Line, Machine, Network, network
 from simulator import calibrated_prediction, measured_step, words
 
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.research.experiments.provenance import commit, machine
 
 PORT = 47600
 STEPS = 6

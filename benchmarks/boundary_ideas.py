@@ -29,16 +29,16 @@ from torch import Tensor, nn
 
 from hetero_pp.coefficients import Bits, Floats, Symbols, format_of
 from hetero_pp.data.sources import open_source
-from hetero_pp.program.experiments.corpus import prepare_corpus
-from hetero_pp.program.experiments.definition import Experiment, Row
-from hetero_pp.program.experiments.provenance import commit, machine
-from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.research.experiments.corpus import prepare_corpus
+from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.folder import CACHE
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import columns_of, expand_gradient, project
 from hetero_pp.topology import ParticipantsReplica
-from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.whole import WholeReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary

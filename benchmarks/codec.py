@@ -32,8 +32,6 @@ from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model import ModelSettings, Transformer, shapes_by_block
-from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob
@@ -42,9 +40,11 @@ from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scan
 from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
+from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
 
 with extra("benchmarks"):
     import constriction

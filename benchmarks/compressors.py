@@ -33,13 +33,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.research.experiments.provenance import commit, machine
 
 with extra("numba"):
     from numba import njit

@@ -35,7 +35,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient

@@ -29,20 +29,20 @@ import torch
 from command_line import parse, save
 
 from hetero_pp.data.sources import open_source
-from hetero_pp.program.experiments.catalog import Catalog
-from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.program.experiments.definition import Scale
-from hetero_pp.program.experiments.jobs import Job, make_job
-from hetero_pp.program.experiments.outcomes import ROWS as KEPT
-from hetero_pp.program.experiments.outcomes import read_outcomes
-from hetero_pp.program.experiments.provenance import commit, machine
-from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.verdict import interval_of
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.research.experiments.definition import Scale
+from hetero_pp.research.experiments.jobs import Job, make_job
+from hetero_pp.research.experiments.outcomes import ROWS as KEPT
+from hetero_pp.research.experiments.outcomes import read_outcomes
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.verdict import interval_of
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.folder import CACHE, RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
-from replica_groups.fast.train import train_fast
 
 ROWS = {
     "Het-PP": ("het-pp/table1", "Het-PP-Compress (1/2)"),

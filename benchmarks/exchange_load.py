@@ -25,7 +25,7 @@ import psutil
 from command_line import parse, save
 
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile

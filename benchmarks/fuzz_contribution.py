@@ -26,7 +26,7 @@ import torch
 from command_line import extra, parse, save
 from contribution_target import Count, mutated, seeds, try_one
 
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 
 SMOKE = {"inputs": 1000}
 

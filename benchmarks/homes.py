@@ -34,8 +34,8 @@ from namespaces import Machine, apart, gateway
 from simulator import words
 
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.join.invite import invite
+from hetero_pp.research.experiments.provenance import commit, machine
 
 PORT = 47690
 SMOKE = {"groups": 1, "stages": 2, "rounds": 2, "joins": 1, "between": 1}

@@ -25,10 +25,10 @@ from command_line import parse, save
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model import Transformer, initialise, next_token_loss
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
 
 
 @dataclass(frozen=True)

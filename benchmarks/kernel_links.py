@@ -37,7 +37,7 @@ from command_line import parse, save
 from kernel_namespace import call, namespace
 from simulator import ROUNDS, STEPS, measured_step, words
 
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 
 FIRST_PORT = 47600
 MTU = 1500

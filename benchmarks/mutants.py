@@ -36,7 +36,7 @@ from typing import Any
 from pydantic import Field, TypeAdapter
 from ruamel.yaml import YAML
 
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.settings import Settings
 
 ROOT = Path(__file__).absolute().parents[1]

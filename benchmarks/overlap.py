@@ -20,8 +20,8 @@ from typing import Any
 
 from command_line import parse, save
 
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.research.experiments.provenance import commit, machine
 
 YAML = """\
 name: overlap

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from command_line import parse, save
 
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 
 if TYPE_CHECKING:
     from simulation.world import History

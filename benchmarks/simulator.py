@@ -32,8 +32,8 @@ import torch
 from command_line import parse, save
 
 from hetero_pp.links import exchange_link_name
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict

@@ -32,8 +32,8 @@ from kernel_namespace import namespace
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.outer.exchange_service import Standing
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient

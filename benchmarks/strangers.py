@@ -40,7 +40,7 @@ from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
 from strangers_run import DOWNSTREAM, ENDS, GUEST, HONEST, LATENCY, LINK, OWN_LINK, LiveRun, Reference
 
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit, machine
 
 QUICK = {
     "only": ["forged_hashes", "absurd_reports"],

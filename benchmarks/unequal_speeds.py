@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from command_line import parse, save
 
-from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

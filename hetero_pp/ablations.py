@@ -23,7 +23,7 @@ OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
 class PeerSettings(Settings):
     """Published boundary method in place of the subspace; `rank` and `bits` or `dtype` of the boundary set its size."""
 
-    method: Literal["resbm", "mapl", "tah_quant"] = Field(description="see stages.peers")
+    method: Literal["resbm", "mapl", "tah_quant"] = Field(description="see hetero_pp.research.peers")
     four_bits: Ratio = Field(0.8, description="TAH-Quant: the share of the tiles that get 4 bits, not 3")
     gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: of gradients")
 

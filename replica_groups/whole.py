@@ -19,7 +19,6 @@ from hetero_pp.model import EMBEDDING, AfterLayer, Transformer, next_token_loss,
 from stages.anchors import Anchors
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters
-from stages.peers.peer import Peer
 
 
 class WholeReplica:
@@ -37,12 +36,8 @@ class WholeReplica:
         seed: int = 0,
         ablations: AblationSettings | None = None,
         anchors: Sequence[Anchors] = (),
-        peer: Peer | None = None,
     ) -> None:
-        """`anchors`: one per entry of `cuts`, or none.
-
-        `peer`: a published method's boundaries, used instead of `boundary`.
-        """
+        """`anchors`: one per entry of `cuts`, or none."""
         self.name = name
         self.module = module
         self.parameters = parameters_of(module)
@@ -52,7 +47,6 @@ class WholeReplica:
         self.micro_batches = micro_batches
         self.boundary = boundary
         self.anchors = anchors
-        self.peer = peer
         self.hops = {layer: hop for hop, layer in enumerate(cuts)}
         self.seed = seed
 
@@ -72,15 +66,13 @@ class WholeReplica:
 
         def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
             hop = self.hops.get(layer)
-            return x_BLD if hop is None else self._cross(hop, x_BLD, tokens[:, :-1], keys[hop])
+            return x_BLD if hop is None else self.cross(hop, x_BLD, tokens[:, :-1], keys[hop])
 
         return whole_loss(self.module, tokens, after_layer)
 
-    def _cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
+    def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
         """Return the input of the next stage; `key` selects the noise of gradient rounding."""
         assert self.boundary is not None
-        if self.peer is not None:
-            return self.peer.cross(hop, x_BLD, tokens_BL, key)
         received = self.boundary.cross(x_BLD, tokens_BL, key)
         return self.anchors[hop].add(received, tokens_BL) if self.anchors else received
 
@@ -102,9 +94,9 @@ class WholeReplica:
         return loss, norm.item(), rate
 
     @property
-    def own(self) -> list[OwnParameters]:
+    def own(self) -> Sequence[OwnParameters]:
         """Parameters that the replica trains beside the synchronised model."""
-        return [*self.anchors, *([self.peer] if isinstance(self.peer, OwnParameters) else [])]
+        return self.anchors
 
     def enter_round(self, round_: int) -> None:
         """Prepare for a round, before its first step. The evaluation after the round belongs to it."""

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.research.experiments.catalog import Catalog
 
 SHIPPED = Catalog(Path(__file__).parents[1] / "configs" / "experiments")

@@ -391,13 +391,13 @@ def reproduce(
     Rows that are trained are not trained again, so this can be stopped and restarted at any time.
     """
     with readable_errors():
-        from hetero_pp.program.experiments.catalog import Catalog
-        from hetero_pp.program.experiments.command import reproduce as train_and_write
-        from hetero_pp.program.experiments.jobs import Training
-        from hetero_pp.program.experiments.listing import dry_run as print_costs
-        from hetero_pp.program.experiments.listing import list_experiments
-        from hetero_pp.program.experiments.overview import write_overview
-        from hetero_pp.program.experiments.request import Request, scale_of, with_device
+        from hetero_pp.research.experiments.catalog import Catalog
+        from hetero_pp.research.experiments.command import reproduce as train_and_write
+        from hetero_pp.research.experiments.jobs import Training
+        from hetero_pp.research.experiments.listing import dry_run as print_costs
+        from hetero_pp.research.experiments.listing import list_experiments
+        from hetero_pp.research.experiments.overview import write_overview
+        from hetero_pp.research.experiments.request import Request, scale_of, with_device
 
         catalog = Catalog(experiments)
         request = Request(

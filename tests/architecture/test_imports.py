@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 STUBS = "hetero_pp.messages.messages_pb2_grpc"
+RESEARCH = "hetero_pp.research"
+COMMAND_LINE = "hetero_pp.program.cli"
 FACES = {"hetero_pp.__main__", "hetero_pp.__init__", "hetero_pp.Run"}
 """What of the package is the program's: how it is started, and what it is to a notebook."""
 HEAVY_EXTRAS = {"torchtitan", "deepspeed", "torchx", "obstore", "numba", "transformers", "datasets"}
@@ -41,7 +43,9 @@ def _imports(path: Path) -> frozenset[str]:
 
 
 def _layer(module: str) -> int:
-    """0: the method, links, rpc, simulator; 1: stages; 2: replica_groups; 3: the program; -1: not ours."""
+    """0: the method, links, rpc, simulator; 1: stages; 2: replica_groups; 3: the program; 4: research; -1: not ours."""
+    if module.startswith(RESEARCH):
+        return 4
     if module.startswith("hetero_pp.program") or module in FACES:
         return 3
     return {"hetero_pp": 0, "stages": 1, "replica_groups": 2}.get(module.split(".")[0], -1)
@@ -54,7 +58,23 @@ def _module(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=_module)
 def test_imports_go_one_way(path: Path) -> None:
     upwards = {name for name in _imports(path) if _layer(name) > _layer(_module(path))}
+    if _module(path) == COMMAND_LINE:
+        upwards = {name for name in upwards if not name.startswith(RESEARCH)}
     assert not upwards
+
+
+def test_the_product_imports_research_only_in_the_function_of_reproduce() -> None:
+    """`reproduce` imports it when it runs, so no other command loads it."""
+    users = {_module(path) for path in FILES for name in _imports(path) if name.startswith(RESEARCH)}
+    assert {user for user in users if not user.startswith(RESEARCH)} == {COMMAND_LINE}
+    tree = _tree(ROOT / "hetero_pp" / "program" / "cli.py")
+    [reproduce] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "reproduce"]
+    assert _research_imports(tree) == _research_imports(reproduce)
+
+
+def _research_imports(tree: ast.AST) -> list[str]:
+    imports = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [name for name in imports if name.startswith(RESEARCH)]
 
 
 def _arrows_between(folder: tuple[str, ...]) -> dict[str, set[str]]:
@@ -77,6 +97,8 @@ def _arrows_between(folder: tuple[str, ...]) -> dict[str, set[str]]:
 def test_no_circles(folder: Path) -> None:
     """Neither between files nor between folders, generated code included: what stands above stays above."""
     arrows = _arrows_between(folder.relative_to(ROOT).parts)
+    if folder == ROOT / "hetero_pp":  # the command line imports it for `reproduce` alone
+        arrows["program"] -= {"research"}
     if folder == ROOT:  # the program stands above what its package holds beside it: test_imports_go_one_way
         arrows = {name: there - {"hetero_pp"} for name, there in arrows.items()}
         arrows["hetero_pp"] = set()

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from hetero_pp.program.chaos.file import read_chaos
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.definition import Experiment, Scale
-from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.research.experiments.definition import Experiment, Scale
+from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

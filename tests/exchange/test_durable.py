@@ -16,11 +16,11 @@ from hetero_pp.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.reporter import Reporter
-from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE
 from replica_groups.saved_states import SavedStates
 

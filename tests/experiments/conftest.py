@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.jobs import Job
+from hetero_pp.research.experiments.jobs import Job
 from hetero_pp.run.config import RunConfig
 
 TINY = """\

@@ -15,12 +15,12 @@ import torch
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import StreamedCorpus
-from hetero_pp.program.experiments.catalog import Catalog
-from hetero_pp.program.experiments.corpus import Corpus, estimate_tokens, prepare_corpus
-from hetero_pp.program.experiments.jobs import make_job
-from hetero_pp.program.experiments.request import Request, short_name
+from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, prepare_corpus
+from hetero_pp.research.experiments.jobs import make_job
+from hetero_pp.research.experiments.request import Request, short_name
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.train import train_fast
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """Of conftest.py."""
@@ -290,7 +290,7 @@ def test_estimates_are_near_what_is_counted(
     corpus: Corpus = prepare_corpus(data, 300, tmp_path / "cache")
     assert not isinstance(corpus.source, StreamedCorpus)
     counted = len(corpus.source.train) + len(corpus.source.validation)
-    monkeypatch.setattr("hetero_pp.program.experiments.corpus.SAMPLED", 20_000)
+    monkeypatch.setattr("hetero_pp.research.experiments.corpus.SAMPLED", 20_000)
     assert estimate_tokens(data, 300) == pytest.approx(counted, rel=0.05)
 
 

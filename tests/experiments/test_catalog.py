@@ -10,10 +10,10 @@ import pytest
 from catalogs import SHIPPED
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.catalog import SHIPPED_SCALES, Catalog
-from hetero_pp.program.experiments.definition import Row
-from hetero_pp.program.experiments.request import Request
-from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.research.experiments.catalog import SHIPPED_SCALES, Catalog
+from hetero_pp.research.experiments.definition import Row
+from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.rows import Setting
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """Of conftest.py."""

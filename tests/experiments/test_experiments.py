@@ -12,15 +12,15 @@ import pytest
 from catalogs import SHIPPED
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.catalog import Catalog
-from hetero_pp.program.experiments.definition import Claim, Experiment, Row, Scale
-from hetero_pp.program.experiments.markdown import markdown
-from hetero_pp.program.experiments.overview import write_overview
-from hetero_pp.program.experiments.provenance import commit, machine
-from hetero_pp.program.experiments.report import result_of, write_result
-from hetero_pp.program.experiments.request import Request, scale_of
-from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.verdict import interval_of, judge
+from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
+from hetero_pp.research.experiments.markdown import markdown
+from hetero_pp.research.experiments.overview import write_overview
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.report import result_of, write_result
+from hetero_pp.research.experiments.request import Request, scale_of
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.verdict import interval_of, judge
 from hetero_pp.topology import ParticipantsReplica
 
 Reproduce = Callable[..., tuple[int, str, str]]

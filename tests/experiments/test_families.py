@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from scipy.stats import ttest_1samp
 
-from hetero_pp.program.experiments.claims import claim_results
-from hetero_pp.program.experiments.definition import Claim, Experiment, Row
-from hetero_pp.program.experiments.figures import distinct_claims
-from hetero_pp.program.experiments.verdict import Values, holm, interval_of, judge, p_value
+from hetero_pp.research.experiments.claims import claim_results
+from hetero_pp.research.experiments.definition import Claim, Experiment, Row
+from hetero_pp.research.experiments.figures import distinct_claims
+from hetero_pp.research.experiments.verdict import Values, holm, interval_of, judge, p_value
 
 BASE = [4.0, 5.0, 6.0]
 """Losses of a row at three seeds, which differ by more than the rows do."""

@@ -14,11 +14,11 @@ from catalogs import SHIPPED
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.model import PRESETS
-from hetero_pp.program.experiments.corpus import Corpus
-from hetero_pp.program.experiments.definition import Experiment, Row
-from hetero_pp.program.experiments.jobs import Job, key_of, known_outcomes, make_job
-from hetero_pp.program.experiments.outcomes import ROWS, read_outcomes
-from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.research.experiments.corpus import Corpus
+from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.jobs import Job, key_of, known_outcomes, make_job
+from hetero_pp.research.experiments.outcomes import ROWS, read_outcomes
+from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import NotPartOf, meaning
 
@@ -84,7 +84,7 @@ def test_all_that_decides_is_part_of_the_key() -> None:
 
 def test_another_version_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _job().key
-    monkeypatch.setattr("hetero_pp.program.experiments.jobs.OUTCOME_VERSION", 1000)
+    monkeypatch.setattr("hetero_pp.research.experiments.jobs.OUTCOME_VERSION", 1000)
     assert _job().key != before
 
 

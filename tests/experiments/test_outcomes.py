@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.outcomes import ROWS, add_outcome, alone, read_outcomes
+from hetero_pp.research.experiments.outcomes import ROWS, add_outcome, alone, read_outcomes
 
 
 def _outcome(row: str, seed: int, **more: Any) -> dict[str, Any]:

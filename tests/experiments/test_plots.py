@@ -15,11 +15,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hetero_pp.program.experiments.axis import Place, lay_out, places_of
-from hetero_pp.program.experiments.definition import Experiment, Row
-from hetero_pp.program.experiments.plots import draw
-from hetero_pp.program.experiments.report import result_of
-from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.research.experiments.axis import Place, lay_out, places_of
+from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.plots import draw
+from hetero_pp.research.experiments.report import result_of
+from hetero_pp.research.experiments.rows import Setting
 
 Known = Callable[..., dict[str, Any]]
 """Of conftest.py."""

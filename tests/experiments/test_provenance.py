@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.program.experiments import jobs
-from hetero_pp.program.experiments.jobs import Job
-from hetero_pp.program.experiments.provenance import commit
+from hetero_pp.research.experiments import jobs
+from hetero_pp.research.experiments.jobs import Job
+from hetero_pp.research.experiments.provenance import commit
 
 
 def _git(folder: Path, *arguments: str) -> str:

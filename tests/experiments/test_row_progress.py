@@ -10,9 +10,9 @@ from queue import Queue
 import pytest
 from rich.console import Console
 
-from hetero_pp.program.experiments.jobs import Job, Training, train_job
-from hetero_pp.program.experiments.outcomes import read_outcomes
-from hetero_pp.program.experiments.row_progress import RowProgress, Told
+from hetero_pp.research.experiments.jobs import Job, Training, train_job
+from hetero_pp.research.experiments.outcomes import read_outcomes
+from hetero_pp.research.experiments.row_progress import RowProgress, Told
 
 
 @pytest.mark.starts_processes

@@ -12,13 +12,13 @@ from catalogs import SHIPPED
 from matplotlib.figure import Figure
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.definition import Experiment, Row
-from hetero_pp.program.experiments.markdown import markdown
-from hetero_pp.program.experiments.plots import draw
-from hetero_pp.program.experiments.report import result_of
-from hetero_pp.program.experiments.request import Request
-from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.sweep import swept
+from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.markdown import markdown
+from hetero_pp.research.experiments.plots import draw
+from hetero_pp.research.experiments.report import result_of
+from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.sweep import swept
 from hetero_pp.topology import ParticipantsReplica
 
 MICRO = SHIPPED.scale("micro")

@@ -18,18 +18,18 @@ from scipy.stats import t as students_t
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.program.experiments.catalog import Catalog
-from hetero_pp.program.experiments.command import reproduce
-from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.program.experiments.definition import FORWARDS, Claim, Experiment, Row
-from hetero_pp.program.experiments.jobs import make_job
-from hetero_pp.program.experiments.markdown import markdown, number
-from hetero_pp.program.experiments.outcomes import ROWS, add_outcome
-from hetero_pp.program.experiments.plots import draw
-from hetero_pp.program.experiments.report import result_of, write_result
-from hetero_pp.program.experiments.request import Request
-from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.verdict import ONE_SEED_NOISE, interval_of, judge
+from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.command import reproduce
+from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.research.experiments.definition import FORWARDS, Claim, Experiment, Row
+from hetero_pp.research.experiments.jobs import make_job
+from hetero_pp.research.experiments.markdown import markdown, number
+from hetero_pp.research.experiments.outcomes import ROWS, add_outcome
+from hetero_pp.research.experiments.plots import draw
+from hetero_pp.research.experiments.report import result_of, write_result
+from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.verdict import ONE_SEED_NOISE, interval_of, judge
 from hetero_pp.run.folder import CACHE
 
 MICRO = SHIPPED.scale("micro")

@@ -14,12 +14,12 @@ from scipy.stats import linregress
 from scipy.stats import t as students_t
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.definition import Experiment, Row, Trend
-from hetero_pp.program.experiments.markdown import markdown
-from hetero_pp.program.experiments.plots import draw
-from hetero_pp.program.experiments.report import result_of
-from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.trends import PowerLaw, fit
+from hetero_pp.research.experiments.definition import Experiment, Row, Trend
+from hetero_pp.research.experiments.markdown import markdown
+from hetero_pp.research.experiments.plots import draw
+from hetero_pp.research.experiments.report import result_of
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.trends import PowerLaw, fit
 
 POINTS = [(64.0, 9.1), (64.0, 8.8), (128.0, 7.2), (128.0, 7.9), (192.0, 6.9), (256.0, 5.1)]
 

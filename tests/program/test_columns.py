@@ -20,11 +20,11 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.links import DIRECTIONS
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments import listing, supply
-from hetero_pp.program.experiments.report import print_result
 from hetero_pp.program.report.folding import fold, fold_names
 from hetero_pp.program.report.output import WIDTH_OF_FILES, say, tell
 from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.research.experiments import listing, supply
+from hetero_pp.research.experiments.report import print_result
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

@@ -32,7 +32,6 @@ from hetero_pp.files import PART, LastingLog, write_whole
 from hetero_pp.hugging_face.writing import write_weights
 from hetero_pp.model import ModelShape
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.outcomes import add_outcome, read_outcomes
 from hetero_pp.program.join.membership import _own_key
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.hosts import write_token
@@ -40,11 +39,12 @@ from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.pictures import save_figure
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
+from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
+from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
 from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_states import SavedStates
 

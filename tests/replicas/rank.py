@@ -18,10 +18,10 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.train import train_fast
 from replica_groups.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

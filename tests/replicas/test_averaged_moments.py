@@ -13,13 +13,13 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.moments import KINDS
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.simulator.prediction import predict
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.moments import KINDS
-from replica_groups.fast.train import train_fast
 
 BATCHES = {"a": 2, "b": 6, "c": 4}
 HOME = {"name": "d", "kind": "participants", "stages": 2, "batch_size": 2, "boundary": {"rank": "1/4"}}

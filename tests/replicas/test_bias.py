@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.bias import BiasMeter, Products, uncompressed_twin
+from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.bias import BiasMeter, Products, uncompressed_twin
-from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.ranks import ALONE
 
 

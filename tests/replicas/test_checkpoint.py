@@ -10,9 +10,9 @@ import torch
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
+from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.train import FastResult, train_fast
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({}, {"ablations": {"adaptation": "stale"}}),

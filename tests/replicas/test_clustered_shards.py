@@ -18,14 +18,14 @@ from hetero_pp.errors import ConfigError, Refused
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.batches import examples_in, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import make_exchange
 from replica_groups.exchange.text import Text
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.train import train_fast
 
 NAMES = ["a", "b", "c"]
 STEPS, ROUNDS = 2, 4

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"value_bits": 2}}, {}),

@@ -15,6 +15,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, block_of, build_part
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot, initial_snapshot
@@ -22,7 +23,6 @@ from hetero_pp.store.folder import FolderStore
 from hetero_pp.topology import BoundarySettings, StageSpec
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.outer_round import OuterRound
 from replica_groups.participants import StageMember
 from stages.boundary import boundary_of

@@ -20,11 +20,11 @@ from hetero_pp.model import Transformer, initialise
 from hetero_pp.outer import methods as outer_methods
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.whole import WholeReplica
 
 GOLDEN = Path(__file__).with_name("golden.json")

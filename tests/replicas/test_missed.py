@@ -16,14 +16,14 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.missed import missed_in
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.missed import missed_in
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.train import train_fast
 
 NAMES = ["a", "b", "c"]
 DENSITY, DECAY = 1 / 4, 0.9

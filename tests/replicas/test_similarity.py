@@ -13,11 +13,11 @@ from torch import Tensor
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.similarity import Similarities
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.similarity import Similarities
-from replica_groups.fast.train import train_fast
 
 DILOCO = {"method": "diloco"}
 SPARSE = {"compression": {"density": "1/16"}}

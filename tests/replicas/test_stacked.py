@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.stack import is_faster
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.stack import is_faster
-from replica_groups.fast.train import train_fast
 
 
 class _Interrupted(Exception):

@@ -19,17 +19,17 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.program.experiments.facts import facts, token_count
-from hetero_pp.program.experiments.supply import tokens_read
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.research.experiments.facts import facts, token_count
+from hetero_pp.research.experiments.supply import tokens_read
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.simulator.prediction import predict
 from replica_groups.exchange.host import rules_of
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.train import train_fast
 
 NAMES = ["a", "b", "c"]
 BATCHES = {"a": 2, "b": 2, "c": 3}

@@ -18,14 +18,14 @@ from hetero_pp.outer.volume import RoundVolume, Volume, bytes_of_sum
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.measured import Measured
+from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 from hetero_pp.simulator.volumes import expected_volume
-from replica_groups.fast.all_replicas import AllReplicas
-from replica_groups.fast.measured import Measured
-from replica_groups.fast.train import train_fast
 
 ROUNDS = 4
 SPARSE: dict[str, Any] = {"compression": {"density": "1/16", "value_bits": 2, "quantiser": "levels"}}

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.missed import missed_in
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.missed import missed_in
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.fast.all_replicas import AllReplicas
 
 BATCHES = {"a": 2, "b": 6, "c": 4}
 STEPS, ROUNDS, SEED = 2, 3, 3

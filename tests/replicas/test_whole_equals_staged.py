@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, build_part, initialise
+from hetero_pp.research.vectorized.compiler import can_compile, compile_layers
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import BoundarySettings, StageSpec
-from replica_groups.fast.compiler import can_compile, compile_layers
 from replica_groups.whole import WholeReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary

@@ -13,12 +13,12 @@ from hetero_pp.coefficients import noise_key
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings
+from hetero_pp.research.peers.mapl import Mapl, polar
+from hetero_pp.research.peers.peer import Peer, bytes_per_token, peer_of
+from hetero_pp.research.peers.resbm import ResBM
+from hetero_pp.research.peers.tah_quant import TahQuant
 from hetero_pp.topology import BoundarySettings
 from stages.own_parameters import OwnParameters
-from stages.peers.mapl import Mapl, polar
-from stages.peers.peer import Peer, bytes_per_token, peer_of
-from stages.peers.resbm import ResBM
-from stages.peers.tah_quant import TahQuant
 
 SHAPE = ModelSettings(width=64, heads=2, feed_forward=64, layers=3).resolve(50)
 INNER = InnerSettings(learning_rate=0.01, warmup_steps=0, final_learning_rate_share=1.0)

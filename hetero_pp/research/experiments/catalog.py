@@ -1,0 +1,95 @@
+"""Experiments and scales of a folder; a file that cannot be used is reported, and the others stay usable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.research.experiments.definition import Experiment, Scale, is_a_name
+from hetero_pp.run.yaml_lines import YamlLines, complaint
+
+SHIPPED_SCALES = Path(__file__).parents[3] / "configs" / "experiments" / "scales"
+
+Kind = TypeVar("Kind", Scale, Experiment)
+
+
+class Catalog:
+    """Experiments and scales that the YAML files of a folder and of its direct subfolders define.
+
+    A file with the key `base`, or in a folder `scales`, is a scale; any other file is an experiment. Shipped scales are
+    added if the folder has none of that name. `broken` maps the names of unusable experiments to their errors.
+
+    Raises ConfigError if there is no such folder.
+    """
+
+    def __init__(self, folder: Path, shipped: Path = SHIPPED_SCALES) -> None:
+        if not folder.is_dir():
+            raise ConfigError((), f"{folder}: found no folder, expected one that holds experiments")
+        self.folder = folder
+        self.scales: dict[str, Scale] = {}
+        self.experiments: dict[str, Experiment] = {}
+        self.broken: dict[str, ConfigError] = {}
+        self._broken_scales: dict[str, ConfigError] = {}
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+            self._add(path, path.relative_to(folder).with_suffix("").as_posix())
+        for path in sorted(shipped.glob("*.yaml")):
+            if path.stem not in {*self.scales, *self._broken_scales}:
+                self._add(path, path.stem)
+
+    def scale(self, name: str) -> Scale:
+        """Return a scale by name. Raises ConfigError: the error of its file, or a list of the known names."""
+        return _find(name, self.scales, self._broken_scales, "scale")
+
+    def experiment(self, name: str) -> Experiment:
+        """Return an experiment by name. Raises ConfigError: the error of its file, or a list of the known names."""
+        return _find(name, self.experiments, self.broken, "experiment")
+
+    def _add(self, path: Path, called: str) -> None:
+        """Add the scale or experiment of a file; a broken file without a usable name is recorded under `called`."""
+        content: Any = {}
+        try:
+            lines = YamlLines(path)
+            content = lines.plain()
+            if _is_scale(path, content):
+                _define(Scale, content, lines, self.scales)
+            else:
+                _define(Experiment, content, lines, self.experiments)
+        except ConfigError as error:
+            said = str(content.get("name", called))
+            if _is_scale(path, content):
+                self._broken_scales[said] = error
+            else:
+                self.broken[said if is_a_name(said) and said not in self.experiments else called] = error
+
+
+def _is_scale(path: Path, content: Mapping[str, Any]) -> bool:
+    return path.parent.name == "scales" or "base" in content
+
+
+def _define(kind: type[Kind], content: Any, lines: YamlLines, known: dict[str, Kind]) -> None:
+    """Add the definition in a file. Raises ConfigError with file, line and key."""
+    try:
+        defined = kind.model_validate(content)
+    except ValidationError as error:
+        raise lines.located(complaint(error, kind), kind) from None
+    if defined.name in known:
+        message = f"found `{defined.name}`, which another file is called, expected another name"
+        raise lines.located(ConfigError(("name",), message), kind)
+    defined.read_from(lines.path)
+    known[defined.name] = defined
+
+
+def _find(name: str, known: Mapping[str, Kind], broken: Mapping[str, ConfigError], what: str) -> Kind:
+    if name in known:
+        return known[name]
+    if name in broken:
+        raise broken[name]
+    raise ConfigError((), f"found no {what} `{name}`, expected one of {', '.join(_names(known, broken))}")
+
+
+def _names(*groups: Mapping[str, object]) -> Iterator[str]:
+    yield from sorted({name for group in groups for name in group})

@@ -1,0 +1,189 @@
+"""A row at one seed, trained once for all tables that need it: its key, its outcome, its training."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_pp.data.sources import open_source
+from hetero_pp.files import keep_trying
+from hetero_pp.research.experiments.corpus import Corpus
+from hetero_pp.research.experiments.definition import Row
+from hetero_pp.research.experiments.identity import settings_of
+from hetero_pp.research.experiments.outcomes import Outcome, add_outcome
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from replica_groups.ranks import ALONE, Ranks
+
+OUTCOME_VERSION = 1
+"""Version of outcomes. Raise it if a change, even of a default, alters outcomes by more than rounding.
+
+Rows of older versions are trained again.
+"""
+
+UNFINISHED = ".rows"
+"""Folder of checkpoints of unfinished rows, beside the runs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a worker process needs to train a row."""
+
+    experiment: str
+    name: str
+    seed: int
+    config: RunConfig
+    bias_every: int | None
+    similarity_every: int | None
+    volume_every: int | None
+    cache: Path
+    rows: Path
+    """File that outcomes are kept in."""
+    identity: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Return the key of the job's outcome."""
+        return key_of(self.identity)
+
+    def outcome(self, result: FastResult, device: torch.device, commit: str) -> Outcome:
+        """Return a result of this machine as a record for the file of outcomes."""
+        named = {"row": f"{self.experiment}: {self.name}", "seed": self.seed, "key": self.key}
+        trained = {"machine": machine(), "device": device.type, "commit": commit}
+        return {**named, **self.identity, **_finite(dataclasses.asdict(result)), **trained}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How rows are trained."""
+
+    device: str = "cpu"
+    compiles: bool = True
+
+
+def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) -> Job:
+    """Return the job of a row; `rows` is the file that outcomes are kept in."""
+    config = setting.config(row, seed)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
+    experiment = setting.experiment
+    return Job(
+        experiment.name,
+        row.name,
+        seed,
+        config,
+        bias_every=experiment.bias_every,
+        similarity_every=experiment.similarity_every,
+        volume_every=experiment.volume_every,
+        cache=corpus.cache,
+        rows=rows,
+        identity=identity_of(
+            config, corpus, experiment.bias_every, experiment.similarity_every, experiment.volume_every
+        ),
+    )
+
+
+def identity_of(
+    config: RunConfig,
+    corpus: Corpus,
+    bias_every: int | None = None,
+    similarity_every: int | None = None,
+    volume_every: int | None = None,
+) -> dict[str, Any]:
+    """Return everything that determines a row's outcome as JSON, without defaults."""
+    settings = settings_of(config, corpus.source.vocabulary)
+    tokenizer = corpus.tokenizer
+    named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
+    measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
+    measured |= {} if similarity_every is None else {"similarity_every": similarity_every}
+    measured |= {} if volume_every is None else {"volume_every": volume_every}
+    return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **measured, "settings": settings}
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """Return a hash of everything that determines a row's outcome."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+
+
+_BESIDE = ("similarity_every", "volume_every")
+_IDENTITY = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "settings")
+
+
+def known_outcomes(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Return outcomes by key.
+
+    An outcome with extra measurements is also listed under the key of the row without them, because measuring does not
+    affect training.
+    """
+    measured = [one for one in outcomes.values() if any(part in one for part in _BESIDE)]
+    plain = {key_of({part: one[part] for part in _IDENTITY if part in one}): one for one in measured}
+    return plain | dict(outcomes)
+
+
+OnRound = Callable[[int, float], None]
+"""Callback with (round, validation loss)."""
+
+
+def train_job(
+    job: Job, training: Training, ranks: Ranks = ALONE, on_round: OnRound = lambda round_, loss: None
+) -> Outcome:
+    """Train a row in this process, or with the other ranks of torchrun; the first rank stores the outcome.
+
+    Resumes from the last checkpoint if training was interrupted. `on_round` is also called with round 0 at the start.
+    """
+    began_at = _own_commit()
+    torch.set_num_threads(job.config.threads)
+    device = torch.device(training.device) if ranks.world == 1 else ranks.device
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
+    source = open_source(job.config.data, job.cache)
+    on_round(0, math.nan)
+    outcomes: list[Outcome] = []
+
+    def keep(result: FastResult) -> None:
+        outcomes.append(job.outcome(result, device, began_at))
+        if ranks.rank == 0:
+            keep_trying(partial(add_outcome, job.rows, outcomes[0]), partial(_say, job))
+
+    train_fast(
+        RunSpec(job.config, source.vocabulary),
+        source,
+        on_round,
+        compiles=training.compiles,
+        bias_every=job.bias_every,
+        similarity_every=job.similarity_every,
+        volume_every=job.volume_every,
+        device=device,
+        ranks=ranks,
+        checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",
+        on_result=keep,
+    )
+    return outcomes[0]
+
+
+def _say(job: Job, line: str) -> None:
+    print(f"{job.name}, seed {job.seed}: its outcome is not kept yet: {line}", file=sys.stderr, flush=True)
+
+
+@cache
+def _own_commit() -> str:
+    """Return the commit at the first call, because the checkout may change while imported code trains."""
+    return commit()
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }

@@ -1,0 +1,136 @@
+"""`hetero-pp reproduce --list` and `--dry-run`: the experiments, their known rows, and their estimated cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
+from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.research.experiments.definition import Row
+from hetero_pp.research.experiments.facts import parameter_count, token_count
+from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.supply import Estimates, Supply
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import contribution_bytes
+from hetero_pp.units import format_bytes
+
+SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}
+"""Seconds per FLOP of one core at the micro scale (measured), and of one large GPU at a tenth of its peak (assumed)."""
+
+
+def list_experiments(request: Request, path: Path | None) -> None:
+    """Print every experiment with its claims, cost and state; write them as JSON if `path` is set."""
+    settings, broken = request.settings()
+    entries = [_entry(setting, request) for setting in settings]
+    entries += [{"name": name, "state": "broken", "error": str(error)} for name, error in broken.items()]
+    if path is not None:
+        write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
+    table = PlainTable(["experiment", "title"], ["rows", "claims", "hours", "known"])
+    for entry in entries:
+        if "error" in entry:
+            table.add_row(entry["name"], entry["state"])
+        else:
+            numbers = str(entry["rows"]), str(len(entry["claims"])), f"{entry['hours']:.2g}"
+            table.add_row(entry["name"], entry["title"], *numbers, entry["state"].partition(" rows ")[0])
+    console = standard_output()
+    console.print(table)
+    unit = "of one core" if request.catalog.scale(request.scale).hardware == "cpu" else "of one GPU (assumed speed)"
+    print_broken(console, broken)
+    notes = (
+        f"`known`: rows that are, of those that the scale {request.scale} can have. "
+        f"`hours`: {unit}, for {request.seeds} seeds of every row, before anything is known."
+    )
+    say(console, notes, style="dim")
+
+
+def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
+    """Print one line for each experiment that cannot be used."""
+    for name, error in broken.items():
+        tell(console, f"{name} is broken: {error}", style="red")
+
+
+def _entry(setting: Setting, request: Request) -> dict[str, Any]:
+    experiment, scale = setting.experiment, setting.scale
+    path = request.results / scale.name / f"{experiment.name}.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "claims": []}
+    done = sum(row["ours"] is not None for row in known["rows"])
+    verdicts = {claim["text"]: claim["verdict"] for claim in known["claims"]}
+    representable = [row for row in experiment.rows if setting.not_representable(row) is None]
+    hours = sum(Cost.of(setting, row).hours for row in representable) * request.seeds
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "rows": len(experiment.rows),
+        "claims": [{"text": one.text, "verdict": verdicts.get(one.text, "not run")} for one in experiment.claims],
+        "hours": hours,
+        "state": f"{done} of {len(representable)} rows at scale {scale.name}",
+    }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of training a row."""
+
+    parameters: int
+    tokens: int
+    flops: float
+    sent_bytes: int
+    hours: float
+
+    @classmethod
+    def of(cls, setting: Setting, row: Row) -> Cost:
+        """Return a row's cost by the usual estimate of 6 FLOPs per parameter and token."""
+        spec = RunSpec(setting.config(row), setting.scale.vocabulary)
+        parameters, tokens = parameter_count(spec), token_count(spec)
+        flops = 6.0 * parameters * tokens
+        sent = contribution_bytes(spec, spec.config.outer.rounds)
+        hours = flops * SECONDS_PER_FLOP[setting.scale.hardware] / 3600
+        return cls(parameters, tokens, flops, sent, hours)
+
+
+def dry_run(request: Request) -> None:
+    """Validate every row at the scale and print its cost.
+
+    Prints parameters, tokens, FLOPs, bytes, an estimate of the time, and whether the corpus has enough tokens.
+    """
+    console = standard_output()
+    settings, broken = request.settings()
+    estimates = Estimates()
+    for setting in settings:
+        supply = estimates.of(setting)
+        table = PlainTable(["row"], ["parameters", "tokens", "FLOPs", "sends", "hours"], ["state"])
+        for row in setting.experiment.rows:
+            table.add_row(row.name, *_cost_cells(setting, row))
+        name = setting.experiment.name
+        say(console, f"{name} at scale {setting.scale.name}", bold=name)
+        console.print(table)
+        if supply is not None:
+            print_supply(console, supply)
+    print_broken(console, broken)
+
+
+def print_supply(console: Console, supply: Supply) -> None:
+    """Print whether a table's corpus has enough tokens."""
+    for sentence in supply.describe():
+        say(console, f"{sentence}.", indent="  ")
+
+
+def _cost_cells(setting: Setting, row: Row) -> Iterator[str]:
+    reason = setting.not_representable(row)
+    if reason is not None:
+        yield from ("", "", "", "", "", reason)
+        return
+    cost = Cost.of(setting, row)
+    yield from (f"{cost.parameters:,}", f"{cost.tokens:,}", f"{cost.flops:.2g}", format_bytes(cost.sent_bytes))
+    yield f"{cost.hours:.2g}"
+    yield setting.why_not(row) or "ready"

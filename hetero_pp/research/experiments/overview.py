@@ -1,0 +1,106 @@
+"""docs/results.md: what was found, and the verdicts of every table with a link to its page."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
+from hetero_pp.research.experiments.figures import FOUND, distinct_claims, with_figures
+from hetero_pp.research.experiments.markdown import COLUMNS
+from hetero_pp.research.experiments.verdict import holm
+
+FAMILIES = ("het-pp", "sparseloco", "diloco", "beyond")
+"""Folders of experiments in the order of the page; others follow."""
+
+VERDICTS = ("holds", "does not hold", "within noise", "not run")
+
+INTRODUCTION = """\
+`hetero-pp reproduce --no-train --docs FILE` generates this page from the trained rows. It also fills in the figures
+of the text above. [reproducing.md](reproducing.md) explains how to make these tables, and
+[experiments.md](experiments.md) how to define your own.
+
+A verdict compares two rows at the seeds that both have. A claim *holds* or *does not hold* if the 95 % interval
+(Student's t) of the difference excludes zero. It is *within noise* otherwise. With one seed, a difference below
+0.03 nats decides nothing. A claim that two rows are equal holds if the interval lies within a margin, 0.03 nats by
+default.
+
+One of twenty claims about nothing gets a verdict by chance. The column *as a family* gives the verdict after Holm's
+correction over all claims of the table, with the interval used there. The column *slices* gives the interval of the
+same difference over eight parts of the validation text, for the same trained models. Rows trained before slices
+were recorded have none.
+
+The synced model of a run has a loss in three forward passes. *Own* is the forward pass of each replica, averaged
+over the replicas. *Compressed* is that of a compressed replica. *Uncompressed* has no boundaries; `export` writes
+this model. The average over a mix of replicas can hide what the other two show, so each verdict names its forward
+pass."""
+
+
+def write_overview(folder: Path, path: Path, experiments: Path) -> None:
+    """Write a page that summarizes the results of a folder and links to the page of each table.
+
+    The findings in the experiments' `found.md` come first, if the file exists. Raises ConfigError if they contain a
+    figure that no result has.
+    """
+    results = dict(sorted(_results(folder), key=_place))
+    lines = ["# Results", ""]
+    if (experiments / FOUND).exists():
+        lines += [with_figures(experiments / FOUND, results).strip(), ""]
+    lines += ["## How to read the tables", "", INTRODUCTION, "", *_columns(), ""]
+    lines += ["## All tables", "", *_counts(results, os.path.relpath(folder, path.parent)), "", *_together(results)]
+    write_whole(path, ("\n".join(lines) + "\n").encode())
+
+
+def _family(result: dict[str, Any]) -> str:
+    """Return the folder in an experiment's name, or an empty string."""
+    return str(result["name"].rpartition("/")[0])
+
+
+def _place(named: tuple[str, dict[str, Any]]) -> tuple[int, str, str, str]:
+    """Sort key: the papers in order, then names, then scales."""
+    path, result = named
+    family = _family(result)
+    first = FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
+    return first, family, result["name"], path
+
+
+def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield results with their scale and name, such as `micro/het-pp/table1`."""
+    for path in sorted(folder.glob("*/**/*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "claims" in content:
+            if "trends" not in content or any("about" not in claim for claim in content["claims"]):
+                raise ConfigError((), f"{path}: is of an older hetero-pp, expected `reproduce --no-train` to renew it")
+            yield path.relative_to(folder).with_suffix("").as_posix(), content
+
+
+def _columns() -> Iterator[str]:
+    yield from ("| column | |", "|---|---|")
+    yield from (f"| {name} | {meaning} |" for name, meaning in COLUMNS.items())
+
+
+def _counts(results: dict[str, dict[str, Any]], folder: str) -> Iterator[str]:
+    """Yield a table of verdicts; `folder` is the path from the page to the results."""
+    yield f"| table | title | scale | {' | '.join(VERDICTS)} |"
+    yield "|" + "---|" * (3 + len(VERDICTS))
+    for key, result in results.items():
+        verdicts = [claim["verdict"] for claim in result["claims"]]
+        counts = " | ".join(str(verdicts.count(kind)) for kind in VERDICTS)
+        link = f"[{result['name']}]({(Path(folder) / key).as_posix()}.md)"
+        yield f"| {link} | {result['title']} | {result['scale']} | {counts} |"
+
+
+def _together(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the verdicts of all tables together."""
+    claims = distinct_claims(results)
+    levels = holm([claim["p"] for claim in claims])
+    kept = sum(level is not None and claim["p"] <= level for claim, level in zip(claims, levels, strict=True))
+    verdicts = [claim["verdict"] for claim in claims]
+    counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in VERDICTS)
+    judged = len(levels) - levels.count(None)
+    yield f"All tables together: {counts}. Claims that compare the same rows count once. {judged} claims have two"
+    yield f"seeds or more. If Holm's correction treats these as one family, {kept} of them are not `within noise`."

@@ -1,0 +1,293 @@
+"""Picture of an experiment: loss curves, and final loss against a swept cell, a varied setting, bytes or k/d."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_pp.research.experiments.axis import Place, lay_out, places_of
+from hetero_pp.research.experiments.outcomes import Outcomes
+from hetero_pp.units import format_bytes, format_ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+Row = Mapping[str, Any]
+Point = tuple[Place, float, float]
+"""Position on the horizontal axis, mean loss, standard deviation over seeds."""
+
+
+def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
+    """Write the picture of a result."""
+    from matplotlib.figure import Figure
+
+    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
+    if any(_similarity(outcomes.get(row["name"])) for row in result["rows"]):
+        panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
+    if result["trends"]:
+        panels.append(lambda axes: _draw_trends(axes, result["trends"]))
+    elif sum("gather" in row for row, _ in _known(result)) > 1:
+        panels += [lambda axes: _draw_volume(axes, result, "ring"), lambda axes: _draw_volume(axes, result, "gather")]
+    else:
+        panels += _swept_panels(result) or [*_varied_panels(result), *_usual_panels(result)]
+    legend_columns = _legend_columns(sum(row["name"] in outcomes for row in result["rows"]))
+    figure = Figure(figsize=(6.5 * len(panels) + 2.5 * legend_columns, 6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{result['name']} at scale {result['scale']}")
+    _name_rows(figure)
+    figure.savefig(path, dpi=80, format="png")
+
+
+def _name_rows(figure: Figure) -> None:
+    """Add a legend of the rows beside the panels, where it hides nothing."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=_legend_columns(len(labels)))
+
+
+def _legend_columns(rows: int) -> int:
+    return 1 + rows // 30
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Return a row's colour; every ten rows the line style and the marker change."""
+    turn = number // 10 % 3
+    return {"color": f"C{number % 10}", "linestyle": ["-", "--", ":"][turn], "marker": "os^"[turn]}
+
+
+def _known(result: Mapping[str, Any]) -> list[tuple[Row, dict[str, Any]]]:
+    """Return the rows that have a loss, with their styles."""
+    return [(row, _style(number)) for number, row in enumerate(result["rows"]) if row["ours"] is not None]
+
+
+def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Draw the loss of each row's first seed; its end has the row's marker in the other panels."""
+    for number, row in enumerate(result["rows"]):
+        if seeds := outcomes.get(row["name"]):
+            losses = seeds[min(seeds)]["validation_loss"]
+            along = [round_ * _steps_of(result, row) for round_ in range(1, len(losses) + 1)]
+            axes.plot(along, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
+    axes.set(xlabel=_progress(result), ylabel="validation loss, nats")
+
+
+def _progress(result: Mapping[str, Any]) -> str:
+    """Return the label of the axis along a run.
+
+    Counts inner steps if rows have rounds of different lengths, because such rounds cannot share an axis.
+    """
+    return "inner step" if "inner_steps" in result else "outer round"
+
+
+def _steps_of(result: Mapping[str, Any], row: Row) -> int:
+    """Return the length of one of the row's rounds on that axis."""
+    steps: Mapping[str, int] = result.get("inner_steps", {})
+    return steps.get(row["name"], 1)
+
+
+def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Draw the cosines of each row's first seed, with the deviation over pairs: the papers' Figures 10 and 11."""
+    for number, row in enumerate(result["rows"]):
+        if measured := _similarity(outcomes.get(row["name"])):
+            rounds, means, spreads = zip(*measured, strict=True)
+            style = _style(number)
+            along = [round_ * _steps_of(result, row) for round_ in rounds]
+            axes.plot(along, means, **style, markevery=[len(along) - 1])
+            low, high = (
+                [mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1)
+            )
+            axes.fill_between(along, low, high, color=style["color"], alpha=0.15)
+    axes.set(xlabel=_progress(result), ylabel="cosine of two contributions")
+
+
+def _similarity(seeds: Mapping[int, Mapping[str, Any]] | None) -> Sequence[tuple[int, float, float]]:
+    """Return (round, mean, spread) of a row's first seed; empty if it was not measured."""
+    return (seeds[min(seeds)].get("similarity") or ()) if seeds else ()
+
+
+_WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
+
+
+def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
+    """Draw final loss against what a replica sends over the run, with the Pareto frontier: SparseLoCo's Figure 2."""
+    known = [(row[way]["mean"], row, style) for row, style in _known(result) if way in row]
+    for volume, row, style in known:
+        _draw_point(axes, (volume, row["ours"]["mean"], row["ours"]["spread"] or 0.0), style)
+    front: list[tuple[float, float]] = []
+    for volume, row, _ in sorted(known, key=lambda one: (one[0], one[1]["ours"]["mean"])):
+        if not front or row["ours"]["mean"] < front[-1][1]:
+            front.append((volume, row["ours"]["mean"]))
+    axes.plot(*zip(*front, strict=True), color="gray", linestyle=":", zorder=0)
+    lay_out(axes, [Place(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
+    axes.set(xlabel=f"a replica sends in all rounds, {_WAYS[way]}", ylabel="final loss, nats")
+
+
+def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    panels: list[Callable[[Axes], None]] = []
+    sizes = {row["bytes_per_token"] for row, _ in _known(result) if row["bytes_per_token"] > 0}
+    if len(set(map(format_bytes, sizes))) > 1:  # else the axis names one value
+        panels.append(lambda axes: _draw_bytes(axes, result))
+    if lines := _by_rank(result):
+        panels.append(lambda axes: _draw_ranks(axes, result, lines))
+    return panels
+
+
+def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
+    """Draw final loss against bytes; rows without a compressed boundary are horizontal lines."""
+    sizes = set()
+    for row, style in _known(result):
+        size, loss = row["bytes_per_token"], row["ours"]["mean"]
+        if size > 0:
+            _draw_point(axes, (size, loss, row["ours"]["spread"] or 0.0), style)
+            sizes.add(size)
+        else:
+            axes.axhline(loss, color=style["color"], linestyle="--")
+    lay_out(axes, [Place(size, format_bytes(size)) for size in sorted(sizes)])
+    axes.set(xlabel="bytes a token, hop and direction (dashed: not compressed)", ylabel="final loss, nats")
+
+
+def _draw_point(axes: Axes, point: tuple[float, float, float], style: Mapping[str, Any]) -> None:
+    x, loss, spread = point
+    axes.errorbar(x, loss, spread, color=style["color"], marker=style["marker"], capsize=3)
+
+
+Lines = Mapping[str, Sequence[Point]]
+
+
+def _by_rank(result: Mapping[str, Any]) -> Lines:
+    """Return groups of several rows that differ only in the rank."""
+    groups: dict[int, list[Row]] = defaultdict(list)
+    for row, _ in _known(result):
+        if row["k_over_d"] is not None:
+            groups[row["but_for_rank"]].append(row)
+    several = [rows for rows in groups.values() if len({row["k_over_d"] for row in rows}) > 1]
+    kinds = Counter(_kind(rows[0]) for rows in several)
+    return {
+        (_kind(rows[0]) if kinds[_kind(rows[0])] == 1 else _words_of_all(rows)): sorted(
+            _point(_share(row["k_over_d"]), row) for row in rows
+        )
+        for rows in several
+    }
+
+
+def _kind(row: Row) -> str:
+    return f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
+
+
+def _words_of_all(rows: Sequence[Row]) -> str:
+    """Return the words that all their names share, without a key whose values differ (`H =`)."""
+    first, *others = (row["name"].replace(",", "").split() for row in rows)
+    words = " ".join(word for word in first if all(word in other for other in others))
+    return re.sub(r"\S+ =(?=$| \S+ =)", "", words).strip()
+
+
+def _share(value: float) -> Place:
+    return Place(value, str(Fraction(value).limit_denominator(1000)))
+
+
+def _point(place: Place, row: Row) -> Point:
+    return place, row["ours"]["mean"], row["ours"]["spread"] or 0.0
+
+
+def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Lines) -> None:
+    """Draw final loss against k/d; the baseline and rows without compression are horizontal lines."""
+    _draw_lines(axes, lines)
+    for row, _ in _known(result):
+        if row["name"] == result["baseline"]:
+            axes.axhline(row["ours"]["mean"], color="gray", linestyle="--", label=row["name"])
+        elif row["bytes_per_token"] == 0:
+            axes.axhline(row["ours"]["mean"], color="gray", linestyle=":", label=row["name"])
+    axes.set(xlabel="k/d", ylabel="final loss, nats")
+    _name_lines(axes)
+
+
+def _draw_lines(axes: Axes, lines: Lines) -> None:
+    for number, (kind, points) in enumerate(lines.items()):
+        x, losses, spreads = ([point[0].x for point in points], *zip(*[point[1:] for point in points], strict=True))
+        axes.errorbar(x, losses, spreads, **_style(number), capsize=3, label=kind)
+    lay_out(axes, [point[0] for points in lines.values() for point in points])
+
+
+def _name_lines(axes: Axes) -> None:
+    """Add a legend above the panel, where it hides nothing."""
+    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
+    """Draw gaps against widths, with each law and its interval; the paper's gaps are stars."""
+    for number, trend in enumerate(trends):
+        colour = f"C{number % 10}"
+        for point in trend["points"]:
+            gaps = [gap for gap in point["percent"].values() if gap > 0]
+            axes.plot([point["width"]] * len(gaps), gaps, ".", color=colour)
+        papers = {int(width): gap for width, gap in trend["paper"].items()}
+        axes.plot(list(papers), list(papers.values()), "*", color=colour, markersize=12)
+        widths = [one["width"] for one in trend["law"]]
+        axes.plot(widths, [one["percent"] for one in trend["law"]], color=colour, label=trend["name"])
+        lows, highs = [one["interval"][0] for one in trend["law"]], [one["interval"][1] for one in trend["law"]]
+        axes.fill_between(widths, lows, highs, color=colour, alpha=0.1)
+    axes.set(xscale="log", yscale="log", xlabel="width (stars: the paper)", ylabel="above no compression, %")
+    _name_lines(axes)
+
+
+def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    """Return a panel for each numeric setting that rows vary alone."""
+    return [
+        lambda axes, key=key, lines=lines: _draw_varied(axes, result, key, lines)  # type: ignore[misc]
+        for key, lines in result.get("varied", {}).items()
+    ]
+
+
+def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequence[Sequence[tuple[str, float]]]) -> None:
+    """Draw final loss against a setting, with lines of rows that differ only in it; a baseline on no line is dashed."""
+    known = {row["name"]: row for row, _ in _known(result)}
+    named: dict[str, list[Point]] = {}
+    for line in lines:
+        rows = [(known[name], value) for name, value in line if name in known]
+        if len(rows) > 1:
+            words = _words_of_all([row for row, _ in rows]) or f"{rows[0][0]['name']} ... {rows[-1][0]['name']}"
+            words = words if words not in named else f"{words} ({len(named) + 1})"
+            named[words] = [_point(_place(key, value), row) for row, value in rows]
+    _draw_lines(axes, named)
+    baseline = result["baseline"]
+    if baseline in known and all(baseline != name for line in lines for name, _ in line):
+        axes.axhline(known[baseline]["ours"]["mean"], color="gray", linestyle="--", label=baseline)
+    axes.set(xlabel=key, ylabel="final loss, nats")
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        _name_lines(axes)
+
+
+def _place(key: str, value: float) -> Place:
+    return Place(value, format_ratio(value) if key.endswith(".density") else f"{value:g}")
+
+
+def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    """Return a panel for each swept cell, if the table is a sweep."""
+    cells = dict.fromkeys(cell for row in result["rows"] for cell in row.get("swept", {}))
+    return [lambda axes, cell=cell: _draw_sweep(axes, result, cell) for cell in cells]  # type: ignore[misc]
+
+
+def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:
+    """Draw final loss against the values of a cell, with a line for each row and combination of other values.
+
+    A row that does not have the cell is a dashed horizontal line.
+    """
+    known = [row for row, _ in _known(result)]
+    said = dict.fromkeys(row["swept"][cell] for row in result["rows"] if cell in row.get("swept", {}))
+    places = dict(zip(said, places_of(list(said)), strict=True))
+    lines: dict[str, list[Point]] = defaultdict(list)
+    for row in known:
+        if cell in row.get("swept", {}):
+            others = [f"{other}={value}" for other, value in row["swept"].items() if other != cell]
+            lines[", ".join([row["of"], *others])].append(_point(places[row["swept"][cell]], row))
+    _draw_lines(axes, {kind: sorted(points) for kind, points in lines.items()})
+    for number, row in enumerate(row for row in known if cell not in row.get("swept", {})):
+        axes.axhline(row["ours"]["mean"], color=f"C{(len(lines) + number) % 10}", linestyle="--", label=row["name"])
+    axes.set(xlabel=cell, ylabel="final loss, nats")
+    _name_lines(axes)

@@ -1,0 +1,60 @@
+"""Interface of the published boundary methods, and their selection by settings."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_pp.coefficients import format_of
+from hetero_pp.errors import ConfigError
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelShape
+from hetero_pp.research.peers.mapl import Mapl
+from hetero_pp.research.peers.resbm import ResBM
+from hetero_pp.research.peers.tah_quant import TahQuant
+from hetero_pp.topology import BoundarySettings
+from stages.boundary import Boundary
+
+
+class Peer(Protocol):
+    """Boundaries of a whole replica. Those that learn are also OwnParameters."""
+
+    def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
+        """Return the receiver's input for a sender's output at a hop; `key` selects the noise of rounding gradients."""
+
+
+def peer_of(
+    settings: BoundarySettings, shape: ModelShape, hops: int, inner: InnerSettings, total_steps: int | None, seed: int
+) -> Peer | None:
+    """Return the boundary method in the settings; None for the subspace. Raises ConfigError for an invalid rank."""
+    asked = settings.ablations.peer
+    if asked is None:
+        return None
+    rank = settings.dimensions(shape.width)
+    if asked.method == "tah_quant":
+        if rank is not None:
+            raise ConfigError(("boundary", "rank"), f"found {rank}, expected `full`: tah_quant sends all dimensions")
+        return TahQuant(asked.four_bits, asked.gradient_bits)
+    if rank is None:
+        raise ConfigError(("boundary", "rank"), f"found `full`, expected a number: {asked.method} learns what crosses")
+    wire = Boundary(rank, format_of(settings))
+    if asked.method == "resbm":
+        return ResBM(wire, shape.width, hops, inner, total_steps, seed)
+    return Mapl(wire, shape, hops, inner, total_steps, seed)
+
+
+def bytes_per_token(settings: BoundarySettings, width: int, tokens_per_step: int) -> tuple[float, float] | None:
+    """Return the bytes per token at one hop, forward and backward; None for the subspace.
+
+    Bytes that do not depend on the token are divided by `tokens_per_step`, the tokens of a replica in an inner step.
+    """
+    asked, rank = settings.ablations.peer, settings.dimensions(width)
+    if asked is None:
+        return None
+    if asked.method == "tah_quant":
+        return TahQuant(asked.four_bits, asked.gradient_bits).bytes_per_token(width)
+    assert rank is not None
+    wire = format_of(settings).wire_bytes((1, 1024, rank)) / 1024
+    beside = 2 * width * rank / tokens_per_step if asked.method == "mapl" else 0.0  # A in bf16, once a step
+    return wire + beside, wire + beside

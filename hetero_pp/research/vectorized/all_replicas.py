@@ -1,0 +1,569 @@
+"""All replicas of a run, each whole, in one process or over the ranks of torchrun: inner steps and outer rounds.
+
+Weights, optimizer state and error feedback are held once per replica. theta at the start of the round is held once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_pp.ablations import AblationSettings, grassmann_step
+from hetero_pp.data.shares import SharedBatches
+from hetero_pp.data.sources import Source
+from hetero_pp.errors import ConfigError
+from hetero_pp.model import EMBEDDING, build_filled
+from hetero_pp.outer.overlap import start_before_mean
+from hetero_pp.outer.step import OuterOptimizer, WeightedMean
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.error_feedback import give_back, select
+from hetero_pp.pseudo_gradient.random_k import generator_of
+from hetero_pp.research.peers.mapl import Mapl
+from hetero_pp.research.peers.peer import peer_of
+from hetero_pp.research.peers.resbm import ResBM
+from hetero_pp.research.vectorized.bias import BiasMeter
+from hetero_pp.research.vectorized.compiler import can_compile, compile_layers
+from hetero_pp.research.vectorized.measured import Measured
+from hetero_pp.research.vectorized.missed import missed_in
+from hetero_pp.research.vectorized.moments import average_moments
+from hetero_pp.research.vectorized.replica import TableReplica
+from hetero_pp.research.vectorized.stack import Stack, is_faster
+from hetero_pp.run.batches import examples_in, replica_batches
+from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.seeds import seed_of
+from hetero_pp.snapshot import Snapshot
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.ranks import ALONE, CPU, Ranks
+from replica_groups.whole import WholeReplica
+from stages.anchors import Anchors, anchors_of
+from stages.boundary import boundary_of
+from stages.own_parameters import OwnParameters
+
+
+class AllReplicas:
+    """All replicas of a run, or this rank's share of them, and theta."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        source: Source,
+        compiles: bool = False,
+        bias_every: int | None = None,
+        device: torch.device = CPU,
+        ranks: Ranks = ALONE,
+        stacks: bool | None = None,
+        similarity_every: int | None = None,
+        volume_every: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.ranks = ranks
+        self.count = len(spec.config.replicas)
+        """Number of replicas on all ranks."""
+        self.indices = ranks.mine(self.count)
+        """Indices of the replicas on this rank; all indexed attributes below count only these."""
+        snapshot = first_snapshot(spec)
+        firsts = {member.replica.name: member for member in reversed(spec.members.values())}
+        everyone = [firsts[replica.name] for replica in spec.config.replicas]
+        members = [everyone[index] for index in self.indices]
+        self.settings: list[ReplicaSettings] = [member.replica for member in members]
+        self.batches: list[SharedBatches] = [replica_batches(spec, member, source)[0] for member in members]
+        self.validation = [tokens.to(device) for tokens in replica_batches(spec, everyone[0], source)[1]]
+        self.replicas = [build_whole(spec, member, snapshot, device) for member in members]
+        self.is_compiled = compiles and can_compile(device)
+        if self.is_compiled:
+            compile_layers(replica.module for replica in self.replicas)
+        self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
+        self.errors = [{name: torch.zeros_like(tensor) for name, tensor in self.theta.items()} for _ in members]
+        self.outer = OuterOptimizer(spec.config.outer)
+        self.bias_every = bias_every
+        self.bias: list[tuple[int, float]] = []
+        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world)
+        self.ahead: list[dict[str, Tensor]] = []
+        """With overlap, between rounds: the pseudo-gradient of the round that each replica has already trained."""
+        self.local: dict[int, dict[str, Tensor]] = {}
+        """With keep_local, between rounds: the parameters of each replica here that the last round excluded."""
+        if bias_every is not None and spec.config.outer.overlap:
+            raise ConfigError(
+                ("outer", "overlap"), "found 1, expected 0: `bias_every` compares replicas that start a round together"
+            )
+        if bias_every is not None and spec.config.outer.keep_local:
+            told = "found true, expected false: `bias_every` compares replicas that start a round together"
+            raise ConfigError(("outer", "keep_local"), told)
+        self.own_embeddings: dict[int, Tensor] = {}
+        """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
+        self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
+        if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
+            raise ConfigError(
+                ("boundary", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
+            )
+        if bias_every is not None and spec.config.outer.counts:
+            raise ConfigError(
+                ("outer", "taking_part"),
+                "found rounds in which only some replicas take part, expected all: `bias_every` compares all",
+            )
+        self.tokens = {
+            replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
+            for replica in spec.config.replicas
+        }
+        """Training tokens of a round by replica, on all ranks."""
+        is_weighed = spec.config.outer.weights == "examples"
+        self._examples = [(since, examples_in(spec, source, since)) for since in spec.shared_out_since if is_weighed]
+        self.weights = self._weights_in(1)
+        """Weight of every replica, by name, in the current or last round."""
+        self.taking_part = self._taking_part_in(1)
+        """Indices of the replicas here that take part in the current or last round."""
+        self.stacks: list[Stack] = []
+        self.loose = list(range(len(self.replicas)))
+        """Indices of replicas in no stack, which take their steps one after the other."""
+        self._split()
+        outer = spec.config.outer
+        is_one_by_one = spec.config.inner.optimizer == "muon" or outer.counts or outer.averages_moments
+        if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
+            self._stack(is_measured=stacks is None)
+
+    def _taking_part_in(self, round_: int) -> list[int]:
+        names = {replica.name for replica in self.spec.replicas_in(round_)}
+        return [index for index, own in enumerate(self.settings) if own.name in names]
+
+    def _weights_in(self, round_: int) -> dict[str, float]:
+        examples = [sizes for since, sizes in self._examples if since <= round_][-1] if self._examples else {}
+        weight = self.spec.config.outer.weight
+        return {name: weight(tokens, examples.get(name, 0)) for name, tokens in self.tokens.items()}
+
+    def tokens_in(self, rounds: int) -> int:
+        """Return the training tokens of all replicas, on all ranks, in the first `rounds` rounds."""
+        counted = (self.spec.replicas_in(round_) for round_ in range(1, rounds + 1))
+        return sum(self.tokens[replica.name] for replicas in counted for replica in replicas)
+
+    @property
+    def is_stacked(self) -> bool:
+        return len(self.stacks) > 0
+
+    def _stack(self, is_measured: bool) -> None:
+        """Stack the replicas that can be stacked; with `is_measured`, only if stacking is faster."""
+        kinds: dict[object, list[int]] = {}
+        for index, settings in enumerate(self.settings):
+            if can_stack(settings):
+                kinds.setdefault((settings.batch_size, settings.micro_batches, _forward_of(settings)), []).append(index)
+        groups = [indices for indices in kinds.values() if len(indices) > 1]
+        stacks = [
+            Stack([self.replicas[i] for i in indices], [self.batches[i] for i in indices], self.is_compiled)
+            for indices in groups
+        ]
+        for stack in stacks:
+            stack.split_embedding()
+        if is_measured and stacks and not is_faster(stacks, self.theta):
+            return
+        self.stacks = stacks
+        self.loose = [index for index in self.loose if not any(index in indices for indices in groups)]
+
+    def read_ahead(self, round_: int) -> None:
+        """Read a round's batches ahead.
+
+        Raises ConfigError, on every rank, if the text of a replica ends before the round does. The state is then that
+        of the previous round.
+        """
+        ended, overlap = None, self.outer.settings.overlap
+        last = min(round_ + overlap, self.spec.config.outer.rounds)
+        first = round_ + 1 if self.ahead else round_
+        try:
+            for index in self._taking_part_in(round_):
+                self.batches[index].read_ahead(range(self._steps(first).start, self._steps(last).stop))
+        except ConfigError as error:
+            ended = error
+        if any(self.ranks.gather(ended is not None)):
+            raise ended or ConfigError(("data", "corpus"), "found too little text for another rank, expected more")
+
+    def _steps(self, round_: int) -> range:
+        return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
+
+    def round(self, round_: int) -> bool:
+        """Run H inner steps on every replica, and the outer round; return False if training diverged.
+
+        With overlap, runs the inner steps of the next round while this round's mean is on its way.
+        """
+        if self.outer.settings.overlap:
+            return self._overlapped_round(round_)
+        steps = self._steps(round_)
+        self.taking_part, self.weights = self._taking_part_in(round_), self._weights_in(round_)
+        for index in self.taking_part:
+            self.replicas[index].enter_round(round_)
+            self.batches[index].take(self.spec.share_of(self.settings[index].name, round_), steps.start)
+        for index, local in self.local.items():
+            _copy(local, self.replicas[index].parameters)
+        self.local = {}
+        measures = self.bias_every is not None and round_ % self.bias_every == 0
+        meter = self._meter(steps) if measures else None
+        if not all(self.ranks.gather(self._inner_steps(steps))):
+            return False
+        if meter is not None:
+            self.bias.append((round_, meter.share(self.theta, self.ranks)))
+        if self.outer.settings.source == "difference":
+            self._synchronise(round_)
+        if self.outer.settings.averages_moments:
+            average_moments(self.replicas, self.weights, self.ranks)
+        self._move_basis(round_)
+        self._split()
+        return True
+
+    def _overlapped_round(self, round_: int) -> bool:
+        """Run a round with overlap: the steps of OuterRound in the same order, on all replicas."""
+        if not self.ahead and not self._train(round_, [self.theta for _ in self.replicas]):
+            return False
+        means, starts = self._contribute(round_)
+        if round_ < self.spec.config.outer.rounds:
+            for replica, start in zip(self.replicas, starts, strict=True):
+                _copy(start, replica.parameters)
+            if not self._train(round_ + 1, starts):
+                return False
+        self.outer.begin(round_)
+        for name, mean in means.items():
+            self.outer.take(self.theta, name, mean)
+        for replica in self.replicas:
+            replica.enter_round(round_)
+            _copy(self.theta, replica.parameters)
+        self._average_peers()
+        self._move_basis(round_)
+        self._split()
+        return True
+
+    def _train(self, round_: int, starts: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Run a round's inner steps from each replica's own start; return False if a replica diverged."""
+        for replica in self.replicas:
+            replica.enter_round(round_)
+        if not all(self.ranks.gather(self._inner_steps(self._steps(round_)))):
+            return False
+        with torch.no_grad():
+            self.ahead = [
+                {name: start[name] - replica.parameters[name] for name in self.theta}
+                for start, replica in zip(starts, self.replicas, strict=True)
+            ]
+        return True
+
+    @torch.no_grad()
+    def _contribute(self, round_: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """Return the means of the contributions trained ahead, and each replica's start of the next round."""
+        missed, counted = self._missed_in(round_)
+        outer, means = self.outer.settings, {}
+        self.measured.begin(round_)
+        starts: list[dict[str, Tensor]] = [{} for _ in self.replicas]
+        for name, theta in self.theta.items():
+            mean = WeightedMean(tuple(theta.shape), outer.divides_by, theta.device)
+            sent = [self._send(round_, i, name, own[name], mean, missed) for i, own in enumerate(self.ahead)]
+            for start, own in zip(starts, sent, strict=True):
+                start[name] = start_before_mean(theta, own, outer)
+            self.measured.parameter(name, sent)
+            means[name] = self._finish(mean, counted)
+        self.measured.finish()
+        return means, starts
+
+    def _meter(self, steps: range) -> BiasMeter:
+        beyond = self.inner_steps * self.spec.config.outer.rounds
+        compressed = sum(_is_compressed(settings) for settings in self.spec.config.replicas)
+        return BiasMeter(self.replicas, self.batches, steps, beyond, compressed)
+
+    def _inner_steps(self, steps: range) -> bool:
+        for step in steps:
+            if self.outer.settings.source == "gradient":
+                self._step_together(step)
+            else:
+                for stack in self.stacks:
+                    if not math.isfinite(stack.inner_step(step).sum().item()):
+                        return False
+                for index in (one for one in self.loose if one in self.taking_part):
+                    _, norm, _ = self.replicas[index].inner_step(self.batches[index].train(step), step)
+                    if not math.isfinite(norm):
+                        return False
+        return True
+
+    @torch.no_grad()
+    def _synchronise(self, round_: int) -> None:
+        """Run the outer round, parameter by parameter."""
+        outer = self.outer.settings
+        missed, counted = self._missed_in(round_)
+        self.measured.begin(round_)
+        self.outer.begin(round_)
+        apart = [i for i, own in enumerate(self.settings) if outer.keep_local and own.name in missed]
+        self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
+        for name, start in self.theta.items():
+            mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
+            sent = []
+            for index in self.taking_part:
+                if index in self.local:
+                    continue
+                replica = self.replicas[index]
+                own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
+                delta = own_start - replica.parameters[name]
+                sent.append(self._send(round_, index, name, delta, mean, missed))
+            self.measured.parameter(name, sent)
+            del sent
+            self.outer.take(self.theta, name, self._finish(mean, counted))
+            for replica in self.replicas:
+                replica.parameters[name].copy_(start)
+        self.measured.finish()
+        self._average_peers()
+
+    def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
+        """Return the replicas that a round excludes, and the total weight of the others."""
+        names = [replica.name for replica in self.spec.replicas_in(round_)]
+        missed = missed_in(round_, names, self.outer.settings.missed, self.spec.config.seed)
+        return missed, sum(self.weights[name] for name in names if name not in missed)
+
+    def _send(
+        self, round_: int, index: int, name: str, delta: Tensor, mean: WeightedMean, missed: Collection[str]
+    ) -> DecodedTensor:
+        """Return a replica's contribution of one parameter; add it to the mean, or restore it if it is excluded."""
+        outer, replica, error = self.outer.settings, self.settings[index].name, self.errors[index][name]
+        generator = generator_of(self.spec.run, round_, replica, name)
+        selection = select(error, delta, outer.compression, generator=generator)
+        self.measured.contribution(replica, name, selection)
+        sent = DecodedTensor(selection.indices, selection.values)
+        if replica in missed:
+            give_back(error, sent.indices, sent.values, outer.given_back)
+        else:
+            mean.add(sent, self.weights[replica])
+        return sent
+
+    def _finish(self, mean: WeightedMean, counted: float) -> Tensor:
+        """Return the mean over all ranks."""
+        self.ranks.sum(mean.total)
+        if mean.sent is not None:
+            self.ranks.sum(mean.sent)
+        return mean.finish(counted)
+
+    def _average_peers(self) -> None:
+        """Average the parameters that peers' boundaries have learned, because they belong to the model."""
+        learned = [replica.peer for replica in self.replicas if isinstance(replica.peer, ResBM | Mapl)]
+        for name in learned[0].parameters if learned else ():
+            mean = torch.stack([peer.parameters[name] for peer in learned]).mean(0)
+            for peer in learned:
+                peer.parameters[name].copy_(mean)
+        for peer in learned:
+            peer.averaged()
+
+    def _step_together(self, step: int) -> None:
+        """Take one step of AdamW DDP: average and clip gradients; the very first replica's step is copied to all."""
+        first, *others = self.replicas
+        for stack in self.stacks:
+            stack.backward(step)
+            stack.give_gradients()
+        for index in self.loose:
+            self.replicas[index].backward(self.batches[index].train(step), step)
+        with torch.no_grad():
+            for name, parameter in first.parameters.items():
+                assert parameter.grad is not None
+                for other in others:
+                    theirs = other.parameters[name].grad
+                    assert theirs is not None
+                    parameter.grad += theirs
+                    other.parameters[name].grad = None
+                self.ranks.sum(parameter.grad)
+                parameter.grad /= self.count
+            if self.ranks.rank == 0:
+                first.optimizer.step(step, first.optimizer.gradient_norm())
+            for name, parameter in first.parameters.items():
+                parameter.grad = None
+                self.ranks.broadcast(parameter, 0)
+                for other in others:
+                    other.parameters[name].copy_(parameter)
+        for replica in self.replicas:
+            replica.step_own(step)
+        self._split()
+
+    @torch.no_grad()
+    def _split(self) -> None:
+        for stack in self.stacks:
+            stack.split_embedding()
+        for index in self.loose:
+            replica = self.replicas[index]
+            replica.split_embedding()
+            if replica.boundary is not None and replica.boundary.discards:
+                self.own_embeddings[index] = replica.parameters[EMBEDDING].detach().clone()
+
+    @torch.no_grad()
+    def _move_basis(self, round_: int) -> None:
+        """Update the one basis U that all replicas share by a Grassmann step (an ablation)."""
+        first = next((i for i, settings in enumerate(self.spec.config.replicas) if _moves(settings, round_)), None)
+        if first is None:
+            return
+        moved = self._moved_basis(first)
+        for replica in self.replicas:
+            if replica.boundary is not None and replica.boundary.basis is not None:
+                replica.boundary.move(moved)
+                replica.optimizer.basis = moved
+
+    def _moved_basis(self, index: int) -> Tensor:
+        """Return the basis [D, K] after a replica's Grassmann step, on every rank; `index` counts over all ranks."""
+        settings = self.spec.config.replicas[index]
+        assert isinstance(settings, ParticipantsReplica)
+        width = self.spec.shape.width
+        moved = self.theta[EMBEDDING].new_empty(width, settings.boundary.dimensions(width) or width)
+        if index in self.indices:
+            boundary = self.replicas[self.indices.index(index)].boundary
+            assert boundary is not None and boundary.basis is not None and boundary.last_gradient is not None
+            step = settings.boundary.ablations.grassmann_step
+            moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1), step)
+        self.ranks.broadcast(moved, self.ranks.owner(index, self.count))
+        return moved
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that the next round depends on; save it before continuing, as its tensors are in use."""
+        return {
+            "theta": self.theta,
+            "errors": self.errors,
+            "momentum": self.outer.momentum,
+            "own_embeddings": self.own_embeddings,
+            "ahead": self.ahead,
+            "local": self.local,
+            "bias": self.bias,
+            **self.measured.state(),
+            "replicas": [replica.state() for replica in self.replicas],
+            "batches": [batches.state() for batches in self.batches],
+            "is_stacked": self.is_stacked,
+            "stacks": [stack.optimizer.state() for stack in self.stacks],
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from the result of `state`, in a group of the same run."""
+        _copy(state["theta"], self.theta)
+        for error, saved in zip(self.errors, state["errors"], strict=True):
+            _copy(saved, error)
+        device = self.theta[EMBEDDING].device
+        self.outer.momentum = {name: tensor.to(device) for name, tensor in state["momentum"].items()}
+        self.own_embeddings = {index: tensor.to(device) for index, tensor in state["own_embeddings"].items()}
+        self.ahead = [{name: one.to(device) for name, one in ahead.items()} for ahead in state.get("ahead", ())]
+        self.local = {
+            index: {name: one.to(device) for name, one in local.items()}
+            for index, local in state.get("local", {}).items()
+        }
+        self.bias = state["bias"]
+        self.measured.load(state)
+        for replica, saved in zip(self.replicas, state["replicas"], strict=True):
+            replica.load(saved)
+        for batches, saved in zip(self.batches, state["batches"], strict=True):
+            batches.load(saved)
+        for stack, saved in zip(self.stacks, state["stacks"], strict=True):
+            stack.optimizer.load(saved)
+            stack.split_embedding()
+
+    def evaluate(self, rows: Sequence[Tensor] | None = None) -> float:
+        """Return the mean loss over the participating replicas, each in its own forward.
+
+        Equal forwards run once per rank. `rows`: batches [b, L + 1], here and below; the validation rows if None.
+        """
+        losses: dict[object, float] = {}
+        own = []
+        for index in self.taking_part:
+            key = _forward_of(self.settings[index])
+            if key not in losses:
+                losses[key] = self.replicas[index].evaluate(rows or self.validation)
+            own.append(losses[key])
+        return sum(self.ranks.gather(sum(own))) / sum(self.ranks.gather(len(own)))
+
+    @torch.no_grad()
+    def evaluate_uncompressed(self, rows: Sequence[Tensor] | None = None) -> float:
+        """Return the loss of the synced model without any boundary.
+
+        Uses the synced embedding, because a replica may have discarded a part of its own.
+        """
+        plain = WholeReplica("plain", self.replicas[0].module, self.spec.config.inner, self.spec.total_steps)
+        own, embedding = self.own_embeddings.get(0), plain.parameters[EMBEDDING]
+        if own is not None:
+            embedding.copy_(self.theta[EMBEDDING])
+        loss = plain.evaluate(rows or self.validation)
+        if own is not None:
+            embedding.copy_(own)
+        return loss
+
+    def evaluate_compressed(self, rows: Sequence[Tensor] | None = None) -> float | None:
+        """Return the loss in the forward of the first compressed replica, on every rank; None if there is none."""
+        first = next((i for i, settings in enumerate(self.spec.config.replicas) if _is_compressed(settings)), None)
+        if first is None:
+            return None
+        is_here = first in self.indices
+        loss = self.replicas[self.indices.index(first)].evaluate(rows or self.validation) if is_here else math.nan
+        return self.ranks.gather(loss)[self.ranks.owner(first, self.count)]
+
+
+def _is_compressed(replica: ReplicaSettings) -> bool:
+    """Return whether less than all of the replica's activations crosses in its forward."""
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return False
+    return replica.boundary.rank != "full" or replica.boundary.ablations.peer is not None
+
+
+def _moves(replica: ReplicaSettings, round_: int) -> bool:
+    """Return whether the replica updates the basis U after this round."""
+    if not isinstance(replica, ParticipantsReplica) or not _is_compressed(replica):
+        return False
+    every = replica.boundary.ablations.grassmann_every
+    return every is not None and round_ % every == 0
+
+
+def _forward_of(replica: ReplicaSettings) -> object:
+    """Return a key that is equal for replicas with equal forwards."""
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return None
+    owner = replica.name if replica.boundary.anchors is not None else None
+    return replica.boundary.model_dump_json(), str(replica.stages), owner
+
+
+def can_stack(replica: ReplicaSettings) -> bool:
+    """Return whether replicas with these settings can take their steps together."""
+    if not isinstance(replica, ParticipantsReplica):
+        return True
+    boundary = replica.boundary
+    return boundary.bits is None and boundary.anchors is None and boundary.ablations == AblationSettings()
+
+
+def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:
+    """Build the whole replica to which `member` belongs, with the snapshot's parameters."""
+    replica = member.replica
+    module = build_filled(spec.shape, snapshot.parameters, device=device)
+    boundary, cuts, ablations = None, [], None
+    anchors: list[Anchors] = []
+    peer = None
+    if isinstance(replica, ParticipantsReplica):
+        basis = None if snapshot.basis is None else snapshot.basis.to(device)
+        boundary = boundary_of(replica.boundary, spec.shape.width, basis)
+        cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
+        ablations = replica.boundary.ablations
+        for hop in range(len(cuts)):
+            of, own, rounds = (spec.config.seed, replica.name, hop), replica.boundary.anchors, spec.config.outer.rounds
+            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, rounds, *of)) is not None:
+                one.to(device)
+                anchors.append(one)
+        seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep the peers equal
+        peer = peer_of(replica.boundary, spec.shape, len(cuts), spec.config.inner, spec.total_steps, seed)
+        if isinstance(peer, OwnParameters):
+            peer.to(device)
+    whole = TableReplica(
+        replica.name,
+        module,
+        spec.config.inner,
+        spec.total_steps,
+        replica.micro_batches,
+        boundary=boundary,
+        cuts=cuts,
+        seed=spec.config.seed,
+        ablations=ablations,
+        anchors=anchors,
+    )
+    whole.peer = peer
+    return whole
+
+
+def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parameters.items()}
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
