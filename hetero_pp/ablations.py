@@ -8,13 +8,13 @@ width, K rank, F any.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hetero_pp.settings import AddedLater, Ratio, Settings
+from hetero_pp.settings import Ratio, Settings
 
 OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
 """W_p1 and W_p2 [D, F]: their outputs in the residual stream should lie in the subspace. Het-PP names only W_p1."""
@@ -50,12 +50,8 @@ class AblationSettings(Settings):
     grassmann_every: int | None = Field(
         None, ge=1, description="outer rounds between updates of U along the gradients (only in `reproduce`)"
     )
-    grassmann_step: Annotated[float, AddedLater()] = Field(
-        0.1, gt=0, description="size of such an update: its largest angle's tangent"
-    )
-    peer: Annotated[PeerSettings | None, AddedLater()] = Field(
-        None, description="another's boundary instead (only in `reproduce`)"
-    )
+    grassmann_step: float = Field(0.1, gt=0, description="size of such an update: its largest angle's tangent")
+    peer: PeerSettings | None = Field(None, description="another's boundary instead (only in `reproduce`)")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSeco
 from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model import EMBEDDING, LAYERS
-from hetero_pp.settings import AddedLater, Beta, NotPartOf, Seconds, Settings
+from hetero_pp.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.units import format_count, format_seconds
 
 
@@ -29,7 +29,7 @@ class InnerSettings(Settings):
     steps: int | None = Field(
         10, ge=1, description="inner steps between outer rounds, H in the papers; or `seconds`, and then null"
     )
-    seconds: Annotated[Seconds | None, AddedLater()] = Field(
+    seconds: Seconds | None = Field(
         None, gt=0, description="instead of `steps`: every replica takes as many as fit, and at least one"
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
@@ -37,13 +37,13 @@ class InnerSettings(Settings):
         0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
     )
     warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(10, ge=0, description="with `steps`")
-    warmup_rounds: Annotated[float | None, NotPartOf.PAST, AddedLater()] = Field(
+    warmup_rounds: Annotated[float | None, NotPartOf.PAST] = Field(
         None, ge=0, allow_inf_nan=False, description="the same with `seconds`, 1 if nothing is said"
     )
-    optimizer: Annotated[Literal["adamw", "sgd", "muon"], AddedLater()] = Field(
+    optimizer: Literal["adamw", "sgd", "muon"] = Field(
         "adamw", description="`muon` trains the matrices of layers, and AdamW all else"
     )
-    momentum: Annotated[float | None, AddedLater()] = Field(
+    momentum: float | None = Field(
         None, ge=0, lt=1, description="of SGD, which has none unless it is said; of Muon, 0.95 unless it is said"
     )
     betas: tuple[Beta, Beta] = (0.9, 0.95)

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
 from hetero_pp.links import RELAYED
-from hetero_pp.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
+from hetero_pp.settings import Duration, NotPartOf, Ratio, Settings
 from hetero_pp.units import parse_fraction
 
 
@@ -83,7 +83,7 @@ class AnchorSettings(Settings):
     """Tables by token that receivers of boundaries learn locally, and that are never sent (stages/anchors.py)."""
 
     rank: Rank = Field(description="columns of a table; `full`: as many as the model is wide")
-    fade: Annotated[tuple[Ratio, Ratio] | None, AddedLater()] = Field(
+    fade: tuple[Ratio, Ratio] | None = Field(
         None,
         description="from when to when they fade, as shares of the run's rounds: after that they add nothing, so that "
         "the model without them is as good",
@@ -119,9 +119,7 @@ class BoundarySettings(Settings):
     dtype: Literal["fp32", "bf16"] = "bf16"
     ablations: AblationSettings = AblationSettings()
     bits: int | None = Field(None, ge=2, le=8, description="send each number in so few bits, instead of `dtype`")
-    anchors: Annotated[AnchorSettings | None, AddedLater()] = Field(
-        None, description="what receivers learn by themselves of what is dropped"
-    )
+    anchors: AnchorSettings | None = Field(None, description="what receivers learn by themselves of what is dropped")
 
     def dimensions(self, width: int) -> int | None:
         """Return k for a model of this width d; None if the boundary is not compressed."""
@@ -170,7 +168,7 @@ class _Replica(Settings):
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="the kind of line of each of its machines to all others, from `lines`"
     )
-    optional: Annotated[bool, AddedLater()] = Field(
+    optional: bool = Field(
         False, description="the run begins and goes on without it, and with it while all of its places are taken"
     )
 
@@ -233,7 +231,7 @@ class ParticipantsReplica(_Replica):
     """Replica of S low-bandwidth machines with one pipeline stage each."""
 
     kind: Literal["participants"]
-    count: Annotated[str | int | None, AddedLater()] = Field(
+    count: str | int | None = Field(
         None,
         description="how many such groups there are; `2..50`: two that the run needs, and up to 50 that form whenever "
         "enough join. They are called home-1, home-2 and so on",
@@ -330,9 +328,7 @@ class ExchangeSettings(Settings):
     """Address of the exchange, and the conditions under which a round closes."""
 
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
-    insecure: Annotated[bool, AddedLater()] = Field(
-        False, description="without TLS beyond this machine, too: on a network that is yours"
-    )
+    insecure: bool = Field(False, description="without TLS beyond this machine, too: on a network that is yours")
     timeout: Duration = Field(
         3600.0,
         gt=0,
@@ -347,7 +343,7 @@ class ExchangeSettings(Settings):
     )
     lease: LeaseSettings = LeaseSettings()
     hang: HangSettings = HangSettings()
-    magnitudes: Annotated[MagnitudeSettings, AddedLater()] = MagnitudeSettings()
+    magnitudes: MagnitudeSettings = MagnitudeSettings()
 
 
 @dataclass(frozen=True)

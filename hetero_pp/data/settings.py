@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
+from hetero_pp.settings import NotPartOf, Ratio, Settings
 
 STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"
@@ -71,7 +71,7 @@ class DataSettings(Settings):
     repeat: Annotated[bool, NotPartOf.OUTCOME] = Field(
         True, description="whether training may read the corpus more than once"
     )
-    clusters: Annotated[int | None, AddedLater()] = Field(
+    clusters: int | None = Field(
         None,
         ge=1,
         le=1024,

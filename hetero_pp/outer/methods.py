@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from hetero_pp.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
+from hetero_pp.settings import Beta, NotPartOf, Ratio, Settings
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9}
@@ -110,62 +110,60 @@ class OuterSettings(Settings):
         "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1.0, gt=0, description="eta in the paper")
-    final_learning_rate_share: Annotated[float, NotPartOf.PAST, AddedLater()] = Field(
+    final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
         1.0, ge=0, le=1, description="of `learning_rate`, at the end of a cosine over the rounds; 1: it stays"
     )
-    warmup_rounds: Annotated[int, NotPartOf.PAST, AddedLater()] = Field(
-        0, ge=0, description="in which `learning_rate` is reached"
-    )
-    aggregation: Annotated[Literal["mean", "sign"], AddedLater()] = Field(
+    warmup_rounds: Annotated[int, NotPartOf.PAST] = Field(0, ge=0, description="in which `learning_rate` is reached")
+    aggregation: Literal["mean", "sign"] = Field(
         "mean", description="what the outer step takes: the mean of what was sent, or its signs, as DeMo does"
     )
-    optimizer: Annotated[Literal["sgd", "adam"], AddedLater()] = Field(
+    optimizer: Literal["sgd", "adam"] = Field(
         "sgd", description="of the outer step: SGD with `momentum` and `nesterov`, or Adam with `betas` and `epsilon`"
     )
-    betas: Annotated[tuple[Beta, Beta], AddedLater()] = Field((0.9, 0.95), description="of outer Adam's two moments")
-    epsilon: Annotated[float, AddedLater()] = Field(0.1, gt=0, description="of outer Adam; DiLoCo's section 3.1")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of outer Adam's two moments")
+    epsilon: float = Field(0.1, gt=0, description="of outer Adam; DiLoCo's section 3.1")
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
     divides_by: Literal["replicas", "senders"] = Field(
         "replicas", description="the mean of a coordinate is over all replicas, or over those that sent it"
     )
-    weights: Annotated[Literal["equal", "tokens", "examples"], AddedLater()] = Field(
+    weights: Literal["equal", "tokens", "examples"] = Field(
         "equal",
         description="of contributions in a round's mean; `tokens`: by how many a replica trained on in it; `examples`: "
         "by how many sequences its shard of the text has (DiLoCo, section 6.1, of shards that differ)",
     )
-    returned: Annotated[Ratio, AddedLater()] = Field(
+    returned: Ratio = Field(
         0.5, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
     )
-    keep_local: Annotated[bool, AddedLater()] = Field(
+    keep_local: bool = Field(
         False,
         description="a replica that a round does not count trains on from its own weights, and sends all of its way "
         "once it is counted; `returned` is then of contributions that were left out as too large",
     )
-    overlap: Annotated[Literal[0, 1], AddedLater()] = Field(
+    overlap: Literal[0, 1] = Field(
         0,
         description="1: a replica trains the next round while its contribution is on its way",
     )
-    presumed: Annotated[Ratio | None, AddedLater()] = Field(
+    presumed: Ratio | None = Field(
         None,
         description="with overlap, how much of what a replica has sent it takes for applied meanwhile; by default all "
         "where every value is sent, else half",
     )
-    missed: Annotated[Ratio, AddedLater()] = Field(
+    missed: Ratio = Field(
         0.0, ge=0, lt=1, description="share of the contributions that `reproduce` does not count, drawn at random"
     )
-    taking_part: Annotated[dict[PositiveInt, PositiveInt], AddedLater()] = Field(
+    taking_part: dict[PositiveInt, PositiveInt] = Field(
         {},
         description="from which round on how many replicas take part, the first ones of the list; the others wait "
         "(DiLoCo, figure 7). Empty: all of them, in every round",
     )
-    pretraining: Annotated[int, AddedLater()] = Field(
+    pretraining: int = Field(
         0,
         ge=0,
         description="rounds in which only the first replica trains, and theta becomes its parameters: the outer "
         "optimizer begins after them (DiLoCo, figure 3)",
     )
-    averages_moments: Annotated[bool, AddedLater()] = Field(
+    averages_moments: bool = Field(
         False,
         description="the moments of replicas' inner AdamW are averaged each round, too, which is three times as much "
         "to send (DiLoCo, section 6.1); in `hetero-pp reproduce` alone",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
+from hetero_pp.settings import NotPartOf, Ratio, Settings
 
 _Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
 """Rows or columns of a chunk; a contribution has four bytes for it."""
@@ -19,7 +19,7 @@ class CompressionSettings(Settings):
 
     density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept, k / chunk")
     tile: tuple[_Length, _Length] = Field((64, 64), description="rows and columns of a chunk of a matrix")
-    transform: Annotated[Literal["none", "dct"], AddedLater()] = Field(
+    transform: Literal["none", "dct"] = Field(
         "none", description="dct: what is kept, sent and averaged are the coefficients of each chunk's cosine transform"
     )
     selection: Literal["top_k", "random_k"] = Field("top_k", description="which values of a chunk are kept")
@@ -29,12 +29,12 @@ class CompressionSettings(Settings):
     value_bits: Literal[1, 2, 3, 4, 8, 32] = Field(
         1, description="bits of a kept value; 32 sends it as it is. More than 1 bit: `quantiser: levels`"
     )
-    memory: Annotated[Literal["error_feedback", "momentum"], AddedLater()] = Field(
+    memory: Literal["error_feedback", "momentum"] = Field(
         "error_feedback",
         description="what a replica keeps of its rounds: what it has not sent; or a momentum of its own, which it "
         "sends with each difference (DiLoCo-LOM)",
     )
-    memory_drops: Annotated[Ratio, AddedLater()] = Field(
+    memory_drops: Ratio = Field(
         0.0, ge=0, le=1, description="share of each chunk of that momentum, the largest, that it does not keep (Sub-k)"
     )
     error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper, of either memory")

@@ -15,13 +15,13 @@ from hetero_pp.settings import NotPartOf, Settings, meaning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {
-    "quickstart": "90a6a1d8c0964c199c9b12b47beac896",
-    "mixed_engines": "20c524cb7e632844042e4c68f3c2d31e",
-    "unequal_groups": "fa07c5d689f94821463a7efe9fe1831c",
-    "plan/unequal": "e772898713135ba2261a44ceb52b85f4",
-    "paper/1b": "feb8ed7d152a3608d7b5934ee9568bfe",
-    "paper/het_pp_97_percent": "16fcd6cf70c9955bb7302f7d32d0091c",
-    "simulate/million": "5d1f7d683fd5b48fe0e94acbc4f8cc23",
+    "quickstart": "156d47277f2398fb904b3b93dd88a60f",
+    "mixed_engines": "69376272edab1e360bd09e386c8a3e7d",
+    "unequal_groups": "93ce106b08ee1e7729476972b0aa94fb",
+    "plan/unequal": "267793b7d7e01ddc625f2cb859f472ef",
+    "paper/1b": "0c7533d9d276f256a3872914bfe70cd7",
+    "paper/het_pp_97_percent": "a92d1e5a8a97d15714c65de155db5f2d",
+    "simulate/million": "7bd38082f1c0c221da534efe5245d6c1",
 }
 """Runs that were begun are gone on with under these names."""
 
