@@ -34,12 +34,12 @@ from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.run.folder import CACHE
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import columns_of, expand_gradient, project
 from hetero_pp.topology import ParticipantsReplica
-from replica_groups.whole import WholeReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters
@@ -51,7 +51,7 @@ SMOKE = {"scale": "least", "seeds": 1}
 Change = Callable[[AllReplicas], None]
 
 
-def compressed(group: AllReplicas) -> list[tuple[WholeReplica, ParticipantsReplica]]:
+def compressed(group: AllReplicas) -> list[tuple[TableReplica, ParticipantsReplica]]:
     """Those that an idea changes."""
     pairs = zip(group.replicas, group.settings, strict=True)
     return [(replica, settings) for replica, settings in pairs if isinstance(settings, ParticipantsReplica)]

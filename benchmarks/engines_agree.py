@@ -40,6 +40,7 @@ from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of
 from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import CACHE, RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
@@ -117,7 +118,8 @@ def train(job: Job, way: str) -> list[float]:
         return result.validation_loss
     folder = RunFolder(RUNS / job.config.name)
     yaml = RUNS / "run.yaml"
-    save_config(job.config, yaml)
+    run = job.config.model_dump(mode="json", exclude={"research"})  # a row without settings that only tables have
+    save_config(RunConfig.model_validate(run), yaml)
     with redirect_stdout(StringIO()):
         run_topology(yaml, [], RUNS, in_process=way == "staged", new=True)
     losses: list[float] = json.loads(folder.summary.read_text())["validation_loss"]

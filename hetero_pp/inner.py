@@ -15,7 +15,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, project_weights
 from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model import EMBEDDING, LAYERS
@@ -117,8 +116,7 @@ class InnerOptimizer:
     """Optimizer of the parameters of one replica, or of one stage of it.
 
     In a replica with compressed boundaries T_perp is fixed during the inner loop. So the embedding's weight decay acts
-    only on T_S = TE - T_perp. Set `perpendicular` to T_perp [V, D] after every outer round. `ablations` need the basis
-    U [D, K].
+    only on T_S = TE - T_perp. Set `perpendicular` to T_perp [V, D] after every outer round.
     """
 
     leading_dimensions = 0
@@ -129,8 +127,6 @@ class InnerOptimizer:
         parameters: Mapping[str, nn.Parameter],
         settings: InnerSettings,
         total_steps: int | None,
-        basis: Tensor | None = None,
-        ablations: AblationSettings | None = None,
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps
@@ -142,12 +138,6 @@ class InnerOptimizer:
         self._parameters = list(parameters.values())
         self._embedding = parameters.get(EMBEDDING)
         self._perpendicular: Tensor | None = None
-        self.basis = basis
-        """U [D, K] of the replica's boundaries, for ablations; it may change only with a new split."""
-        self._ablations = ablations if ablations is not None and basis is not None else AblationSettings()
-        self._coefficients: nn.Parameter | None = None
-        if self._ablations.embedding == "coefficients" and self._embedding is not None and basis is not None:
-            self._coefficients = nn.Parameter(self._embedding.detach() @ basis)
         self.optimizers = self._build()
 
     def _build(self) -> list[torch.optim.Optimizer]:
@@ -168,34 +158,22 @@ class InnerOptimizer:
 
     def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
-        shared = [group for group in groups if "shared_dim" in group] if self._ablations.modified_adamw else []
-        plain = [{k: v for k, v in group.items() if k != "shared_dim"} for group in groups if group not in shared]
-        optimizers: list[torch.optim.Optimizer] = []
-        if plain:
-            optimizers.append(torch.optim.AdamW(plain, lr=rate, betas=betas, eps=epsilon, fused=True))
-        if shared:
-            optimizers.append(SharedSecondMomentAdamW(shared, lr=rate, betas=betas, eps=epsilon))
-        return optimizers
+        return [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)] if groups else []
 
     def _groups(self) -> Iterator[dict[str, Any]]:
-        """Yield groups of matrices, norms, and the embedding; `shared_dim` marks the groups for modified AdamW."""
+        """Yield groups of matrices, norms, and the embedding."""
         decay = self.settings.weight_decay
         matrices = {name: p for name, p in self._named.items() if self._is_matrix(p) and name != EMBEDDING}
-        special = [p for name, p in matrices.items() if name.endswith(OUTPUT_PROJECTIONS)]
-        if not self._ablations.modified_adamw:
-            special = []
         hidden: list[nn.Parameter] = []
         if self.settings.optimizer == "muon":
             hidden = [matrices.pop(name) for name in list(matrices) if name.startswith(LAYERS)]
         found: list[dict[str, Any]] = [
-            {"params": [p for p in matrices.values() if not any(p is s for s in special)], "weight_decay": decay},
+            {"params": list(matrices.values()), "weight_decay": decay},
             {"params": hidden, "weight_decay": decay, "is_hidden": True},
             {"params": [p for p in self._parameters if not self._is_matrix(p)], "weight_decay": 0.0},
-            {"params": special, "weight_decay": decay, "shared_dim": 0},
         ]
-        trained = self._coefficients if self._coefficients is not None else self._embedding
-        if trained is not None:
-            found.append({"params": [trained], "weight_decay": decay, "shared_dim": 1, "embeds": True})
+        if self._embedding is not None:
+            found.append({"params": [self._embedding], "weight_decay": decay, "embeds": True})
         return (group for group in found if group["params"])
 
     def _is_matrix(self, parameter: Tensor) -> bool:
@@ -209,14 +187,13 @@ class InnerOptimizer:
     @perpendicular.setter
     def perpendicular(self, table: Tensor | None) -> None:
         self._perpendicular = table
-        if self._coefficients is None:
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    if group.get("embeds"):
-                        group["weight_decay"] = self.settings.weight_decay if table is None else 0.0
-        if self._coefficients is not None and self._embedding is not None and self.basis is not None:
-            with torch.no_grad():
-                self._coefficients.copy_(self._embedding @ self.basis)
+        self._take_perpendicular(table)
+
+    def _take_perpendicular(self, table: Tensor | None) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if group.get("embeds"):
+                    group["weight_decay"] = self.settings.weight_decay if table is None else 0.0
 
     def follow(self, rates: LearningRates) -> None:
         """Use other learning rates from the next step on."""
@@ -251,7 +228,6 @@ class InnerOptimizer:
         self._before(rate)
         for optimizer in self.optimizers:
             optimizer.step()
-        self._after()
         for parameter in self._parameters:
             parameter.grad = None
         return rate
@@ -261,26 +237,7 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def _before(self, rate: float) -> None:
-        """Apply weight decay to T_S, or project the embedding's gradient, in a replica with compressed boundaries."""
+        """Apply weight decay to T_S in a replica with compressed boundaries."""
         embedding, table = self._embedding, self._perpendicular
-        if embedding is None or table is None:
-            return
-        if self._coefficients is not None and embedding.grad is not None and self.basis is not None:
-            self._coefficients.grad = embedding.grad @ self.basis
-            return
-        embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))
-
-    @torch.no_grad()
-    def _after(self) -> None:
-        embedding, table, basis = self._embedding, self._perpendicular, self.basis
-        if basis is None:
-            return
-        if self._ablations.weight_projection:
-            which = OUTPUT_PROJECTIONS[:1] if self._ablations.weight_projection == "w_p1" else OUTPUT_PROJECTIONS
-            project_weights(self._named, basis, which)
-        if embedding is None or table is None:
-            return
-        if self._coefficients is not None:
-            embedding.copy_(table + self._coefficients @ basis.T)
-        elif self._ablations.embedding == "projected":
-            embedding.copy_(table + ((embedding - table) @ basis) @ basis.T)
+        if embedding is not None and table is not None:
+            embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))

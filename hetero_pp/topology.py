@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
 from hetero_pp.links import RELAYED
 from hetero_pp.settings import Duration, NotPartOf, Ratio, Settings
@@ -117,7 +116,6 @@ class BoundarySettings(Settings):
 
     rank: Rank = "full"
     dtype: Literal["fp32", "bf16"] = "bf16"
-    ablations: AblationSettings = AblationSettings()
     bits: int | None = Field(None, ge=2, le=8, description="send each number in so few bits, instead of `dtype`")
     anchors: AnchorSettings | None = Field(None, description="what receivers learn by themselves of what is dropped")
 

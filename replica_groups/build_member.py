@@ -100,7 +100,7 @@ def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, s
     module = build_filled(spec.shape, start.parameters, stage)
     rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
     anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of)
-    return Stage(stage, module, boundary, inner, spec.total_steps, settings.ablations, anchors)
+    return Stage(stage, module, boundary, inner, spec.total_steps, anchors)
 
 
 def device_of(replica: DatacenterReplica) -> torch.device:

@@ -145,7 +145,7 @@ class OuterRound:
         self.starts: dict[str, Tensor] = {}
         """This rank's rows of the replica's parameters at the start of a round, where they differ from theta.
 
-        They differ if the previous round is still in progress, and in an ablation of the embedding's split.
+        They differ if the previous round is still in progress.
         """
         self.blocked = 0.0
         """Seconds spent waiting for the exchange; callers reset it to 0."""

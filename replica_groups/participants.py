@@ -79,10 +79,7 @@ class StageMember:
 
     def start_round(self, outer: OuterRound) -> None:
         if EMBEDDING in outer.theta:
-            stage = self.worker.stage
-            stage.split_embedding(outer.theta[EMBEDDING])
-            if stage.boundary.discards and EMBEDDING in stage.parameters:
-                outer.starts[EMBEDDING] = stage.parameters[EMBEDDING].detach().clone()
+            self.worker.stage.split_embedding(outer.theta[EMBEDDING])
 
     def remember(self, ahead: bool = False) -> None:
         self._moments.remember(self._keeps_moments)

@@ -19,16 +19,7 @@ from hetero_pp.topology import BoundarySettings
 
 def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) -> Boundary:
     """Return the boundary of a model of this width; `basis` [D, K'] has at least the columns that it needs."""
-    own = columns_of(basis, settings.dimensions(width))
-    ablations = settings.ablations
-    return Boundary(
-        width,
-        format_of(settings),
-        own,
-        is_stale=ablations.adaptation != "on",
-        discards=ablations.adaptation == "discarded",
-        keeps_gradient=ablations.grassmann_every is not None,
-    )
+    return Boundary(width, format_of(settings), columns_of(basis, settings.dimensions(width)))
 
 
 @dataclass
@@ -40,13 +31,6 @@ class Boundary:
     basis: Tensor | None = None
     perpendicular: Tensor | None = None
     """T_perp [V, D], at a receiver of compressed activations."""
-    is_stale: bool = False
-    """Whether T_perp stays as in the first split (an ablation)."""
-    discards: bool = False
-    """Whether replicas also drop what the synchronized embedding gained outside the subspace since (an ablation)."""
-    keeps_gradient: bool = False
-    last_gradient: Tensor | None = None
-    """Newest gradient [B, L, D] that crossed, if `keeps_gradient` (for Grassmann updates of U, an ablation)."""
 
     @property
     def dimensions(self) -> int:
@@ -55,18 +39,12 @@ class Boundary:
 
     def split(self, embedding: Tensor) -> None:
         """Derive T_perp from the synchronized token embedding [V, D]."""
-        if self.basis is not None and not (self.is_stale and self.perpendicular is not None):
+        if self.basis is not None:
             self.perpendicular = perpendicular(embedding.detach(), self.basis)
-
-    @torch.no_grad()
-    def discard(self, embedding: Tensor) -> None:
-        """Replace the embedding [V, D], in place, by its projected form at the start of a round, if it `discards`."""
-        if self.discards and self.basis is not None and self.perpendicular is not None:
-            embedding.copy_(self.perpendicular + (embedding @ self.basis) @ self.basis.T)
 
     def move(self, basis_DK: Tensor) -> None:
         """Change to another basis, at an outer round; the embedding has to be split again."""
-        self.basis, self.perpendicular, self.last_gradient = basis_DK, None, None
+        self.basis, self.perpendicular = basis_DK, None
 
     def encode_activation(self, x_BLD: Tensor) -> Symbols:
         """Encode the sender's output [B, L, D] for the receiver."""
@@ -108,6 +86,4 @@ class _Crossing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (key,) = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
-        if boundary.keeps_gradient:
-            boundary.last_gradient = gradients[0].detach()
         return boundary.decode_gradient(boundary.encode_gradient(gradients[0], key)), None, None, None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import Symbols
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.learning_rates import LearningRates
@@ -41,7 +40,6 @@ class Stage:
         boundary: Boundary,
         inner: InnerSettings,
         total_steps: int | None,
-        ablations: AblationSettings | None = None,
         anchors: Anchors | None = None,
     ) -> None:
         """Create a stage. `anchors` are those of the boundary before it."""
@@ -50,7 +48,7 @@ class Stage:
         self.boundary = boundary
         self.anchors = anchors
         self.parameters = parameters_of(module)
-        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps, boundary.basis, ablations)
+        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
@@ -64,7 +62,6 @@ class Stage:
             self.boundary.split(embedding)
         elif self.boundary.basis is not None and EMBEDDING in self.parameters and self.spec.count > 1:
             self.boundary.split(embedding)
-            self.boundary.discard(self.parameters[EMBEDDING])
             self.optimizer.perpendicular = self.boundary.perpendicular
 
     def forward(self, micro_batch: int, tokens: Tensor, came: Symbols | None, micro_batches: int) -> Tensor:
@@ -131,17 +128,14 @@ class Stage:
 
     def state(self) -> dict[str, Any]:
         """Return what the next step needs beside the synchronized parameters, as tensors that are still in use."""
-        perpendicular = self.boundary.perpendicular if self.boundary.is_stale else None
         anchors = {} if self.anchors is None else {"anchors": self.anchors.state()}
-        return {"optimizer": self.optimizer.state(), "perpendicular": perpendicular} | anchors
+        return {"optimizer": self.optimizer.state()} | anchors
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state`; the embedding has to be split after that."""
         self.optimizer.load(state["optimizer"])
         if self.anchors is not None:
             self.anchors.load(state["anchors"])
-        if state["perpendicular"] is not None:
-            self.boundary.perpendicular = state["perpendicular"]
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, came: Symbols | None) -> Tensor:

@@ -72,7 +72,7 @@ class GradientOptimizer:
         """Change theta in place, after every tensor was taken."""
         if self._adamw is None:
             ordered = dict(sorted(self._parameters.items()))
-            self._adamw = InnerOptimizer(ordered, self._inner, self._total_steps, self._basis)
+            self._adamw = InnerOptimizer(ordered, self._inner, self._total_steps)
             self._give_moments(self._adamw)
         if self._rates is not None:
             self._adamw.follow(self._rates)

@@ -149,9 +149,6 @@ class OuterSettings(Settings):
         description="with overlap, how much of what a replica has sent it takes for applied meanwhile; by default all "
         "where every value is sent, else half",
     )
-    missed: Ratio = Field(
-        0.0, ge=0, lt=1, description="share of the contributions that `reproduce` does not count, drawn at random"
-    )
     taking_part: dict[PositiveInt, PositiveInt] = Field(
         {},
         description="from which round on how many replicas take part, the first ones of the list; the others wait "
@@ -162,11 +159,6 @@ class OuterSettings(Settings):
         ge=0,
         description="rounds in which only the first replica trains, and theta becomes its parameters: the outer "
         "optimizer begins after them (DiLoCo, figure 3)",
-    )
-    averages_moments: bool = Field(
-        False,
-        description="the moments of replicas' inner AdamW are averaged each round, too, which is three times as much "
-        "to send (DiLoCo, section 6.1); in `hetero-pp reproduce` alone",
     )
     compression: CompressionSettings = CompressionSettings()
 
@@ -313,14 +305,6 @@ class OuterSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _gradients_are_all_counted(self) -> OuterSettings:
-        if self.missed > 0 and self.source == "gradient":
-            raise ValueError(
-                f"found missed {self.missed:g} with averaged gradients, expected 0 or averaged differences"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _who_takes_part_begins_with_the_round(self) -> OuterSettings:
         if not self.counts:
             return self
@@ -340,22 +324,6 @@ class OuterSettings(Settings):
                 raise ValueError(
                     f"{self.method}: found {found} with `{cell}`, expected `source: difference`, `overlap: 0` and "
                     "`keep_local: false`"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _moments_are_of_all_replicas(self) -> OuterSettings:
-        parts = {
-            "averaged gradients": self.source == "gradient",
-            "`overlap: 1`": self.overlap > 0,
-            "`taking_part` or `pretraining`": len(self.counts) > 0,
-            "`missed`": self.missed > 0,
-        }
-        for found, is_so in parts.items():
-            if is_so and self.averages_moments:
-                raise ValueError(
-                    f"{self.method}: found {found} with `averages_moments`, expected `source: difference`, "
-                    "`overlap: 0` and all replicas in every round"
                 )
         return self
 

@@ -133,8 +133,6 @@ class RunConfig(Settings):
             self._require_whole_boundaries()
         if self.outer.counts:
             self._require_who_can_wait()
-        if self.outer.averages_moments:
-            self._require_moments()
         if self.data.clusters is not None and self.data.clusters < len(self.replicas):
             found = f"found {self.data.clusters}, expected at least one for each of {len(self.replicas)} replicas"
             raise ConfigError(("data", "clusters"), found)
@@ -144,32 +142,10 @@ class RunConfig(Settings):
         found = f"found `{self.inner.optimizer}`, expected `adamw`"
         if self.outer.source == "gradient":
             raise ConfigError(("inner", "optimizer"), f"{found} with method {self.outer.method}")
-        for index, replica in enumerate(self.replicas):
+        for replica in self.replicas:
             if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
                 raise ConfigError(
                     ("inner", "optimizer"), f"{found} with the engine `{replica.engine}` of {replica.name}"
-                )
-            if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.modified_adamw:
-                here = ("replicas", index, "boundary", "ablations", "modified_adamw")
-                raise ConfigError(
-                    here,
-                    f"found this key with `inner.optimizer: {self.inner.optimizer}`, expected `inner.optimizer: adamw`",
-                )
-
-    def _require_moments(self) -> None:
-        """Raise ConfigError if some replicas lack AdamW's own two moments of each parameter."""
-        if self.inner.optimizer != "adamw":
-            told = f"found `{self.inner.optimizer}` with `outer.averages_moments`, expected `adamw`"
-            raise ConfigError(("inner", "optimizer"), told)
-        for index, replica in enumerate(self.replicas):
-            ablations = replica.boundary.ablations if isinstance(replica, ParticipantsReplica) else None
-            if ablations is not None and (ablations.modified_adamw or ablations.embedding == "coefficients"):
-                key = "modified_adamw" if ablations.modified_adamw else "embedding"
-                here = ("replicas", index, "boundary", "ablations", key)
-                raise ConfigError(
-                    here,
-                    "found this key with `outer.averages_moments`, expected only one of them: averaging needs "
-                    "AdamW's own moments",
                 )
 
     def _require_rounds_that_overlap(self) -> None:
@@ -179,10 +155,6 @@ class RunConfig(Settings):
                 ("outer", "overlap"),
                 "found 1 with `inner.seconds`, expected 0, or `inner.steps`: a round's seconds count from its opening",
             )
-        for index, replica in enumerate(self.replicas):
-            if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.adaptation == "discarded":
-                here = ("replicas", index, "boundary", "ablations", "adaptation")
-                raise ConfigError(here, "found `discarded` with `outer.overlap: 1`, expected `on` or `stale`")
 
     def _require_whole_boundaries(self) -> None:
         """Raise ConfigError for a subspace: the embedding is split by values that replicas share, not by local ones."""
@@ -192,17 +164,11 @@ class RunConfig(Settings):
                 raise ConfigError(here, f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`")
 
     def _require_who_can_wait(self) -> None:
-        """Raise ConfigError for more replicas than exist, and for settings that all replicas have to keep equal."""
+        """Raise ConfigError for more replicas than exist."""
         for since, count in self.outer.taking_part.items():
             if count > len(self.replicas):
                 found = f"found {count}, expected at most the {len(self.replicas)} replicas that there are"
                 raise ConfigError(("outer", "taking_part", since), found)
-        for index, replica in enumerate(self.replicas):
-            ablations = replica.boundary.ablations if isinstance(replica, ParticipantsReplica) else None
-            if ablations is not None and (ablations.peer is not None or ablations.grassmann_every is not None):
-                here = ("replicas", index, "boundary", "ablations", "peer" if ablations.peer else "grassmann_every")
-                cell = "`outer.taking_part`" if self.outer.taking_part else "`outer.pretraining`"
-                raise ConfigError(here, f"found this key with {cell}, expected only one of them")
 
     @property
     def states_every(self) -> int:

@@ -102,9 +102,21 @@ def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> Con
     return ConfigError(detail["loc"], _explain(detail, model))
 
 
+_ONLY_IN_ROWS = {
+    "missed": "the cell `research.missed`",
+    "averages_moments": "the cell `research.averages_moments`",
+    "ablations": "`ablations`",
+    "research": "cells such as `research.missed`",
+}
+"""Keys that a run's YAML cannot have, and where a row has each."""
+
+
 def _explain(detail: Any, model: type[BaseModel]) -> str:
     kind, message, key = detail["type"], detail["msg"], detail["loc"]
     if kind == "extra_forbidden":
+        if key[-1] in _ONLY_IN_ROWS:
+            where = f"{_ONLY_IN_ROWS[key[-1]]} of a table's row"
+            return f"found a key that only `hetero-pp reproduce` reads, expected it in {where} (docs/experiments.md)"
         known = keys_beside(key, model)
         close = difflib.get_close_matches(str(key[-1]), known, n=1)
         hint = f"; did you mean `{close[0]}`?" if close else ""

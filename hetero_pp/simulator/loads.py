@@ -106,10 +106,3 @@ def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
                 for block, shapes in blocks.items()
             }
     return {replica.name: by_length[len(replica.name.encode())] for replica in spec.config.replicas}
-
-
-def contribution_bytes(spec: RunSpec, rounds: int) -> int:
-    """Return the bytes of all contributions to the first `rounds` rounds, with averaged moments if there are any."""
-    moments = 8 * sum(map(math.prod, spec.parameter_shapes.values())) if spec.config.outer.averages_moments else 0
-    sizes = {replica: sum(blobs.values()) + moments for replica, blobs in blob_sizes(spec).items()}
-    return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in spec.replicas_in(round_))

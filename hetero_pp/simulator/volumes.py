@@ -67,10 +67,8 @@ def wire_bytes_of(messages: Iterable[tuple[int, int]]) -> float:
 
 
 def check_exchange(spec: RunSpec) -> None:
-    """Raise ConfigError for impossible sites, shared lines or rings, or averaged moments."""
+    """Raise ConfigError for impossible sites, shared lines or rings."""
     simulate = spec.config.simulate
-    if spec.config.outer.averages_moments:
-        raise ConfigError(("outer", "averages_moments"), "found true, expected false: members do not send moments")
     seen: set[str] = set()
     for name, site in simulate.sites.items():
         key = ("simulate", "sites", name)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetero_pp.ablations import AblationSettings
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import LAYERS, block_of
 from hetero_pp.outer.methods import OuterSettings
@@ -164,10 +163,8 @@ def contribution_limits(spec: RunSpec) -> ContributionLimits | None:
 
 
 def _steps_as_configured(replica: ReplicaSettings) -> bool:
-    """Whether its inner optimizer is the one of `inner`, and nothing else moves its parameters."""
-    if isinstance(replica, DatacenterReplica):
-        return "optimizer" not in replica.deepspeed
-    return replica.boundary.ablations == AblationSettings()
+    """Return whether its inner optimizer is the one of `inner`."""
+    return not isinstance(replica, DatacenterReplica) or "optimizer" not in replica.deepspeed
 
 
 def inner_steps(spec: RunSpec) -> range:

@@ -147,8 +147,6 @@ def test_a_configuration_that_bounds_nothing_has_no_limits() -> None:
     assert contribution_limits(_spec({"steps": 4, "optimizer": "sgd", "clip_norm": None})) is None
     assert contribution_limits(_spec({"steps": 4}, {"keep_local": True})) is None
     assert contribution_limits(_spec({"steps": 1}, {"method": "adamw_ddp"})) is None
-    peculiar = {"rank": "1/2", "ablations": {"modified_adamw": True}}
-    assert contribution_limits(_spec({"steps": 4}, boundary=peculiar)) is None
 
 
 def test_learning_rates_are_those_of_the_round() -> None:

@@ -19,7 +19,7 @@ from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.jobs import Job, key_of, known_outcomes, make_job
 from hetero_pp.research.experiments.outcomes import ROWS, read_outcomes
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.run.config import RunConfig
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.settings import NotPartOf, meaning
 
 ROOT = Path(__file__).parents[2]
@@ -125,11 +125,11 @@ DEFAULTS: dict[str, Any] = {
     "replicas.1.boundary.rank": "full",
     "replicas.1.boundary.dtype": "bf16",
     "replicas.1.boundary.bits": None,
-    "replicas.1.boundary.ablations.embedding": "free",
-    "replicas.1.boundary.ablations.adaptation": "on",
-    "replicas.1.boundary.ablations.weight_projection": False,
-    "replicas.1.boundary.ablations.modified_adamw": False,
-    "replicas.1.boundary.ablations.grassmann_every": None,
+    "research.ablations.embedding": "free",
+    "research.ablations.adaptation": "on",
+    "research.ablations.weight_projection": False,
+    "research.ablations.modified_adamw": False,
+    "research.ablations.grassmann_every": None,
     "replicas.1.extra_in_flight": 1,
 }
 """What rows do not say when they leave it out."""
@@ -149,7 +149,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def test_defaults_are_those_that_kept_rows_leave_out() -> None:
     """A field may be added, if its default changes nothing. Another default is another OUTCOME_VERSION."""
     replicas = [{"name": "a", "kind": "datacenter"}, {"name": "b", "kind": "participants", "stages": 2}]
-    config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 1}, "replicas": replicas})
+    config = ResearchConfig.model_validate({"name": "a", "outer": {"rounds": 1}, "replicas": replicas})
     found = dict(_leaves(meaning(config, NotPartOf.OUTCOME)))
     assert found | DEFAULTS == found
     assert PRESETS["micro"] == {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192}

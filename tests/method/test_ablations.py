@@ -6,12 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, grassmann_step
-from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, initialise
+from hetero_pp.research.ablations import (
+    OUTPUT_PROJECTIONS,
+    AblatedOptimizer,
+    SharedSecondMomentAdamW,
+    grassmann_step,
+    with_ablations,
+)
+from hetero_pp.research.settings import AblationSettings
 from hetero_pp.subspace import perpendicular, random_basis
 from hetero_pp.topology import BoundarySettings
-from stages.boundary import Boundary, boundary_of
+from stages.boundary import boundary_of
 
 WIDTH, RANK = 16, 4
 INNER = InnerSettings(learning_rate=0.1, warmup_steps=0, clip_norm=None, final_learning_rate_share=1.0)
@@ -27,7 +34,7 @@ def _embedding(seed: int = 0) -> nn.Parameter:
 
 
 def _train(embedding: nn.Parameter, basis: Tensor, kind: str, steps: int = 3) -> None:
-    optimizer = InnerOptimizer({EMBEDDING: embedding}, INNER, 100, basis, AblationSettings(embedding=kind))
+    optimizer = AblatedOptimizer({EMBEDDING: embedding}, INNER, 100, basis, AblationSettings(embedding=kind))
     optimizer.perpendicular = perpendicular(embedding.detach(), basis)
     for step in range(steps):
         embedding.grad = _embedding(seed=step + 1).detach().clone()
@@ -65,7 +72,7 @@ def test_weights_are_projected_after_a_step(basis: Tensor, choice: str, projecte
     module = Transformer(ModelSettings(width=WIDTH, heads=2, feed_forward=8, layers=1).resolve(10))
     initialise(module, 1)
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
-    optimizer = InnerOptimizer(dict(module.named_parameters()), settings, 4, basis, ablations)
+    optimizer = AblatedOptimizer(dict(module.named_parameters()), settings, 4, basis, ablations)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0, optimizer.gradient_norm())
@@ -115,11 +122,8 @@ def test_a_grassmann_step_keeps_columns_orthonormal_and_catches_more(basis: Tens
 
 
 def test_a_stale_split_stays(basis: Tensor) -> None:
-    settings = BoundarySettings.model_validate({"rank": RANK, "ablations": {"adaptation": "stale"}})
-    stale, fresh = (
-        boundary_of(settings, WIDTH, basis),
-        Boundary(WIDTH, boundary_of(settings, WIDTH, basis).format, basis),
-    )
+    fresh = boundary_of(BoundarySettings(rank=RANK), WIDTH, basis)
+    stale = with_ablations(fresh, AblationSettings(adaptation="stale"))
     first, later = _embedding(1), _embedding(2)
     for boundary in (stale, fresh):
         boundary.split(first)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, initialise, parameters_of
-from hetero_pp.run.config import RunConfig
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.subspace import perpendicular, random_basis
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -120,6 +120,9 @@ def test_sgd_is_torchs(momentum: float | None) -> None:
             assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
 
 
+HOME = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": 8}}
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -130,17 +133,8 @@ def test_sgd_is_torchs(momentum: float | None) -> None:
             "found `muon`, expected `adamw` with the engine `deepspeed` of dc",
         ),
         (
-            {
-                "replicas": [
-                    {
-                        "name": "home",
-                        "kind": "participants",
-                        "stages": 2,
-                        "boundary": {"rank": 8, "ablations": {"modified_adamw": True}},
-                    }
-                ]
-            },
-            "found this key with `inner.optimizer: muon`, expected `inner.optimizer: adamw`",
+            {"research": {"ablations": {"modified_adamw": True}}, "replicas": [HOME]},
+            "found this key with an `inner.optimizer` but `adamw`, expected only one of them",
         ),
     ],
 )
@@ -148,7 +142,7 @@ def test_parts_that_do_not_fit(changes: dict[str, Any], told: str) -> None:
     values = {"name": "a", "outer": {"rounds": 1}, "replicas": [{"name": "dc", "kind": "datacenter"}], **changes}
     values["inner"] = changes.get("inner", {"optimizer": "muon"})
     with pytest.raises(ConfigError, match=told):
-        RunConfig.model_validate(values).check()
+        ResearchConfig.model_validate(values).check()
 
 
 def test_clipping_uses_the_norm_it_is_given() -> None:

@@ -231,14 +231,6 @@ def test_tensorboard_has_one_value_a_step(finished: Path, cut: Path, corpus: Pat
             assert found[tag] == values, tag
 
 
-def test_so_does_one_whose_stages_keep_an_old_split(corpus: Path, tmp_path: Path) -> None:
-    """`adaptation: stale`: the first T_perp is no part of any snapshot."""
-    stale = "replicas.1.boundary.ablations.adaptation=stale"
-    unbroken = _train(corpus, tmp_path, stale)
-    _cut(tmp_path / "mixed")
-    assert _same(_train(corpus, tmp_path, stale, resume=True), unbroken)
-
-
 def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import BySteps, LearningRates
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.run.config import RunConfig
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.training_loop import TrainingLoop
 
@@ -81,14 +81,15 @@ def test_what_was_trained_ahead_with_other_settings_is_trained_again(
     ("cells", "told"),
     [
         ({"inner": {"seconds": 5}}, r"outer\.overlap: found 1 with `inner\.seconds`"),
-        ({"adaptation": "discarded"}, r"replicas\[0\]\.boundary\.ablations\.adaptation: found `discarded` with"),
+        (
+            {"research": {"ablations": {"adaptation": "discarded"}}},
+            r"research\.ablations\.adaptation: found this key with `outer\.overlap: 1`, expected only one",
+        ),
     ],
 )
 def test_parts_that_a_round_has_to_be_over_for(cells: dict[str, Any], told: str) -> None:
     home: dict[str, Any] = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
-    if "adaptation" in cells:
-        home["boundary"]["ablations"] = cells
-    inner = {"inner": cells["inner"]} if "inner" in cells else {}
-    config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 2, "overlap": 1}, "replicas": [home], **inner})
+    values = {"name": "a", "outer": {"rounds": 2, "overlap": 1}, "replicas": [home], **cells}
+    config = ResearchConfig.model_validate(values)
     with pytest.raises(ConfigError, match=told):
         config.check()

@@ -18,17 +18,18 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.train import train_fast
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.ranks import Ranks, init_ranks
 
-METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sparseloco": ({"compression": {"density": 1 / 16}, "missed": 0.4}, {"anchors": {"rank": 4}}),
-    "adamw_ddp": ({"method": "adamw_ddp"}, {}),
-    "grassmann": ({"method": "diloco", "averages_moments": True}, {"ablations": {"grassmann_every": 2}}),
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "sparseloco": ({"compression": {"density": 1 / 16}}, {"anchors": {"rank": 4}}, {"missed": 0.4}),
+    "adamw_ddp": ({"method": "adamw_ddp"}, {}, {}),
+    "grassmann": ({"method": "diloco"}, {}, {"averages_moments": True, "ablations": {"grassmann_every": 2}}),
 }
+"""Cells of `outer`, of the boundary, and of `research`."""
 
 
 class _Interrupted(Exception):
@@ -37,15 +38,16 @@ class _Interrupted(Exception):
 
 def _spec(corpus: str, method: str) -> RunSpec:
     """Two uncompressed replicas and two compressed ones, in this order, so that the latter are on the last rank."""
-    outer, boundary = METHODS[method]
+    outer, boundary, research = METHODS[method]
     home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", "dtype": "fp32", **boundary}}
-    config = RunConfig.model_validate(
+    config = ResearchConfig.model_validate(
         {
             "name": "t",
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
             "data": {"corpus": corpus, "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": 3, **outer},
+            "research": research,
             "replicas": [
                 {"name": f"r{index}", "batch_size": 4} | (home if index > 1 else {"kind": "datacenter"})
                 for index in range(4)

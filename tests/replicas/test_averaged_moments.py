@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
-from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.moments import KINDS
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import contribution_bytes
-from hetero_pp.simulator.prediction import predict
 
 BATCHES = {"a": 2, "b": 6, "c": 4}
 HOME = {"name": "d", "kind": "participants", "stages": 2, "batch_size": 2, "boundary": {"rank": "1/4"}}
@@ -27,7 +24,7 @@ HOME = {"name": "d", "kind": "participants", "stages": 2, "batch_size": 2, "boun
 
 def _config(corpus: Path, outer: dict[str, Any], inner: dict[str, Any] | None = None, **more: Any) -> RunConfig:
     replicas = [{"name": name, "kind": "datacenter", "batch_size": size} for name, size in BATCHES.items()]
-    return RunConfig.model_validate(
+    return table_config(
         {
             "name": "t",
             "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
@@ -92,49 +89,24 @@ def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: P
     assert went_on.validation_loss == whole.validation_loss
 
 
-def test_members_do_not_send_them(corpus: Path) -> None:
-    spec = RunSpec(_config(corpus, {}), 256)
-    for refuses in (lambda: require_launchable(spec.config), lambda: predict(spec)):
-        with pytest.raises(ConfigError, match="found true, expected") as error:
-            refuses()
-        assert error.value.key == ("outer", "averages_moments")
-
-
 @pytest.mark.parametrize(
-    ("outer", "told"),
+    ("outer", "inner", "ablations"),
     [
-        ({"method": "adamw_ddp"}, "adamw_ddp: found averaged gradients with `averages_moments`, expected"),
-        ({"overlap": 1}, "diloco: found `overlap: 1` with `averages_moments`, expected"),
-        ({"taking_part": {1: 1}}, "diloco: found `taking_part` or `pretraining` with `averages_moments`"),
-        ({"pretraining": 1}, "diloco: found `taking_part` or `pretraining` with `averages_moments`"),
-        ({"missed": 0.1}, "diloco: found `missed` with `averages_moments`, expected"),
+        ({"method": "adamw_ddp"}, {"steps": 1}, {}),
+        ({"overlap": 1}, {}, {}),
+        ({"taking_part": {1: 1}}, {}, {}),
+        ({"pretraining": 1}, {}, {}),
+        ({"missed": 0.1}, {}, {}),
+        ({}, {"optimizer": "muon"}, {}),
+        ({}, {"optimizer": "sgd"}, {}),
+        ({}, {}, {"modified_adamw": True}),
+        ({}, {}, {"embedding": "coefficients"}),
     ],
 )
-def test_rounds_that_are_not_of_all_have_none(outer: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
-        OuterSettings.model_validate({"rounds": 2, "method": "diloco", "averages_moments": True} | outer)
-
-
-@pytest.mark.parametrize(
-    ("inner", "home", "key"),
-    [
-        ({"optimizer": "muon"}, {}, ("inner", "optimizer")),
-        ({"optimizer": "sgd"}, {}, ("inner", "optimizer")),
-        (
-            {},
-            {"boundary": {"rank": "1/4", "ablations": {"modified_adamw": True}}},
-            ("replicas", 3, "boundary", "ablations", "modified_adamw"),
-        ),
-        (
-            {},
-            {"boundary": {"rank": "1/4", "ablations": {"embedding": "coefficients"}}},
-            ("replicas", 3, "boundary", "ablations", "embedding"),
-        ),
-    ],
-)
-def test_other_moments_are_refused(
-    inner: dict[str, Any], home: dict[str, Any], key: tuple[Any, ...], corpus: Path
+def test_rounds_that_are_not_of_all_and_other_moments_are_refused(
+    outer: dict[str, Any], inner: dict[str, Any], ablations: dict[str, Any], corpus: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"with `outer\.averages_moments`, expected") as error:
-        _config(corpus, {}, inner, home=home).check()
-    assert error.value.key == key
+    home = {"boundary": {"rank": "1/4", **({"ablations": ablations} if ablations else {})}}
+    with pytest.raises(ConfigError, match=r"found this key with .*, expected only one of them") as error:
+        _config(corpus, outer, inner, home=home).check()
+    assert error.value.key == ("research", "averages_moments")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.research.vectorized.train import FastResult, train_fast
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -36,7 +36,7 @@ def _spec(corpus: Path, method: str) -> RunSpec:
     torch.set_num_threads(1)
     outer, boundary = METHODS[method]
     home = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},

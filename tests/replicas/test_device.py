@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import table_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -61,7 +61,7 @@ def fused_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path, tmp_path: Path) -> None:
     outer, boundary = METHODS[method]
     home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},

@@ -6,115 +6,27 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from members import begin, patient
-from torch import Tensor
+from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import EMBEDDING, ModelSettings, block_of, build_part
-from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.model import EMBEDDING
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import Roster, RunSpec
-from hetero_pp.snapshot import Snapshot, initial_snapshot
-from hetero_pp.store.folder import FolderStore
-from hetero_pp.topology import BoundarySettings, StageSpec
-from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.log import ContributionLog
-from replica_groups.outer_round import OuterRound
-from replica_groups.participants import StageMember
-from stages.boundary import boundary_of
-from stages.stage import Stage
-from stages.worker import StageWorker, WorkerSettings
+from hetero_pp.run.spec import RunSpec
 
-SHAPE = ModelSettings(width=16, heads=2, feed_forward=24, layers=2).resolve(40)
 EXACT = {"density": 1.0, "value_bits": 32, "quantiser": "levels", "error_feedback_decay": 0.0}
 """Everything is sent as it is: a round's step is the mean of the contributions."""
-BOUNDARY = BoundarySettings.model_validate({"rank": 4, "ablations": {"adaptation": "discarded"}})
 RATE = 0.5
 
 
-class Member:
-    """The first of two stages, alone in a run of its parameters."""
-
-    def __init__(self, folder: Path) -> None:
-        spec = StageSpec(0, 2, range(1))
-        whole = initial_snapshot(SHAPE, 4, seed=3)
-        assert whole.basis is not None
-        self.basis = whole.basis
-        stage = Stage(
-            spec, build_part(SHAPE, spec), boundary_of(BOUNDARY, SHAPE.width, whole.basis), InnerSettings(), 9
-        )
-        self.parameters = stage.parameters
-        start = {name: whole.parameters[name] for name in stage.parameters}
-        worker = StageWorker(stage, WorkerSettings(1, 1, 8, 0, None, "home", 0), None, None)
-        self.member = StageMember("home", worker, None, [], 0)
-        settings = OuterSettings.model_validate({"rounds": 3, "learning_rate": RATE, "compression": EXACT})
-        roster = Roster({"home.0": "home"}, {"home.0": frozenset(map(block_of, start))})
-        log = ContributionLog(FolderStore(folder))
-        self.exchange = exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
-        begin(exchange, Snapshot(0, start, whole.basis))
-        with torch.no_grad():
-            for name, parameter in stage.parameters.items():
-                parameter.copy_(start[name])
-        self.outer = OuterRound("run", "home.0", "home", self.member.parameters, start, exchange, settings)
-        self.member.start_round(self.outer)
-
-    @torch.no_grad()
-    def round(self, number: int, changes: dict[str, Tensor]) -> None:
-        """Train, by adding these changes, and synchronise."""
-        for name, change in changes.items():
-            self.parameters[name].add_(change)
-        work = self.exchange.assign("home.0", number - 1)
-        self.outer.synchronise(number, work.epoch)
-        self.member.start_round(self.outer)
-
-
-def _change(seed: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-
-
-@pytest.fixture
-def member(tmp_path: Path) -> Member:
-    """After a round in which its embedding left the subspace, and with what it starts the next with."""
-    member = Member(tmp_path)
-    first = {name: tensor.clone() for name, tensor in member.outer.theta.items()}
-    member.round(1, {name: _change(1, tuple(tensor.shape)) for name, tensor in member.parameters.items()})
-    moved = (member.outer.theta[EMBEDDING] - first[EMBEDDING]).double()
-    basis = member.basis.double()
-    kept = first[EMBEDDING].double() + moved @ basis @ basis.T
-    torch.testing.assert_close(member.parameters[EMBEDDING].detach().double(), kept, rtol=0, atol=1e-6)
-    assert (member.parameters[EMBEDDING] - member.outer.theta[EMBEDDING]).norm() > 0.1
-    return member
-
-
-def test_a_stage_that_learnt_nothing_changes_nothing(member: Member) -> None:
-    """What it dropped is not among what it contributes."""
-    before = {name: tensor.clone() for name, tensor in member.outer.theta.items()}
-    member.round(2, {})
-    assert all(tensor.equal(before[name]) for name, tensor in member.outer.theta.items())
-
-
-def test_a_stage_contributes_what_training_changed(member: Member) -> None:
-    started = member.parameters[EMBEDDING].detach().clone()
-    before = {name: tensor.clone() for name, tensor in member.outer.theta.items()}
-    changes = {name: _change(2, tuple(tensor.shape)) for name, tensor in member.parameters.items()}
-    member.round(2, changes)
-    for name, tensor in member.outer.theta.items():
-        start = started if name == EMBEDDING else before[name]
-        contributed = start - (start + changes[name])
-        assert tensor.equal(before[name] - contributed * RATE), name
-
-
-HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "boundary": BOUNDARY.model_dump()}
+BOUNDARY = {"rank": 4, "ablations": {"adaptation": "discarded"}}
+HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "boundary": BOUNDARY}
 DC = {"name": "dc", "kind": "datacenter", "batch_size": 4}
 
 
 def _spec(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunSpec:
     torch.set_num_threads(1)
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},

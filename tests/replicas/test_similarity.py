@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import table_config
 from torch import Tensor
 
 from hetero_pp.data.tokens import prepare_tokens
@@ -16,7 +17,6 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.research.vectorized.train import train_fast
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
 DILOCO = {"method": "diloco"}
@@ -25,7 +25,7 @@ SPARSE = {"compression": {"density": "1/16"}}
 
 def _spec(corpus: Path, outer: dict[str, Any]) -> RunSpec:
     torch.set_num_threads(1)
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},

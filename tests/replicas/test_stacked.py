@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import table_config
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.stack import is_faster
 from hetero_pp.research.vectorized.train import train_fast
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
 
@@ -30,7 +30,7 @@ def _spec(
 ) -> tuple[RunSpec, TokenStore]:
     torch.set_num_threads(1)
     home = {"kind": "participants", "stages": 2, "micro_batches": 2, "boundary": {"rank": "1/4", **(boundary or {})}}
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},

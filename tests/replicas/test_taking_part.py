@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from started import run_program
+from table_config import table_config
 from torch import Tensor
 
 from hetero_pp.data.tokens import prepare_tokens
@@ -22,12 +23,13 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.research.experiments.facts import facts, token_count
 from hetero_pp.research.experiments.supply import tokens_read
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.simulator.prediction import predict
 from replica_groups.exchange.host import rules_of
 
@@ -45,7 +47,7 @@ SPARSE: dict[str, Any] = {
 def _config(
     corpus: Path, outer: dict[str, Any], exchange: dict[str, Any] | None = None, batches: dict[str, int] = BATCHES
 ) -> RunConfig:
-    return RunConfig.model_validate(
+    return table_config(
         {
             "name": "t",
             "seed": 3,
@@ -275,17 +277,11 @@ def test_no_more_replicas_take_part_than_there_are(corpus: Path) -> None:
 def test_what_all_replicas_keep_equal_needs_all_of_them(ablation: dict[str, Any], corpus: Path) -> None:
     config = _config(corpus, {}).model_dump(mode="json")
     config["model"]["layers"] = 2
-    config["replicas"][1] = {
-        "name": "b",
-        "kind": "participants",
-        "stages": 2,
-        "boundary": {"rank": "1/4", "ablations": ablation},
-    }
-    with pytest.raises(
-        ConfigError, match=r"found this key with `outer\.taking_part`, expected only one of them"
-    ) as error:
-        RunConfig.model_validate(config).check()
-    assert error.value.key == ("replicas", 1, "boundary", "ablations", next(iter(ablation)))
+    config["replicas"][1] = {"name": "b", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
+    config["research"] = {"ablations": ablation}
+    with pytest.raises(ConfigError, match=r"found this key with `outer\.taking_part` or .*, expected only") as error:
+        ResearchConfig.model_validate(config).check()
+    assert error.value.key == ("research", "ablations", next(iter(ablation)))
 
 
 def test_a_bias_and_a_prediction_are_of_all_replicas(corpus: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import table_config
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -21,7 +22,6 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.train import train_fast
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
@@ -34,7 +34,7 @@ DENSE: dict[str, Any] = {"method": "diloco", "compression": {"value_bits": 8}}
 
 def _spec(corpus: Path, outer: dict[str, Any]) -> RunSpec:
     torch.set_num_threads(1)
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "model": {"width": 64, "heads": 2, "feed_forward": 128, "layers": 2},

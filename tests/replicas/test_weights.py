@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.missed import missed_in
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
 BATCHES = {"a": 2, "b": 6, "c": 4}
@@ -23,7 +23,7 @@ STEPS, ROUNDS, SEED = 2, 3, 3
 
 def _group(corpus: Path, folder: Path, outer: dict[str, Any]) -> AllReplicas:
     torch.set_num_threads(1)
-    config = RunConfig.model_validate(
+    config = table_config(
         {
             "name": "t",
             "seed": SEED,

@@ -13,9 +13,9 @@ from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.research.vectorized.compiler import can_compile, compile_layers
+from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import BoundarySettings, StageSpec
-from replica_groups.whole import WholeReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.stage import Stage
@@ -96,7 +96,7 @@ def test_gradients_agree(name: str, compiles: bool) -> None:
     if compiles and can_compile(torch.device("cpu")):
         compile_layers([module])
     anchors = _anchors(settings)
-    whole = WholeReplica(
+    whole = TableReplica(
         "home", module, InnerSettings(), 100, MICRO_BATCHES, _boundary(settings), cuts, SEED, anchors=anchors
     )
     whole.split_embedding()
@@ -121,7 +121,7 @@ def test_the_boundaries_matter() -> None:
         initialise(module, 3)
         settings = BoundarySettings.model_validate(values)
         boundary, anchors = _boundary(settings), _anchors(settings)
-        whole = WholeReplica(
+        whole = TableReplica(
             "home", module, InnerSettings(), 100, MICRO_BATCHES, boundary, [0, 2], SEED, anchors=anchors
         )
         whole.split_embedding()

@@ -20,10 +20,10 @@ from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.model import EMBEDDING, AfterLayer, ModelShape, Transformer, build_part, initialise, parameters_of
+from hetero_pp.research.vectorized.replica import TableReplica, whole_loss
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import StageSpec
-from replica_groups.whole import WholeReplica, whole_loss
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
@@ -214,13 +214,13 @@ def test_an_evaluation_has_no_noise() -> None:
 # ---- in a whole replica ----
 
 
-def _whole(seed: int = 5, name: str = "home", micro_batches: int = 1) -> WholeReplica:
+def _whole(seed: int = 5, name: str = "home", micro_batches: int = 1) -> TableReplica:
     model = _model()
     boundary = _boundary(parameters_of(model)[EMBEDDING].detach())
-    return WholeReplica(name, model, InnerSettings(), 100, micro_batches, boundary, [0, 2], seed)
+    return TableReplica(name, model, InnerSettings(), 100, micro_batches, boundary, [0, 2], seed)
 
 
-def _gradient(replica: WholeReplica, tokens: Tensor, step: int = 0) -> tuple[float, Tensor]:
+def _gradient(replica: TableReplica, tokens: Tensor, step: int = 0) -> tuple[float, Tensor]:
     """The loss, and the gradient of the layer before every boundary."""
     loss = replica.backward(tokens, step)
     gradient = replica.parameters["layers.0.attention.wv.weight"].grad
@@ -239,7 +239,7 @@ def test_a_whole_replicas_noise_is_another_if_one_thing_is() -> None:
     assert other[0] == loss and not other[1].equal(gradient)
 
 
-def _crossing(replica: WholeReplica, tokens: Tensor, keys: Sequence[Tensor]) -> AfterLayer:
+def _crossing(replica: TableReplica, tokens: Tensor, keys: Sequence[Tensor]) -> AfterLayer:
     """Boundaries after the first and the third layer, each with a key of its own."""
 
     def after_layer(layer: int, x_BLD: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from hetero_pp.research.peers.mapl import Mapl, polar
 from hetero_pp.research.peers.peer import Peer, bytes_per_token, peer_of
 from hetero_pp.research.peers.resbm import ResBM
 from hetero_pp.research.peers.tah_quant import TahQuant
+from hetero_pp.research.settings import PeerSettings
 from hetero_pp.topology import BoundarySettings
 from stages.own_parameters import OwnParameters
 
@@ -25,12 +26,16 @@ INNER = InnerSettings(learning_rate=0.01, warmup_steps=0, final_learning_rate_sh
 KEY = noise_key(1, "home", 0, 0, 0)
 
 
-def _settings(method: str, **more: object) -> BoundarySettings:
-    return BoundarySettings.model_validate({"dtype": "fp32", "ablations": {"peer": {"method": method}}, **more})
+def _asked(method: str, **more: object) -> PeerSettings:
+    return PeerSettings.model_validate({"method": method, **more})
 
 
-def _peer(method: str, **more: object) -> Peer:
-    found = peer_of(_settings(method, **more), SHAPE, 2, INNER, 100, 7)
+def _boundary(**cells: object) -> BoundarySettings:
+    return BoundarySettings.model_validate({"dtype": "fp32", **cells})
+
+
+def _peer(method: str, **cells: object) -> Peer:
+    found = peer_of(_asked(method), _boundary(**cells), SHAPE, 2, INNER, 100, 7)
     assert found is not None
     return found
 
@@ -83,7 +88,7 @@ def test_mapl_subtracts_the_senders_table_and_adds_the_receivers() -> None:
 def test_mapl_learns_and_its_projections_stay_orthonormal() -> None:
     """Activations in four dimensions: their projections turn towards these."""
     inner = INNER.model_copy(update={"learning_rate": 0.1})
-    peer = peer_of(_settings("mapl", rank=4), SHAPE, 2, inner, 400, 7)
+    peer = peer_of(_asked("mapl"), _boundary(rank=4), SHAPE, 2, inner, 400, 7)
     assert isinstance(peer, Mapl)
     generator = torch.Generator().manual_seed(2)
     within, (_, tokens) = torch.randn(4, 64, generator=generator) / 8, _batch()
@@ -165,17 +170,14 @@ def test_tah_quants_gradients_are_fixed_point() -> None:
 
 
 def test_what_they_cost() -> None:
-    def cost(method: str, **more: object) -> tuple[float, float]:
-        found = bytes_per_token(_settings(method, **more), 64, 512)
-        assert found is not None
-        return found
+    def cost(method: str, **cells: object) -> tuple[float, float]:
+        return bytes_per_token(_asked(method), _boundary(**cells), 64, 512)
 
     assert cost("resbm", rank=8, dtype="bf16") == (16.0, 16.0)
     assert cost("mapl", rank=7, dtype="bf16") == (15.75, 15.75)  # A [64, 7] in bf16 once in 512 tokens: 1.75
     assert cost("tah_quant") == (64 * 3.8 / 8 + 5, 52.0)
-    few = {"peer": {"method": "tah_quant", "four_bits": 0.375, "gradient_bits": 3}}
-    assert cost("tah_quant", ablations=few) == (32.0, 28.0)
-    assert bytes_per_token(BoundarySettings(), 64, 512) is None
+    few = _asked("tah_quant", four_bits=0.375, gradient_bits=3)
+    assert bytes_per_token(few, _boundary(), 64, 512) == (32.0, 28.0)
 
 
 def test_ranks_that_cannot_be_are_told() -> None:
@@ -183,4 +185,4 @@ def test_ranks_that_cannot_be_are_told() -> None:
         _peer("tah_quant", rank=4)
     with pytest.raises(ConfigError, match="found `full`, expected a number"):
         _peer("mapl")
-    assert peer_of(BoundarySettings(), SHAPE, 2, INNER, 100, 7) is None
+    assert peer_of(None, BoundarySettings(), SHAPE, 2, INNER, 100, 7) is None

@@ -38,14 +38,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["store", "ablations", "anchors", "stream"])
+@pytest.fixture(params=["store", "anchors", "stream"])
 def spec(request: pytest.FixtureRequest, corpus: Path, shards: Path) -> RunSpec:
-    """Of a corpus encoded once; with all that the papers tried beside; of one that is streamed."""
+    """Of a corpus encoded once; with anchors; of one that is streamed."""
     if request.param == "store":
         return group_spec(str(corpus))
-    if request.param == "ablations":
-        tried = {"embedding": "coefficients", "adaptation": "discarded", "weight_projection": "both"}
-        return group_spec(str(corpus), {"ablations": tried | {"modified_adamw": True}})
     if request.param == "anchors":
         return group_spec(str(corpus), {"anchors": {"rank": 4}})
     stream = {"validation_documents": 4, "shuffle_buffer": 5}

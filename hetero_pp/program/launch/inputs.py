@@ -24,7 +24,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import require_engine
 
 
@@ -137,36 +137,19 @@ def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: 
 
 
 def require_launchable(config: RunConfig) -> None:
-    """Raise ConfigError for keys that only the vectorized trainer (`hetero-pp reproduce`) supports.
-
-    They need data that members do not exchange.
-    """
-    expected = "expected it left out: only `hetero-pp reproduce` can train with it"
+    """Raise ConfigError for averaged gradients where rounds have other than one step, or engines apply steps."""
     if config.outer.source == "gradient" and config.inner.steps != 1:
         key, found = ("steps", config.inner.steps) if config.inner.seconds is None else ("seconds", config.inner.length)
         raise ConfigError(
             ("inner", key),
             f"found {found}, expected 1: with method {config.outer.method} every step is an outer round",
         )
-    if config.outer.missed > 0:
-        raise ConfigError(
-            ("outer", "missed"),
-            f"found {config.outer.missed:g}, expected 0: only `hetero-pp reproduce` leaves out contributions at random",
-        )
-    if config.outer.averages_moments:
-        raise ConfigError(("outer", "averages_moments"), f"found true, {expected}")
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch" and config.outer.source == "gradient":
             raise ConfigError(
                 ("replicas", index, "engine"),
                 f"found `{replica.engine}`, expected `torch` with method {config.outer.method}",
             )
-        if isinstance(replica, ParticipantsReplica):
-            here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations
-            if ablations.grassmann_every is not None:
-                raise ConfigError((*here, "grassmann_every"), f"found {ablations.grassmann_every}, {expected}")
-            if ablations.peer is not None:
-                raise ConfigError((*here, "peer"), f"found {ablations.peer.method}, {expected}")
 
 
 @contextmanager

@@ -10,7 +10,12 @@ from hetero_pp.run.known_keys import keys_of_replica
 
 Key = tuple[str | int, ...]
 
-_OF_A_BOUNDARY = ("rank", "bits", "ablations")
+_OWN_CELLS = {
+    "rank": ("replicas", "boundary", "rank"),
+    "bits": ("replicas", "boundary", "bits"),
+    "ablations": ("research", "ablations"),
+}
+"""Keys of a run by the row's own key that sets them."""
 
 
 def located(error: ConfigError, row: Row, experiment: Experiment, scale: Scale) -> ConfigError:
@@ -33,13 +38,13 @@ def _places(row: Row, experiment: Experiment, scale: Scale) -> Iterator[Key]:
     yield from ((*own, "cells", cell) for cell in reversed(row.cells))
     yield from ((*own, "at", scale.name, cell) for cell in reversed(row.at.get(scale.name, {})))
     yield from (("at", scale.name, cell) for cell in reversed(experiment.at.get(scale.name, {})))
-    yield from ((*own, name) for name in _OF_A_BOUNDARY)
+    yield from ((*own, name) for name in _OWN_CELLS)
 
 
 def _parts(cell: str) -> tuple[str, ...]:
     """Return a cell of a row as the key of a run, without the name of a replica."""
-    if cell in _OF_A_BOUNDARY:
-        return ("replicas", "boundary", cell)
+    if cell in _OWN_CELLS:
+        return _OWN_CELLS[cell]
     first, *rest = cell.split(".")
     names_one = first == "replicas" and rest and rest[0] not in keys_of_replica({})
     return (first, *(rest[1:] if names_one else rest))

@@ -75,7 +75,7 @@ class Row(Settings):
     compressed: Literal["none", "half", "all"] | Ratio = Field("none", description="share of the replicas")
     rank: Rank = "full"
     bits: int | None = None
-    ablations: dict[str, Any] = Field(default_factory=dict, description="cells of `boundary.ablations`")
+    ablations: dict[str, Any] = Field(default_factory=dict, description="cells of `research.ablations`")
     cells: Cells = Field(default_factory=dict)
     at: dict[str, Cells] = Field(default_factory=dict, description="more cells, by scale")
     size: str | None = Field(None, description="one of the scale's `sizes`")

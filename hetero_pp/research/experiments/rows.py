@@ -14,7 +14,7 @@ from hetero_pp.outer.methods import change_method
 from hetero_pp.research.experiments.blame import located
 from hetero_pp.research.experiments.definition import EVERY, Cells, Experiment, Row, Scale
 from hetero_pp.research.experiments.identity import settings_of
-from hetero_pp.run.config import RunConfig
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.known_keys import keys_of_replica, places_of
 from hetero_pp.run.yaml_lines import complaint
 
@@ -50,20 +50,20 @@ class Setting:
     command: str = ""
     """Command that makes the table, without the number of seeds."""
 
-    def config(self, row: Row, seed: int = 0) -> RunConfig:
+    def config(self, row: Row, seed: int = 0) -> ResearchConfig:
         """Return the row's validated configuration. Raises ConfigError with the row, and with file, line and key."""
         try:
-            config = RunConfig.model_validate(self._values(row, seed))
+            config = ResearchConfig.model_validate(self._values(row, seed))
             config.check()
             config.inner.require_steps("rows are compared after as many steps")
         except ValidationError as error:
-            raise self._told(row, complaint(error, RunConfig)) from None
+            raise self._told(row, complaint(error, ResearchConfig)) from None
         except ConfigError as error:
             raise self._told(row, error) from None
         self._require_measured(row, config)
         return config
 
-    def _require_measured(self, row: Row, config: RunConfig) -> None:
+    def _require_measured(self, row: Row, config: ResearchConfig) -> None:
         """Raise ConfigError if a measurement's interval exceeds the number of rounds."""
         for key in sorted(set(EVERY.values())):
             every = getattr(self.experiment, key)
@@ -130,13 +130,15 @@ class Setting:
 
     def _all_steps(self, row: Row, values: Cells) -> float:
         """Return the steps of all rounds, where `values` are the row's without its budget and its H."""
-        return _steps(values) * RunConfig.model_validate(values).outer.rounds * row.budget
+        return _steps(values) * ResearchConfig.model_validate(values).outer.rounds * row.budget
 
     def _cells(self, row: Row, seed: int) -> Cells:
         values: Cells = json.loads(json.dumps(self.scale.base)) | {"name": "row", "seed": seed}
         corpus = self.corpus or self.experiment.corpus
         values.setdefault("data", {}).update({"repeat": self.repeat} | ({} if corpus is None else {"corpus": corpus}))
         values["replicas"] = list(self._replicas(row))
+        if row.ablations:
+            values["research"] = {"ablations": dict(row.ablations)}
         for cell, value in sorted(self.cells(row), key=lambda one: one[0] != "outer.method"):
             if cell == "outer.method":
                 change_method(values.setdefault("outer", {}), value)
@@ -154,14 +156,14 @@ class Setting:
         for index in range(count):
             replica: Cells = {"name": f"r{index}", "batch_size": self.scale.batch_size}
             if index < compressed:
-                boundary = {"rank": row.rank, "bits": row.bits, "ablations": dict(row.ablations)}
+                boundary = {"rank": row.rank, "bits": row.bits}
                 yield replica | {"kind": "participants", "stages": self.scale.stages, "boundary": boundary}
             else:
                 yield replica | {"kind": "datacenter"}
 
 
 def _steps(values: Cells) -> int:
-    return RunConfig.model_validate(values).inner.require_steps("rows are compared after as many steps")
+    return ResearchConfig.model_validate(values).inner.require_steps("rows are compared after as many steps")
 
 
 def _places(values: Cells, cell: str) -> Iterator[tuple[Cells, list[str]]]:

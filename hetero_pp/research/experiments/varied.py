@@ -11,6 +11,8 @@ from hetero_pp.research.experiments.rows import Setting
 
 _LEAST_VALUES = 3
 """Fewest values of a setting for which a line is drawn."""
+_OF_REPLICAS = ("replicas", "research.ablations")
+"""Settings of single replicas, which form no lines."""
 _STEPS, _ROUNDS = "inner.steps", "outer.rounds"
 
 
@@ -22,7 +24,7 @@ def lines_of(setting: Setting, rows: Sequence[Row]) -> dict[str, list[list[tuple
     """
     values = {row.name: dict(_flat(setting.config(row).model_dump(mode="json"), "")) for row in rows}
     keys = dict.fromkeys(key for found in values.values() for key, value in found.items() if _is_number(value))
-    lines = {key: _lines(key, values) for key in keys if not key.startswith("replicas")}
+    lines = {key: _lines(key, values) for key in keys if not key.startswith(_OF_REPLICAS)}
     return {key: found for key, found in lines.items() if found}
 
 

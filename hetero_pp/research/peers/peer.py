@@ -13,6 +13,7 @@ from hetero_pp.model import ModelShape
 from hetero_pp.research.peers.mapl import Mapl
 from hetero_pp.research.peers.resbm import ResBM
 from hetero_pp.research.peers.tah_quant import TahQuant
+from hetero_pp.research.settings import PeerSettings
 from hetero_pp.topology import BoundarySettings
 from stages.boundary import Boundary
 
@@ -25,10 +26,15 @@ class Peer(Protocol):
 
 
 def peer_of(
-    settings: BoundarySettings, shape: ModelShape, hops: int, inner: InnerSettings, total_steps: int | None, seed: int
+    asked: PeerSettings | None,
+    settings: BoundarySettings,
+    shape: ModelShape,
+    hops: int,
+    inner: InnerSettings,
+    total_steps: int | None,
+    seed: int,
 ) -> Peer | None:
     """Return the boundary method in the settings; None for the subspace. Raises ConfigError for an invalid rank."""
-    asked = settings.ablations.peer
     if asked is None:
         return None
     rank = settings.dimensions(shape.width)
@@ -44,14 +50,14 @@ def peer_of(
     return Mapl(wire, shape, hops, inner, total_steps, seed)
 
 
-def bytes_per_token(settings: BoundarySettings, width: int, tokens_per_step: int) -> tuple[float, float] | None:
-    """Return the bytes per token at one hop, forward and backward; None for the subspace.
+def bytes_per_token(
+    asked: PeerSettings, settings: BoundarySettings, width: int, tokens_per_step: int
+) -> tuple[float, float]:
+    """Return the bytes per token at one hop, forward and backward.
 
     Bytes that do not depend on the token are divided by `tokens_per_step`, the tokens of a replica in an inner step.
     """
-    asked, rank = settings.ablations.peer, settings.dimensions(width)
-    if asked is None:
-        return None
+    rank = settings.dimensions(width)
     if asked.method == "tah_quant":
         return TahQuant(asked.four_bits, asked.gradient_bits).bytes_per_token(width)
     assert rank is not None

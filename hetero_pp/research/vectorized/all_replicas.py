@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.ablations import AblationSettings, grassmann_step
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.errors import ConfigError
@@ -22,9 +21,11 @@ from hetero_pp.outer.step import OuterOptimizer, WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
+from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step, with_ablations
 from hetero_pp.research.peers.mapl import Mapl
 from hetero_pp.research.peers.peer import peer_of
 from hetero_pp.research.peers.resbm import ResBM
+from hetero_pp.research.settings import AblationSettings, ablations_of, research_of
 from hetero_pp.research.vectorized.bias import BiasMeter
 from hetero_pp.research.vectorized.compiler import can_compile, compile_layers
 from hetero_pp.research.vectorized.measured import Measured
@@ -61,6 +62,7 @@ class AllReplicas:
         volume_every: int | None = None,
     ) -> None:
         self.spec = spec
+        self.research = research_of(spec.config)
         self.ranks = ranks
         self.count = len(spec.config.replicas)
         """Number of replicas on all ranks."""
@@ -99,7 +101,7 @@ class AllReplicas:
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(
-                ("boundary", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
+                ("research", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
             )
         if bias_every is not None and spec.config.outer.counts:
             raise ConfigError(
@@ -122,7 +124,7 @@ class AllReplicas:
         """Indices of replicas in no stack, which take their steps one after the other."""
         self._split()
         outer = spec.config.outer
-        is_one_by_one = spec.config.inner.optimizer == "muon" or outer.counts or outer.averages_moments
+        is_one_by_one = spec.config.inner.optimizer == "muon" or outer.counts or self.research.averages_moments
         if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 
@@ -148,7 +150,7 @@ class AllReplicas:
         """Stack the replicas that can be stacked; with `is_measured`, only if stacking is faster."""
         kinds: dict[object, list[int]] = {}
         for index, settings in enumerate(self.settings):
-            if can_stack(settings):
+            if can_stack(settings, self.research.ablations):
                 kinds.setdefault((settings.batch_size, settings.micro_batches, _forward_of(settings)), []).append(index)
         groups = [indices for indices in kinds.values() if len(indices) > 1]
         stacks = [
@@ -205,7 +207,7 @@ class AllReplicas:
             self.bias.append((round_, meter.share(self.theta, self.ranks)))
         if self.outer.settings.source == "difference":
             self._synchronise(round_)
-        if self.outer.settings.averages_moments:
+        if self.research.averages_moments:
             average_moments(self.replicas, self.weights, self.ranks)
         self._move_basis(round_)
         self._split()
@@ -264,7 +266,7 @@ class AllReplicas:
 
     def _meter(self, steps: range) -> BiasMeter:
         beyond = self.inner_steps * self.spec.config.outer.rounds
-        compressed = sum(_is_compressed(settings) for settings in self.spec.config.replicas)
+        compressed = len(self._compressed)
         return BiasMeter(self.replicas, self.batches, steps, beyond, compressed)
 
     def _inner_steps(self, steps: range) -> bool:
@@ -311,7 +313,7 @@ class AllReplicas:
     def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
         """Return the replicas that a round excludes, and the total weight of the others."""
         names = [replica.name for replica in self.spec.replicas_in(round_)]
-        missed = missed_in(round_, names, self.outer.settings.missed, self.spec.config.seed)
+        missed = missed_in(round_, names, self.research.missed, self.spec.config.seed)
         return missed, sum(self.weights[name] for name in names if name not in missed)
 
     def _send(
@@ -382,20 +384,21 @@ class AllReplicas:
         for index in self.loose:
             replica = self.replicas[index]
             replica.split_embedding()
-            if replica.boundary is not None and replica.boundary.discards:
+            if isinstance(replica.boundary, AblatedBoundary) and replica.boundary.discards:
                 self.own_embeddings[index] = replica.parameters[EMBEDDING].detach().clone()
 
     @torch.no_grad()
     def _move_basis(self, round_: int) -> None:
         """Update the one basis U that all replicas share by a Grassmann step (an ablation)."""
-        first = next((i for i, settings in enumerate(self.spec.config.replicas) if _moves(settings, round_)), None)
-        if first is None:
+        every = self.research.ablations.grassmann_every
+        if every is None or round_ % every or not self._compressed:
             return
-        moved = self._moved_basis(first)
+        moved = self._moved_basis(self._compressed[0])
         for replica in self.replicas:
             if replica.boundary is not None and replica.boundary.basis is not None:
                 replica.boundary.move(moved)
-                replica.optimizer.basis = moved
+                if isinstance(replica.optimizer, AblatedOptimizer):
+                    replica.optimizer.basis = moved
 
     def _moved_basis(self, index: int) -> Tensor:
         """Return the basis [D, K] after a replica's Grassmann step, on every rank; `index` counts over all ranks."""
@@ -405,8 +408,9 @@ class AllReplicas:
         moved = self.theta[EMBEDDING].new_empty(width, settings.boundary.dimensions(width) or width)
         if index in self.indices:
             boundary = self.replicas[self.indices.index(index)].boundary
-            assert boundary is not None and boundary.basis is not None and boundary.last_gradient is not None
-            step = settings.boundary.ablations.grassmann_step
+            assert isinstance(boundary, AblatedBoundary)
+            assert boundary.basis is not None and boundary.last_gradient is not None
+            step = self.research.ablations.grassmann_step
             moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1), step)
         self.ranks.broadcast(moved, self.ranks.owner(index, self.count))
         return moved
@@ -483,27 +487,23 @@ class AllReplicas:
 
     def evaluate_compressed(self, rows: Sequence[Tensor] | None = None) -> float | None:
         """Return the loss in the forward of the first compressed replica, on every rank; None if there is none."""
-        first = next((i for i, settings in enumerate(self.spec.config.replicas) if _is_compressed(settings)), None)
-        if first is None:
+        if not self._compressed:
             return None
+        first = self._compressed[0]
         is_here = first in self.indices
         loss = self.replicas[self.indices.index(first)].evaluate(rows or self.validation) if is_here else math.nan
         return self.ranks.gather(loss)[self.ranks.owner(first, self.count)]
 
-
-def _is_compressed(replica: ReplicaSettings) -> bool:
-    """Return whether less than all of the replica's activations crosses in its forward."""
-    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
-        return False
-    return replica.boundary.rank != "full" or replica.boundary.ablations.peer is not None
-
-
-def _moves(replica: ReplicaSettings, round_: int) -> bool:
-    """Return whether the replica updates the basis U after this round."""
-    if not isinstance(replica, ParticipantsReplica) or not _is_compressed(replica):
-        return False
-    every = replica.boundary.ablations.grassmann_every
-    return every is not None and round_ % every == 0
+    @property
+    def _compressed(self) -> list[int]:
+        """Indices over all ranks of the replicas that send less than all of their activations."""
+        has_peer = self.research.ablations.peer is not None
+        return [
+            index
+            for index, replica in enumerate(self.spec.config.replicas)
+            if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
+            if replica.boundary.rank != "full" or has_peer
+        ]
 
 
 def _forward_of(replica: ReplicaSettings) -> object:
@@ -514,48 +514,51 @@ def _forward_of(replica: ReplicaSettings) -> object:
     return replica.boundary.model_dump_json(), str(replica.stages), owner
 
 
-def can_stack(replica: ReplicaSettings) -> bool:
+def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
     """Return whether replicas with these settings can take their steps together."""
     if not isinstance(replica, ParticipantsReplica):
         return True
-    boundary = replica.boundary
-    return boundary.bits is None and boundary.anchors is None and boundary.ablations == AblationSettings()
+    return replica.boundary.bits is None and replica.boundary.anchors is None and ablations == AblationSettings()
 
 
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:
     """Build the whole replica to which `member` belongs, with the snapshot's parameters."""
-    replica = member.replica
+    replica, inner = member.replica, spec.config.inner
     module = build_filled(spec.shape, snapshot.parameters, device=device)
-    boundary, cuts, ablations = None, [], None
+    boundary, cuts, ablations = None, [], ablations_of(spec.config, replica)
     anchors: list[Anchors] = []
     peer = None
     if isinstance(replica, ParticipantsReplica):
         basis = None if snapshot.basis is None else snapshot.basis.to(device)
         boundary = boundary_of(replica.boundary, spec.shape.width, basis)
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
-        ablations = replica.boundary.ablations
+        if ablations != AblationSettings():
+            boundary = with_ablations(boundary, ablations)
         for hop in range(len(cuts)):
             of, own, rounds = (spec.config.seed, replica.name, hop), replica.boundary.anchors, spec.config.outer.rounds
             if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, rounds, *of)) is not None:
                 one.to(device)
                 anchors.append(one)
         seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep the peers equal
-        peer = peer_of(replica.boundary, spec.shape, len(cuts), spec.config.inner, spec.total_steps, seed)
+        peer = peer_of(
+            ablations.peer, replica.boundary, spec.shape, len(cuts), spec.config.inner, spec.total_steps, seed
+        )
         if isinstance(peer, OwnParameters):
             peer.to(device)
     whole = TableReplica(
         replica.name,
         module,
-        spec.config.inner,
+        inner,
         spec.total_steps,
         replica.micro_batches,
         boundary=boundary,
         cuts=cuts,
         seed=spec.config.seed,
-        ablations=ablations,
         anchors=anchors,
+        peer=peer,
     )
-    whole.peer = peer
+    if isinstance(boundary, AblatedBoundary) and boundary.basis is not None:
+        whole.optimizer = AblatedOptimizer(whole.parameters, inner, spec.total_steps, boundary.basis, ablations)
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -13,8 +14,10 @@ from hetero_pp.model import block_of
 from hetero_pp.outer.volume import RoundVolume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection
+from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import blob_sizes
 from replica_groups.ranks import CPU
 
 
@@ -95,6 +98,14 @@ class Measured:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the measurements, for AllReplicas.load."""
         self.similarity, self.volume = state.get("similarity", []), state.get("volume", [])
+
+
+def contribution_bytes(spec: RunSpec, rounds: int) -> int:
+    """Return the bytes of all contributions to the first `rounds` rounds, with averaged moments if there are any."""
+    averages = research_of(spec.config).averages_moments
+    moments = 8 * sum(map(math.prod, spec.parameter_shapes.values())) if averages else 0
+    sizes = {replica: sum(blobs.values()) + moments for replica, blobs in blob_sizes(spec).items()}
+    return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in spec.replicas_in(round_))
 
 
 def _is_due(every: int | None, round_: int) -> bool:

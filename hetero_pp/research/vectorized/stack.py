@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.inner import InnerOptimizer
+from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.research.vectorized.stacked_model import Block, stacked_block, stacked_losses
-from replica_groups.whole import WholeReplica
 
 
 class Stack:
     """n replicas with the same boundary, splits and sizes, and their batches; all start with one theta."""
 
-    def __init__(self, replicas: Sequence[WholeReplica], batches: Sequence[Batches], compiles: bool = False) -> None:
+    def __init__(self, replicas: Sequence[TableReplica], batches: Sequence[Batches], compiles: bool = False) -> None:
         self.replicas = replicas
         self.batches = batches
         first = replicas[0]

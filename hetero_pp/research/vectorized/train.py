@@ -21,10 +21,11 @@ from hetero_pp.coefficients import format_of
 from hetero_pp.data.sources import Source
 from hetero_pp.errors import ConfigError
 from hetero_pp.research.peers.peer import bytes_per_token
+from hetero_pp.research.settings import ablations_of
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
+from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.ranks import ALONE, CPU, Ranks
 
@@ -191,7 +192,6 @@ def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:
         return 0.0
     rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    of_peer = bytes_per_token(replica.boundary, spec.shape.width, replica.batch_size * length)
-    if of_peer is not None:
-        return max(of_peer)
+    if (peer := ablations_of(spec.config, replica).peer) is not None:
+        return max(bytes_per_token(peer, replica.boundary, spec.shape.width, replica.batch_size * length))
     return format_of(replica.boundary).wire_bytes((rows, length, rank)) / (rows * length)
