@@ -23,9 +23,11 @@ OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
 class PeerSettings(Settings):
     """Published boundary method in place of the subspace; `rank` and `bits` or `dtype` of the boundary set its size."""
 
-    method: Literal["resbm", "mapl", "tah_quant"] = Field(description="see stages.peers")
-    four_bits: Ratio = Field(0.8, description="TAH-Quant: the share of the tiles that get 4 bits, not 3")
-    gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: of gradients")
+    method: Literal["resbm", "mapl", "tah_quant"] = Field(
+        description="published method that replaces the subspace (see stages/peers)"
+    )
+    four_bits: Ratio = Field(0.8, description="TAH-Quant: share of the tiles that use 4 bits; the others use 3")
+    gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: bits per value of a gradient")
 
 
 class AblationSettings(Settings):
@@ -33,28 +35,32 @@ class AblationSettings(Settings):
 
     embedding: Literal["free", "coefficients", "projected"] = Field(
         "free",
-        description="how T_S trains: freely (it leaves the subspace until the next split), as coefficients C of "
-        "T_S = C U^T, or projected after each step",
+        description="training of T_S: `free` (leaves the subspace until the next split), "
+        "`coefficients` (C of T_S = C U^T), or `projected` (back onto the subspace after "
+        "each step)",
     )
     adaptation: Literal["on", "stale", "discarded"] = Field(
         "on",
-        description="after an outer round: split the embedding again, keep the first T_perp, or drop what of T_S left "
-        "the subspace (replicas then differ between rounds)",
+        description="treatment of the embedding after an outer round: `on` splits it again, `stale` "
+        "keeps the first T_perp, `discarded` drops the part of T_S that left the "
+        "subspace (replicas then differ between rounds)",
     )
     weight_projection: Literal[False, "w_p1", "both"] = Field(
-        False, description="onto the subspace, after each step: W_p1 (attention), or W_p1 and W_p2 (feed forward)"
+        False,
+        description="matrices that are projected onto the subspace after each step: `w_p1` "
+        "(attention), or `both` W_p1 and W_p2 (feed-forward)",
     )
     modified_adamw: bool = Field(
-        False, description="second moments shared across the width, so that an update stays in the subspace"
+        False, description="share second moments across the width, so that an update stays in the subspace"
     )
     grassmann_every: int | None = Field(
         None, ge=1, description="outer rounds between updates of U along the gradients (only in `reproduce`)"
     )
     grassmann_step: Annotated[float, AddedLater()] = Field(
-        0.1, gt=0, description="size of such an update: its largest angle's tangent"
+        0.1, gt=0, description="size of an update of U: tangent of its largest angle"
     )
     peer: Annotated[PeerSettings | None, AddedLater()] = Field(
-        None, description="another's boundary instead (only in `reproduce`)"
+        None, description="published boundary in place of the subspace (only in `reproduce`)"
     )
 
 

@@ -27,29 +27,37 @@ class InnerSettings(Settings):
     """Inner loop of a round: a number of steps, or as many as fit into a given time."""
 
     steps: int | None = Field(
-        10, ge=1, description="inner steps between outer rounds, H in the papers; or `seconds`, and then null"
+        10, ge=1, description="inner steps per outer round (H in the papers); null with `seconds`"
     )
     seconds: Annotated[Seconds | None, AddedLater()] = Field(
-        None, gt=0, description="instead of `steps`: every replica takes as many as fit, and at least one"
+        None,
+        gt=0,
+        description="duration of the inner steps of a round, instead of `steps`: each "
+        "replica takes as many as fit, at least one",
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
     final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
-        0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
+        0.1, ge=0, le=1, description="learning rate at the end of the cosine, as a share of the peak"
     )
-    warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(10, ge=0, description="with `steps`")
+    warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(
+        10, ge=0, description="steps of linear warmup, with `steps`"
+    )
     warmup_rounds: Annotated[float | None, NotPartOf.PAST, AddedLater()] = Field(
-        None, ge=0, allow_inf_nan=False, description="the same with `seconds`, 1 if nothing is said"
+        None, ge=0, allow_inf_nan=False, description="rounds of linear warmup with `seconds`; 1 by default"
     )
     optimizer: Annotated[Literal["adamw", "sgd", "muon"], AddedLater()] = Field(
-        "adamw", description="`muon` trains the matrices of layers, and AdamW all else"
+        "adamw",
+        description="optimizer of the inner steps; `muon` trains the matrices of layers, and AdamW everything else",
     )
     momentum: Annotated[float | None, AddedLater()] = Field(
-        None, ge=0, lt=1, description="of SGD, which has none unless it is said; of Muon, 0.95 unless it is said"
+        None, ge=0, lt=1, description="momentum of SGD (by default none) or Muon (by default 0.95)"
     )
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="not applied to norms")
-    clip_norm: float | None = Field(1.0, gt=0, description="of the whole replica's gradient; null for none")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay; norms have none")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="largest norm of the replica's whole gradient; null: no clipping"
+    )
 
     @model_validator(mode="before")
     @classmethod
