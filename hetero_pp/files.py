@@ -147,7 +147,7 @@ def keep_trying(do: Callable[[], T], say: Callable[[str], object]) -> T:
         except FileNotFoundError:
             raise
         except (StoreError, OSError) as error:
-            say(f"{complaint(error)}; trying again")
+            say(f"{complaint(error)}; retrying")
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 

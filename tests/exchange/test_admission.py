@@ -458,7 +458,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         status_of(served.folder / "anna", "run", None, None)
         said = capsys.readouterr().out
         assert re.search(r"run: this host waits for a group to form, for .*: 1 of 2 are here, 1 more needed\n", said)
-        assert "run: the run is after round 0 of 9; the exchange answered " in said
+        assert "run: the run has finished round 0 of 9; the exchange answered " in said
         asked = served.client(SECRET.credentials("a", encrypted=True))
         reply = status(served.address, SECRET.authority.identity("a"))
         assert (reply.in_lobby, reply.needed_in_lobby, len(reply.guests)) == (1, 2, 1)

@@ -68,7 +68,7 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture
 def exchange(snapshot: Snapshot, tmp_path: Path) -> Iterator[Exchange]:
-    """Every member trains round 1."""
+    """Every member training round 1."""
     log = ContributionLog(FolderStore(tmp_path / "log"))
     tokens = {"home": 100, "dc": 300}
     exchange = Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER), tokens_a_step=tokens)
@@ -874,7 +874,7 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange:
         exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
     auditor.start()
     auditor.join()
-    _expect_failure(exchange, r"after round 1, dc, home hold another \S+ than the log gives")
+    _expect_failure(exchange, r"after round 1, dc, home hold another \S+ than the run log")
     assert not snapshot_path(exchange.log, 1).exists()
 
 

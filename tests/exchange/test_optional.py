@@ -110,7 +110,7 @@ def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None
     for place in ("one.0", "two.0"):
         run.exchange.died(place, "its host is off")
     status = run.exchange.status()
-    assert status.paused == "2 of 3 replicas are there, 3 are needed"
+    assert status.paused == "2 of 3 replicas are present, 3 are required"
     assert {place.name: place.round for place in status.places}["dc"] == 0
 
 

@@ -108,7 +108,7 @@ def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.
     said, errors = launched.process.communicate()
     assert launched.process.returncode == 130
     assert shlex.join(launched.command[3:]) in said.splitlines()[-1]
-    assert errors.strip().splitlines() == ["hetero-pp: interrupted; every process of the run has ended"]
+    assert errors.strip().splitlines() == ["hetero-pp: interrupted; all processes of the run have ended"]
 
 
 def test_a_killed_stage_is_named(launched: Launched) -> None:

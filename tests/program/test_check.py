@@ -53,7 +53,9 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
 
 def test_it_says_how_much_text_each_shard_has(yaml: Path) -> None:
     said = _check(yaml, "--set", "data.clusters=2")
-    sizes = re.search(r"Shards: 2 clusters of alike sequences, of which there are: dc ([\d,]+), home ([\d,]+)\.", said)
+    sizes = re.search(
+        r"Shards: 2 clusters of similar sequences; sequences per shard: dc ([\d,]+), home ([\d,]+)\.", said
+    )
     tokens = re.search(r"([\d,]+) tokens to train on", said)
     assert sizes is not None
     assert tokens is not None

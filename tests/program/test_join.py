@@ -221,7 +221,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     done = run.ask("leave", host="home.1")
     assert (done.returncode, done.stdout) == (0, "homes: home.1 has left\n")
     code, said, errors = run.wait("home.1")
-    assert (code, errors) == (130, "hetero-pp: interrupted; every process of the run has ended\n")
+    assert (code, errors) == (130, "hetero-pp: interrupted; all processes of the run have ended\n")
     assert said.endswith("homes: home.1 is free again\n")
     assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
     run.join("another", run.invite())  # takes the one that is free
@@ -233,7 +233,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     relayed = {name: place["relayed_bytes"] for name, place in places.items()}
     assert relayed["home.0"] == relayed["home.1"] > relayed["dc"] == 0
 
-    assert run.ask("revoke", "home.1").stdout == "homes: took back home.1 from its holder number 2\n"
+    assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 from its holder number 2\n"
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
     run.processes["dc"].send_signal(signal.SIGUSR1)  # as Slurm, before a job's time is over; Ctrl-C does the same
@@ -253,8 +253,8 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert go_on == f"homes: resume with: hetero-pp serve {folder}/homes/config.yaml --resume --runs {folder}"
     run.serve(waits=False)  # which would lock them all out
     code, _, errors = run.wait("exchange")
-    stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; continue it with"
-    assert (code, bool(re.match(rf"{stopped} --resume, or start a new one with --new", errors))) == (2, True), errors
+    stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; resume it with"
+    assert (code, bool(re.match(rf"{stopped} --resume, or start a new run with --new", errors))) == (2, True), errors
     run.serve("--resume")  # and its members are let in by what they were given before
     run.wait_for('"event": "begun"')
     assert run.processes["home.0"].poll() is None
@@ -466,7 +466,8 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     with pytest.raises(ConfigError, match=r"--place home\.2: expected one of dc, home\.0, home\.1"):
         served.invite("home.2", capsys)
     with pytest.raises(
-        ConfigError, match=r"--place home: is a group: leave out --place .*, or name a stage as home\.0"
+        ConfigError,
+        match=r"--place home: found the name of a group: leave out --place .*, or name a stage, such as home\.0",
     ):
         served.invite("home", capsys)
     with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
@@ -493,9 +494,9 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
         return capsys.readouterr().err.splitlines()
 
     first, dc = told(None)
-    assert first.startswith("homes: this ticket is for a stage of group home; it lets one host in until 20")
+    assert first.startswith("homes: this ticket is for a stage of group home; it admits one host until 20")
     command = "`hetero-pp invite homes --place dc`"
-    assert dc == f"homes: dc is still free, and is a datacenter's, which needs a ticket that names it: {command}"
+    assert dc == f"homes: dc is still free; a datacenter replica needs a ticket with its name: {command}"
     (one,) = told("home.1")
     assert one.startswith("homes: this ticket is for home.1, a stage of group home; ")
     (one,) = told("dc")
@@ -511,7 +512,7 @@ def test_groups_of_one_entry_are_called_by_its_name() -> None:
     slots = {f"{group}.{stage}" for group in [*(f"home-{n + 1}" for n in range(50)), "lab-2"] for stage in (0, 1)}
     assert RunSpec(config, 256).unnamed_slots == slots
     alone = _config("standard-library", replicas=[dc])
-    assert good_for(alone, None) == "the first of dc that is free then"
+    assert good_for(alone, None) == "the first of dc with a free slot"
     assert RunSpec(alone, 256).unnamed_slots == {"dc"}
 
 
@@ -549,8 +550,8 @@ def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
     about.write_text("{")
     for run in ("homes", served.address):
         status(runs, run, None, None)
-        assert capsys.readouterr().out.startswith("homes: has not begun; waiting for members to join: ")
-    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves, or has joined"):
+        assert capsys.readouterr().out.startswith("homes: not started; waiting for members to join: ")
+    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves or joined"):
         status(runs, "127.0.0.1:1", None, None)
 
 
@@ -570,7 +571,7 @@ def test_status_says_what_a_ticket_is_good_for(
         assert told(text, runs).startswith(f"{begins}was used; it was good until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
     old = Ticket(ticket.run, ticket.address, ticket.identity)
-    assert "is for a slot that it does not name (it is of an older version); " in told(old.to_text(), here)
+    assert "is for a slot that it does not name (it was made by an older version); " in told(old.to_text(), here)
     assert told(served.invite("home.1", capsys, 0.0), here).count("; it expired 20") == 1
     with pytest.raises(ConfigError, match="the ticket is not whole"):
         status(here, text[:-7], None, None)
@@ -635,7 +636,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
         hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, lines.append)
     waits = "waiting for the exchange of this run, for up to 1:00:00"
-    assert lines == [f"{cause} (not verified, as its certificate is not of this run: {waits})"]
+    assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
 
 
 def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,7 +664,7 @@ def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest
     said = capsys.readouterr().out
     shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
     assert shown == ["g0.0", "g0.1", "g1.0", "g1.1", "g3.0", "g3.1", "g4.0", "g4.1"]
-    assert "2 more replicas that nobody has joined" in said
+    assert "2 more replicas without any member" in said
 
 
 def _config(corpus: str, **more: object) -> RunConfig:

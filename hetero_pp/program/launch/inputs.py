@@ -75,7 +75,7 @@ def prepare(
             require_weights(spec)
         names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
         if only is None and not spec.needed:
-            why = "expected at least one that is not optional: `launch` starts only replicas that the run needs"
+            why = "expected at least one required replica: `launch` starts only required replicas"
             raise ConfigError(("replicas", 0), f"found only optional replicas, {why}")
         if only is not None:
             require_reachable(config, names)
@@ -141,7 +141,7 @@ def require_launchable(config: RunConfig) -> None:
 
     They need data that members do not exchange.
     """
-    expected = "expected it left out: only `hetero-pp reproduce` can train with it"
+    expected = "expected no such key: only `hetero-pp reproduce` can train with it"
     if config.outer.source == "gradient" and config.inner.steps != 1:
         key, found = ("steps", config.inner.steps) if config.inner.seconds is None else ("seconds", config.inner.length)
         raise ConfigError(
@@ -151,7 +151,7 @@ def require_launchable(config: RunConfig) -> None:
     if config.outer.missed > 0:
         raise ConfigError(
             ("outer", "missed"),
-            f"found {config.outer.missed:g}, expected 0: only `hetero-pp reproduce` leaves out contributions at random",
+            f"found {config.outer.missed:g}, expected 0: only `hetero-pp reproduce` excludes contributions at random",
         )
     if config.outer.averages_moments:
         raise ConfigError(("outer", "averages_moments"), f"found true, {expected}")
