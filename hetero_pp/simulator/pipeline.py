@@ -159,7 +159,7 @@ def _merged(events_of_stages: Sequence[Sequence[Event]]) -> Sequence[tuple[int, 
                 event = events.pop()
                 sent.add((event.action, stage, event.micro_batch))
                 order.append((stage, event))
-        assert len(order) > before, "the schedule waits for itself"
+        assert len(order) > before, "the schedule has a deadlock"
     return order
 
 

@@ -74,7 +74,7 @@ def test_what_cannot_be_is_told_with_its_line(entry: str, key: str, complaint: s
 
 def test_a_round_that_could_never_close_is_refused(tmp_path: Path) -> None:
     both = "  - {miss: home, rounds: [1]}\n  - {miss: dc, rounds: [2, 1]}"
-    with pytest.raises(ConfigError, match=r"chaos.yaml:2: .*: found 1, in which 0 of 2 replicas are left; expected at"):
+    with pytest.raises(ConfigError, match=r"chaos.yaml:2: .*: found 1, for which 0 of 2 replicas remain; expected at"):
         _read(both, tmp_path)
     assert missed(_read(both.replace(", 1]", "]"), tmp_path)) == {"home": {1}, "dc": {2}}
 

@@ -358,9 +358,9 @@ def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> No
 
 def test_what_cannot_be_exported_is_said(run: Path, exported: Path, tmp_path: Path) -> None:
     for folder, to, words in [
-        (tmp_path, tmp_path / "new", f"{tmp_path}: found no config.yaml, expected the folder of a run"),
-        (run, exported, f"--to {exported}: found files in this folder, expected a new or an empty one"),
-        (run, run / "config.yaml" / "new", f"--to {run / 'config.yaml' / 'new'}: cannot be made (Not a directory)"),
+        (tmp_path, tmp_path / "new", f"{tmp_path}: found no config.yaml, expected a run folder"),
+        (run, exported, f"--to {exported}: found files in this folder, expected a new or empty folder"),
+        (run, run / "config.yaml" / "new", f"--to {run / 'config.yaml' / 'new'}: cannot be created (Not a directory)"),
     ]:
         code, errors = _invoke("export", folder, "--to", to)
         assert code == 2

@@ -390,8 +390,8 @@ def test_check_tries_the_addresses_of_this_host_only(
     monkeypatch.setenv("COLUMNS", "400")
     print_check(path, [], tmp_path / "runs")
     assert (
-        f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (another host's, not tried "
-        "here), home.1 ben.invalid:7 (on another host, not checked here)."
+        f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (on another host, not "
+        "checked here), home.1 ben.invalid:7 (on another host, not checked here)."
     ) in capsys.readouterr().out
     with taken, pytest.raises(ConfigError, match=r"--set exchange\.listen=127.*: found .* expected a free port"):
         print_check(path, [f"exchange.listen=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")

@@ -150,14 +150,14 @@ def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
     assert [one["sha256"] is not None for one in found] == [True, False, True, True, True]
     assert [one["is_audited"] for one in found] == [False, False, True, True, True]
     assert [len(one["damaged"]) for one in found] == [0, 1, 1, 0, 0]
-    assert "2 files are damaged, lost, or differ from what the log records" in errors
+    assert "2 files are damaged, missing, or differ from the log" in errors
 
 
 def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     for arguments, words in [
-        ((tmp_path,), f"{tmp_path}: found no config.yaml, expected the folder of a run"),
-        ((run, "--round", 5), f"--round 5: the log in {run / 'log'} has rounds 0 to 4"),
+        ((tmp_path,), f"{tmp_path}: found no config.yaml, expected a run folder"),
+        ((run, "--round", 5), f"--round 5: found a round that the log in {run / 'log'} does not have, expected 0 to 4"),
         ((run, "--to", tmp_path / "there"), f"--to {tmp_path / 'there'}: found a file, expected a new name"),
     ]:
         code, _, errors = _invoke("replay", *arguments)

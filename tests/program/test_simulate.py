@@ -155,7 +155,7 @@ def test_stages_of_a_group_have_one_accelerator_each_unless_said(yaml: Path) -> 
     assert more.accelerator_hours == pytest.approx(9 * 24 * more.days)
 
 
-CORE = "so a CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): name it with `hardware: h100` of the replica"
+CORE = "so one CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): set `hardware: h100` of the replica"
 
 
 def test_what_is_assumed_is_told(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_is_assumed_is_told(tmp_path: Path) -> None:
     path.write_text(YAML + f"    dc: {COST}\n")
     code, out, _ = _invoke(str(path))
     assert code == 0
-    assert f"Note: no hardware is named for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
+    assert f"Note: no hardware is set for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
     for named in ("simulate.machine=h100", "replicas.1.hardware=h100"):
         assert "Note" not in _invoke(str(path), "--set", named)[1]
 
@@ -174,7 +174,7 @@ def test_too_little_memory_says_whose_it_would_be(name: str) -> None:
     path = str(CONFIGS / "paper" / f"{name}.yaml")
     code, _, errors = _invoke(path)
     assert code == 2
-    assert "of memory and has 4 GB" in errors
+    assert "of memory, expected at most 4 GB" in errors
     assert CORE in errors
     code, _, errors = _invoke(path, "--set", "simulate.machine=rtx-3090", "--set", "replicas.0.batch_size=3200")
     assert code == 2
@@ -247,14 +247,14 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ((), ["east needs 4.68 TB of memory and has 640 GB: 4.04 TB too much (activations 4.65 TB, ",
-              "--set replicas.east.micro_batches=8 would save 4.07 TB"]),
+        ((), ["east needs 4.68 TB of memory, expected at most 640 GB: 4.04 TB too much (activations 4.65 TB, ",
+              "--set replicas.east.micro_batches=8 saves 4.07 TB"]),
         (("replicas.0.micro_batches=128", "replicas.1.hardware=small", "simulate.hardware.small.memory=19 GB"),
          ["home-1.0 needs",
-          "--set replicas.home.extra_in_flight=0 would save 1.74 GB"]),
+          "--set replicas.home.extra_in_flight=0 saves 1.74 GB"]),
         (("replicas.0.micro_batches=1024", "replicas.0.hardware=small", "replicas.0.ranks=1"),
-         ["east needs 33.5 GB of memory and has 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
-          "--set replicas.east.torchtitan.activation_checkpointing=full would save 3.36 GB, which is not enough"]),
+         ["east needs 33.5 GB of memory, expected at most 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
+          "--set replicas.east.torchtitan.activation_checkpointing=full saves 3.36 GB, which is not enough"]),
     ],
 )  # fmt: skip
 def test_too_little_memory_says_of_what_and_which_key_helps(
@@ -267,7 +267,7 @@ def test_too_little_memory_says_of_what_and_which_key_helps(
     assert code == 2
     for words in told:
         assert words in errors
-    if "would save" in told[-1] and "not enough" not in told[-1]:
+    if " saves " in told[-1] and "not enough" not in told[-1]:
         change = told[-1].split()[1]
         done = _invoke(str(path), *(word for one in (*changes, change) for word in ("--set", one)))
         assert done[0] == 0, done[2]
@@ -283,7 +283,7 @@ def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
         )
         assert code == 0, errors
         said[chosen] = " ".join(out.split())
-    for words in ("fp32, 4 bytes a parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
+    for words in ("fp32, 4 bytes per parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
         assert words in said["none"]
     assert "activation_checkpointing: full keeps 1 x width" in said["full"]
     assert "activation_checkpointing" not in said["none"]
@@ -428,7 +428,7 @@ def test_a_sweep_of_the_yaml_with_curves(yaml: Path, tmp_path: Path) -> None:
         (["--set", "links.home.bandwidth=0 Mbit/s"], "hetero-pp: --set links.home.bandwidth=0 Mbit/s: found"),
         (["--set", "replicas.1.hardware=abacus"], "replicas.1.hardware=abacus: found `abacus`, expected one of h200"),
         (["--set", "simulate.fleets={homes: {count: 2}}"], (
-            "found `homes`, which is no replica of this run, "
+            "found `homes`, which is not a replica of this run, "
             "expected one of dc, home"
         )),
         (["--set", "simulate.hardware={tiny: {flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}}",
@@ -568,4 +568,4 @@ def test_a_calibration_is_measured_and_used(tmp_path: Path) -> None:
     used = ("--set", "simulate.machine=this-machine")
     assert _invoke(str(path), "--calibration", str(out), *used)[0] == 0
     out.write_text("a: 1\n")
-    assert "expected what `hetero-pp calibrate --write` wrote" in _invoke(str(path), "--calibration", str(out))[2]
+    assert "expected the output of `hetero-pp calibrate --write`" in _invoke(str(path), "--calibration", str(out))[2]

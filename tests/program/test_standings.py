@@ -170,7 +170,8 @@ def test_with_keep_local_a_late_replica_trains_on() -> None:
     assert said([late], outer=outer) == ["dc was too late for round 3: it continues from its own parameters"]
     (told,) = said([standing(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
     assert told.endswith(
-        "to round 3 is far larger than the others and is excluded: 50 % of its contribution is restored to its error feedback"
+        "to round 3 is far larger than the others and is excluded: 50 % of its contribution is restored to its error "
+        "feedback"
     )
 
 

@@ -24,7 +24,7 @@ def is_a_name(text: str) -> bool:
 
 def _checked(name: str) -> str:
     if not is_a_name(name):
-        raise ValueError(f"found `{name}`, expected a name that a file can have, such as `mine/rank`")
+        raise ValueError(f"found `{name}`, expected a valid file name, such as `mine/rank`")
     return name
 
 
@@ -166,9 +166,7 @@ class Claim(Settings):
     @model_validator(mode="after")
     def _is_known_by_round(self) -> Claim:
         if self.after < 1 and self.of != "own":
-            raise ValueError(
-                f"found `after` with `of: {self.of}`, expected `own`, whose loss is known after every round"
-            )
+            raise ValueError(f"found `after` with `of: {self.of}`, expected `own`, which is measured after every round")
         return self
 
     def rows(self) -> set[str]:
@@ -216,7 +214,7 @@ class Experiment(Definition):
     def _rows_exist(self) -> Experiment:
         names = [row.name for row in self.rows]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"found two rows of the name `{twice[0]}`, expected a name for each")
+            raise ValueError(f"found two rows named `{twice[0]}`, expected unique names")
         wanted = {self.baseline, *(row.baseline for row in self.rows if row.baseline is not None)}
         wanted = wanted.union(*(claim.rows() for claim in self.claims), *(trend.rows for trend in self.trends))
         if unknown := sorted(wanted - set(names)):
@@ -229,7 +227,7 @@ class Experiment(Definition):
             every = EVERY.get(claim.of)
             if every is not None and getattr(self, every) is None:
                 raise ValueError(
-                    f"found a claim of the {claim.of} without `{every}`, expected how often it is measured"
+                    f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
         return self
 
