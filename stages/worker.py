@@ -154,7 +154,7 @@ class StageWorker:
             with self._blaming(self._upstream):
                 header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
                 if not header.HasField("gradient_norm"):
-                    raise MalformedMessage("found no gradient norm on the flush of an inner loop")
+                    raise MalformedMessage("found no gradient norm at the end of an inner loop")
                 self._apply_told(header.gradient_norm)
         if self._downstream is not None:
             self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))
@@ -226,7 +226,7 @@ class StageWorker:
         """
         if link is None:
             raise HeteroPPError(f"stage {self.stage.spec.index} of {self.settings.replica} diverged: {reason}")
-        raise link.accuse(f"{reason}, computed of values from there: training diverged, or the values are wrong")
+        raise link.accuse(f"{reason}, computed from received values: training diverged, or these values are wrong")
 
     def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> Symbols:
         """Check what is about to be sent, so that no neighbour refuses it. `link`: see _fail."""
@@ -247,7 +247,7 @@ class StageWorker:
     def _apply_told(self, norm: float) -> None:
         """The same with a norm that the stage before sent. The norm of all stages is at least that of this one."""
         if self._pending_step is None:
-            raise MalformedMessage("found a gradient norm, but no step waits for one")
+            raise MalformedMessage("found a gradient norm, but no step is waiting for one")
         least = math.sqrt(self._own_squared) * (1 - _ROUNDING)
         if not least <= norm <= _LARGEST_NORM:
             raise MalformedMessage(f"found a gradient norm of {norm}, expected {least:.6g} to {_LARGEST_NORM:.3g}")
@@ -271,7 +271,7 @@ class StageWorker:
         most = ACKNOWLEDGED_EVERY + self.settings.micro_batches
         for link in (self._upstream, self._downstream):
             if link is not None and (found := link.unacknowledged) > most:
-                raise link.accuse(f"found {found} messages without an acknowledgement, expected at most {most}")
+                raise link.accuse(f"found {found} unacknowledged messages, expected at most {most}")
 
     def _receive_activation(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
@@ -287,14 +287,14 @@ class StageWorker:
                 f"found {header.rows} sequences in a micro-batch, expected {least} to {self.settings.micro_batch_size}"
             )
         if not message.tensors:
-            raise MalformedMessage("found no token ids beside an activation")
+            raise MalformedMessage("found no token ids with an activation")
         packed, *wire = message.tensors
         under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
         shape = (header.rows, length, self.stage.boundary.dimensions)
         under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
         under_way.received[index] = message
         if header.is_last and (index > 0 or under_way.purpose == EVALUATION):
-            raise MalformedMessage("found the mark of a round's last step, expected it on the first micro-batch alone")
+            raise MalformedMessage("found the mark of a round's last step, expected it only on the first micro-batch")
         under_way.is_last |= header.is_last
         if header.HasField("gradient_norm"):
             self._apply_told(header.gradient_norm)
@@ -350,11 +350,11 @@ class StageWorker:
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:
-            raise LinkClosed(f"the neighbouring stage is at round {header.round}, and this one at round {round_}")
+            raise LinkClosed(f"the neighbouring stage is at round {header.round}, but this stage is at round {round_}")
         if found != (purpose, round_, step, micro_batch):
             raise MalformedMessage(
-                f"found a message of purpose, round, step, micro-batch {found}, "
-                f"expected {(purpose, round_, step, micro_batch)}"
+                f"found a message for (purpose, round, step, micro-batch) {found}, expected "
+                f"{(purpose, round_, step, micro_batch)}"
             )
         return message
 

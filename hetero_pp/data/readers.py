@@ -198,7 +198,7 @@ def bad_utf8(file: str, lines: Iterable[bytes]) -> ConfigError:
             line.decode()
         except UnicodeDecodeError as error:
             return ConfigError(_KEY, f"{file}:{number}: {_not_utf8(line, error.start)}")
-    return ConfigError(_KEY, f"{file}: changed while it was read, expected a file that stays as it is")
+    return ConfigError(_KEY, f"{file}: changed during reading, expected a file that does not change")
 
 
 def _not_utf8(data: bytes, position: int) -> str:

@@ -113,7 +113,9 @@ class FileTokenizer:
             with _panics_as_errors():
                 encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except ValueError as error:
-            raise ConfigError(_KEY, f"cannot encode the text ({error}); expected other rules in its file") from None
+            raise ConfigError(
+                _KEY, f"cannot encode the text ({error}); expected other rules in the tokenizer's file"
+            ) from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -130,7 +132,7 @@ def _panics_as_errors() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the library failed: {' '.join(str(error).split())}") from None
+        raise ValueError(f"the tokenizers library failed: {' '.join(str(error).split())}") from None
 
 
 def _require_simple(rules: object) -> None:
@@ -155,7 +157,7 @@ def _require_simple(rules: object) -> None:
         isinstance(one, dict) and isinstance(one.get("content"), str) and isinstance(one.get("id"), int)
         for one in tokens
     ):
-        raise ValueError("added_tokens: found something else than a list of tokens with `content` and `id`")
+        raise ValueError("added_tokens: found another type than a list of tokens with `content` and `id`")
 
 
 def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[str, ...]:
@@ -166,8 +168,8 @@ def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) 
         return ()
     shown = ", ".join([*changed[:_RENUMBERED_SHOWN], *(["..."] if len(changed) > _RENUMBERED_SHOWN else [])])
     count = f"{len(changed):,} of {format_count(len(ids), 'token')}"
-    why = "because the file's ids do not follow its vocabulary"
-    return (f"data.tokenizer: {path}: {count} get another id than in the file, {why}: {shown}",)
+    why = "because the ids in the file are not in the order of its vocabulary"
+    return (f"data.tokenizer: {path}: {count} have other ids than in the file, {why}: {shown}",)
 
 
 def _configured_ends(path: Path) -> list[str]:

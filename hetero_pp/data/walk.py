@@ -166,7 +166,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(_KEY, f"{path}: cannot be read ({error.strerror}), expected files that this user may read")
+    return ConfigError(
+        _KEY, f"{path}: cannot be read ({error.strerror}), expected files that the current user may read"
+    )
 
 
 def _summary(read: int, skips: str) -> str:

@@ -47,13 +47,13 @@ class Epochs(Generic[End]):
         """
         with self._changed:
             if epoch < self._epoch:
-                raise LinkClosed(f"found epoch {epoch}, expected at least {self._epoch}")
+                raise LinkClosed(f"found generation {epoch}, expected at least {self._epoch}")
             present = self._end if epoch == self._epoch else None
             if present is not None and is_same(present):
                 return present
             if present is not None and present.is_connected:
                 raise Refused(f"{self.peer} is already connected")
-            cause = f"{self.peer} has begun anew" if present is not None else f"{self.peer} is at epoch {epoch}"
+            cause = f"{self.peer} has restarted" if present is not None else f"{self.peer} is at generation {epoch}"
             older = self._replace(epoch, cause)
             self._end = end = make()
             self._changed.notify_all()
@@ -71,7 +71,7 @@ class Epochs(Generic[End]):
 
         Raises LinkClosed if this epoch is over too, LinkTimeout after `timeout` seconds.
         """
-        self.drop(epoch, f"this member is at epoch {epoch}")
+        self.drop(epoch, f"this member is at generation {epoch}")
         with self._changed:
             if not self._changed.wait_for(lambda: self._epoch > epoch or self._end is not None, timeout):
                 raise LinkTimeout(f"{self.peer} did not connect within {timeout:g} s")

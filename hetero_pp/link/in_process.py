@@ -54,7 +54,7 @@ class InProcessLink:
         If the link of this epoch was aborted, of another one. Raises LinkClosed if this epoch is over, or all are.
         """
         name = self._spec.source if direction == "forward" else self._spec.target
-        self.give_up(epoch, f"{name} is at epoch {epoch}")
+        self.give_up(epoch, f"{name} is at generation {epoch}")
         with self._lock:
             if epoch < self._epoch or self._over is not None:
                 raise LinkClosed(self._over or self._cause)

@@ -116,7 +116,7 @@ def test_a_value_beside_the_yaml_is_that_value_in_the_yaml(mixed: Path, key: str
     except (TypeError, IndexError, KeyError):  # the YAML has a single value or an entry less there
         assert "found " in _error(mixed, f"{key}={value}") or "single value" in _error(mixed, f"{key}={value}")
         return
-    added = "found a name that no setting refers to"
+    added = "found a name that no setting uses"
     found = _outcome(mixed, f"{key}={value}")
     assert found == _outcome(written) or str(found).startswith(added)
 
@@ -153,7 +153,7 @@ def test_a_number_instead_of_a_list_keeps_its_common_line(mixed: Path) -> None:
     own = "replicas.2.stages.0.uplink=null"
     told = _error(mixed, own, "replicas.office.stages=4")
     assert told.startswith("--set replicas.office.stages=4: found a number for `replicas.2.stages`")
-    assert "`uplink` of their own" in told
+    assert "but its entries set `uplink`" in told
     assert _config(mixed, own, "replicas.office.stages={count: 4}")["replicas"][2]["stages"]["line"] is None
 
 

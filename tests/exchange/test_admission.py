@@ -349,7 +349,7 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
 def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     give(membership.address, membership.identity)
-    with pytest.raises(Refused, match="it was given back"):
+    with pytest.raises(Refused, match="its slot was returned"):
         served.client(membership.credentials).agree("b", "{}")
     assert served.takes(served.ticket("b"), "another host").place == "b"
 
@@ -434,7 +434,7 @@ def test_a_run_without_tickets(tmp_path: Path) -> None:
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
     ticket = make_ticket("run", f"127.0.0.1:{port}", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
-    with pytest.raises(HeteroPPError, match="lets nobody in by a ticket"):
+    with pytest.raises(HeteroPPError, match="does not admit hosts by tickets"):
         take_place(ticket, tmp_path / "host")
     server.stop(None).wait(TIMEOUT)
 
@@ -491,7 +491,7 @@ def test_one_line_is_measured_at_a_time(served: Served) -> None:
             next(answers)
     served.wait_until(lambda: not served.admission._probing.locked())
     assert lines == []
-    assert be_probed(served.address, ticket.identity) == "a line is measured once in 120 seconds"
+    assert be_probed(served.address, ticket.identity) == "a line is measured at most once in 120 seconds"
     assert be_probed(served.address, served.ticket().identity) == ""
 
 
@@ -598,13 +598,13 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
         told = threads.submit(served.lobby.wait_until_told, TIMEOUT)
         served.run.exchange.coordinator.last_round = 9
         served.run.exchange.coordinator.open = None
-        with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); nothing was left to train"):
+        with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
             waits.result(TIMEOUT)
         assert told.result(2 * TIMEOUT)
     assert served.lobby.here == 0
     assert be_probed(served.address, served.ticket().identity).startswith("the run is over")
     join(served.ticket().to_text(), Here(served.folder / "late"))  # ends well
-    assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); nothing was left to train\n")
+    assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); no round was left to train\n")
     status_of(served.folder / "late", "run", None, None)
     assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), heard 20")
 
@@ -627,8 +627,8 @@ def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
         waits.result(TIMEOUT)  # ends well: exit code 0
         stalls.set()
     said = capsys.readouterr().out.splitlines()
-    ended = "run: the exchange ended the measurement of this line"
-    assert said[-2:] == [ended, "run: the run is over (round 9 of 9); nothing was left to train"]
+    ended = "run: the exchange stopped measuring this line"
+    assert said[-2:] == [ended, "run: the run is over (round 9 of 9); no round was left to train"]
 
 
 def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served) -> None:
@@ -654,8 +654,8 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
     served.unnamed = frozenset({"b"})
     served.serve_again()
     assert served.takes(served.ticket()).place == "b"
-    free = r"every stage of a group is taken; a is free, for a ticket that names it: "
-    with pytest.raises(Refused, match=free + "ask who serves the run for `hetero-pp invite run --place a`"):
+    free = r"every stage of a group is taken; a is free for a ticket that names it: "
+    with pytest.raises(Refused, match=free + "ask the operator of the run for `hetero-pp invite run --place a`"):
         served.takes(served.ticket(), "another host")
     assert served.takes(served.ticket("a"), "datacenter").place == "a"
     with pytest.raises(Refused, match=r"every slot of the run is taken: ask who serves the run to free one"):

@@ -174,7 +174,9 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
 
 def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:
     before = RunFolder(runs / "mixed").changes.read_bytes()
-    with pytest.raises(HeteroPPError, match=r"outer\.rounds: found 5, expected at least 6, as so many rounds are done"):
+    with pytest.raises(
+        HeteroPPError, match=(r"outer\.rounds: found 5, expected at least 6, the number of finished rounds")
+    ):
         _train(corpus, runs, "outer.rounds=5")
     assert RunFolder(runs / "mixed").changes.read_bytes() == before
     assert _train(corpus, runs)["rounds"] == 6

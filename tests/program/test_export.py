@@ -214,7 +214,7 @@ def test_damaged_checkpoints_are_refused(model: Transformer, tmp_path: Path) -> 
     assert f"no tensor `{name}`" in complaint({key: value for key, value in good.items() if key != name})
     assert "[80, 47]" in complaint(good | {name: good[name][:, 1:].contiguous()})
     bias = "model.layers.0.self_attn.q_proj.bias"
-    assert f"found a tensor `{bias}`" in complaint(good | {bias: torch.zeros(48)})
+    assert f"found the tensor `{bias}`" in complaint(good | {bias: torch.zeros(48)})
     file.write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match="no readable"):
         read_parameters(folder, _shapes())

@@ -197,7 +197,7 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         assert secrets == {"key.pem": 0o600, "certificate.pem": 0o600}, host
     code, said, errors = run.wait("waits")
     assert (code, errors) == (0, "")
-    assert said.endswith("homes: the run is over (round 3 of 3); nothing was left to train\n")
+    assert said.endswith("homes: the run is over (round 3 of 3); no round was left to train\n")
     assert run.ask("status").stdout.startswith("homes: over after round 3 of 3, at 20")
     assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), heard 20")
     alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
@@ -233,7 +233,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     relayed = {name: place["relayed_bytes"] for name, place in places.items()}
     assert relayed["home.0"] == relayed["home.1"] > relayed["dc"] == 0
 
-    assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 from its holder number 2\n"
+    assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 of its holder number 2\n"
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
     run.processes["dc"].send_signal(signal.SIGUSR1)  # as Slurm, before a job's time is over; Ctrl-C does the same
@@ -261,7 +261,9 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.processes["exchange"].terminate()
     run.wait("exchange")
     run.serve("--new")
-    new = "a new run has begun at 127.0.0.1:{}; your certificate belongs to the earlier one; ask for a new ticket (not"
+    new = (
+        "a new run has started at 127.0.0.1:{}; your certificate belongs to the previous run; ask for a new ticket (not"
+    )
     new = new.format(run.address.partition(":")[2])
     run.wait_until(lambda: new in run.said("home.0"))
     assert run.processes["home.0"].poll() is None  # its own run may come back
@@ -348,7 +350,7 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     (tmp_path / "run.yaml").write_text(text.replace("  - {name: second, kind: datacenter, batch_size: 4}\n", ""))
     run.serve("--resume", waits=False)
     code, _, errors = run.wait("second")
-    assert (code, "second is no longer a place of this run" in errors) == (1, True), errors
+    assert (code, "second is no longer a slot of this run" in errors) == (1, True), errors
     run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
     assert len({round_ for round_, _, _ in verified}) == len({(round_, sha256) for round_, _, sha256 in verified})
 
@@ -451,11 +453,15 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
     used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
     for text, who, told in (
         ("made up", here, r"found 'madeup'\.\.\., expected a ticket, which begins with hpp1\."),
-        (used[:-7], here, "the ticket is not whole: copy all of it, in one line"),
-        (over, here, r"the ticket is over: ask for another \(or is the clock of this host wrong\?\)"),
-        (used, here, r"home\.0 reads the run's text; give its path on this host with --data PATH"),
-        (served.invite("dc", capsys), here, "dc reads the run's text; give its path on this host with --data PATH"),
-        (used, there, "the ticket was used already: it lets one process in"),
+        (used[:-7], here, "the ticket is incomplete: copy all of it, as one line"),
+        (over, here, r"the ticket has expired: ask for another \(or is the clock of this host wrong\?\)"),
+        (used, here, r"home\.0 reads the run's text; give the path of the text on this host with --data PATH"),
+        (
+            served.invite("dc", capsys),
+            here,
+            "dc reads the run's text; give the path of the text on this host with --data PATH",
+        ),
+        (used, there, "the ticket was used already: it admits one process"),
     ):
         with pytest.raises(ConfigError, match=told):
             join(text, who)
@@ -475,7 +481,7 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     assert seconds_of("24h") == 24 * 3600
     with pytest.raises(ConfigError, match="found no run that this host serves; start one with: hetero-pp serve CONFIG"):
         invite(tmp_path, "another", None, 1.0, None)
-    with pytest.raises(ConfigError, match=r"found nobody that was invited to home\.0, and no ticket of that name"):
+    with pytest.raises(ConfigError, match=r"found no host that was invited to home\.0, and no ticket with this id"):
         revoke(served.runs, "homes", "home.0")
     with pytest.raises(ConfigError, match="found no `hetero-pp join` of this run on this host"):
         leave(served.runs, "homes", None)
@@ -531,7 +537,7 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
 
 def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
-    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` takes it back"):
+    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` revokes it"):
         served.invite("home.1", capsys)
 
 
@@ -588,7 +594,7 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
     ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
-    told = f"^a new run has begun at {served.address}; your ticket belongs to the earlier one; ask for a new ticket$"
+    told = f"^a new run has started at {served.address}; your ticket belongs to the previous run; ask for a new ticket$"
     with pytest.raises(ConfigError, match=told):
         join(ticket.to_text(), Here(tmp_path / "here"))
 
@@ -598,7 +604,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once it has waited for its own run in vain; the cause is only that if it is what ends it."""
-    cause, lines = "a new run has begun at host:1; your certificate belongs to the earlier one", list[str]()
+    cause, lines = "a new run has started at host:1; your certificate belongs to the previous run", list[str]()
 
     class Ended:
         """The processes of a host: they end with the cause that they are told."""

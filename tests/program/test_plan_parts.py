@@ -146,8 +146,8 @@ def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> N
         group_participants(file.config, None)
     said = str(error.value)
     assert (
-        "found 3 participants, but no 2 of them have enough memory for the model's 16 layers together; layers that fit each"
-        in said
+        "found 3 participants, but no 2 of them have enough memory for the model's 16 layers "
+        "together; layers that fit each" in said
     )
     assert re.search(
         r"at most: a \(small\) \d, b \(small\) \d, c \(small\) \d; expected machines with more memory", said

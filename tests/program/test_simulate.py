@@ -47,7 +47,7 @@ replicas:
 simulate:
   measured:
 """
-UNKNOWN = "found a name that no setting refers to"
+UNKNOWN = "found a name that no setting uses"
 MACHINE = "{flops: 1 TFLOP/s, memory: 1 GB, memory_bandwidth: 1 GB/s}"
 COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
 
@@ -461,7 +461,7 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
         (
             "--set",
             f"simulate.hardware.mine={MACHINE}",
-            f"{MACHINE}: {UNKNOWN}, expected one that some setting names, as",
+            f"{MACHINE}: {UNKNOWN}, expected a name that another setting uses, as",
         ),
         (
             "--sweep",
@@ -469,7 +469,7 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
             "bandwith=1Mbit/s: found an unknown key, expected one of backward",
         ),
         ("--sweep", "inner.stpes=1,2", "--sweep inner.stpes=1: found an unknown key, expected one of betas, clip_norm"),
-        ("--sweep", "replicas.hone.batch_size=8,16", "expected one of 0 (dc), 1 (home), or a key that replicas have"),
+        ("--sweep", "replicas.hone.batch_size=8,16", "expected one of 0 (dc), 1 (home), or a key of replicas"),
         ("--sweep", "replicas.2.batch_size=8,16", "found no entry `2` in `replicas`, expected one of 0 (dc), 1 (home)"),
         ("--set", "inner.steps.x=1", "`inner.steps` is a single value, and has no key `x`"),
     ],

@@ -134,11 +134,11 @@ def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
 
 def test_of_a_member_of_another_host_the_exchange_tells() -> None:
     over = standing(START, TERM_OVER, place="dc", replica="dc", term=1, cause="nothing")
-    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="no heartbeat came for 15 s")
+    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="no heartbeat arrived for 15 s")
     assert said([*there(), over, joined(START, "dc", 2), silent]) == [
         "dc: nothing; its slot is vacant",
         "dc has joined again (incarnation 2)",
-        "dc: no heartbeat came for 15 s; its slot is vacant",
+        "dc: no heartbeat arrived for 15 s; its slot is vacant",
     ]
 
 

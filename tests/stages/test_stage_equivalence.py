@@ -743,5 +743,5 @@ def test_a_neighbour_that_acknowledges_nothing_fills_no_memory(monkeypatch: pyte
     monkeypatch.setattr(InProcessLinkEnd, "unacknowledged", 1000)
     last = Alone(1)
     last.far.send(_activation())
-    with pytest.raises(PeerAtFault, match="found 1000 messages without an acknowledgement, expected at most 33"):
+    with pytest.raises(PeerAtFault, match="found 1000 unacknowledged messages, expected at most 33"):
         last.step()

@@ -94,11 +94,11 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
     with _member(run, "a") as (client, epoch):
         own, other = _addresses(run, "a")[0], BlobAddress("run", 1, "b", "norm")
         digest = hashlib.sha256(run.blob(own)).digest()
-        for address, words in ((own, "was not uploaded"), (other, "is not this member's")):
+        for address, words in ((own, "was not uploaded"), (other, "does not belong to this member")):
             blob = pb.BlobHeader(round=1, replica=address.replica, block=address.block, epoch=epoch)
             with pytest.raises(Refused, match=words):
                 _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest))
-        with pytest.raises(Refused, match="is not this member's"):
+        with pytest.raises(Refused, match="does not belong to this member"):
             _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
         blob = pb.BlobHeader(round=1, replica="a", block=own.block, epoch=epoch)
         with pytest.raises(Refused, match="found a digest of 8 bytes, expected 32"):
@@ -177,4 +177,6 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         assert "pass through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: it does not match its digest"):
             client.fetch("a", 1, "b", "norm")
-    assert "does not match its digest; from now on contributions pass through the exchange" in capsys.readouterr().err
+    assert (
+        "does not match its digest; contributions are sent through the exchange from now on"
+    ) in capsys.readouterr().err
