@@ -47,7 +47,7 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert "never sent, fading from 50% to 90% of the run)" in fading
     timed = _check(yaml, "--set", "outer.rounds=4", "--set", "inner={seconds: 5 min}")
     assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
-    assert "a step over all replicas. " in timed
+    assert "per step over all replicas. " in timed
     assert "`a round` and `takes` are without them." in timed
 
 

@@ -305,7 +305,7 @@ def test_result() -> None:
     assert rows[forward + 1] == "← 4 Mbit/s 4 kB 4.02 kB 25 %"
     said = " ".join(rows)
     assert "The first snapshot and the evaluation of the initial weights account for 50 kB of the payload." in said
-    assert "Contributions: 4 kB in all, 2,000 values kept, 16 bits per kept value." in rows
+    assert "Contributions: 4 kB in total, 2,000 values kept, 16 bits per kept value." in rows
     assert "All replicas hold the same weights: sha256 0202020202020202…" in rows
     assert "2 outer rounds in 22 s, 40 tokens/s over all replicas." in rows
     assert "Files: /runs/made-up (" in said

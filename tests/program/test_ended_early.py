@@ -115,7 +115,7 @@ def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Pat
     found = stopped + r"resume it with --resume, or start a new run with --new \(to resume: hpp launch --resume\)"
     with pytest.raises(ConfigError, match=f"^{found}$"):
         _train(corpus, cut.parent, typed=["hpp", "launch"])
-    with pytest.raises(ConfigError, match=r"^--new: leave out --resume"):
+    with pytest.raises(ConfigError, match=r"^--new: found --resume, too"):
         _train(corpus, cut.parent, resume=True, new=True)
     assert [path.name for path in cut.parent.glob("[!.]*")] == ["mixed"]
     assert _same(_train(corpus, cut.parent, new=True), _summary(finished / "mixed"))
@@ -164,7 +164,7 @@ def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
         assert find_unfinished(config, cut.parent) is None  # a ticket that has expired
         memberships.invite("home.0", 3600.0)
     found = find_unfinished(config, cut.parent)
-    assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket to it is valid"
+    assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket is still valid"
 
 
 def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
@@ -469,7 +469,7 @@ def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
     assert "failed" not in found
     told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
     assert len(told) == 1
-    assert "the record of the run has gaps, and the run continues" in told[0]
+    assert "the record of the run has gaps, but the run continues" in told[0]
 
 
 def test_reports_that_cannot_be_followed_are_no_success(
@@ -483,7 +483,7 @@ def test_reports_that_cannot_be_followed_are_no_success(
         apply(state, report)
 
     monkeypatch.setattr(RunState, "apply", fails)
-    with pytest.raises(RunFailed, match=r"lost the run's reports before the run was over \(KeyError: 'a bug'\)"):
+    with pytest.raises(RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"):
         _train(corpus, tmp_path)
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
@@ -498,7 +498,7 @@ def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path
 
     watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", SECRET.credentials(LAUNCHER)), fails)
     exchange.refuse("a member", "a reason to report", Kind.UNEXPECTED)
-    with pytest.raises(RunFailed, match=r"lost the run's reports before the run was over \(KeyError: 'a bug'\)"):
+    with pytest.raises(RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"):
         watcher.join()
     exchange.end_watching()
     server.stop(0).wait()

@@ -301,7 +301,7 @@ def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest
         recorder.close()
     assert drawn == []
     for name in ("summary.json", "loss.png", "links.png"):
-        assert [line for line in told if line.startswith(f"{tmp_path / name} is not ") and "--resume" in line], told
+        assert [line for line in told if line.startswith(f"{tmp_path / name} was not ") and "--resume" in line], told
 
 
 def test_too_much_that_waits_is_dropped_and_known_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_what_a_full_disk_has_kept_from_being_written_at_the_end_is_written_by_r
             patch.setattr(f"hetero_pp.program.report.recorder.{one}", lambda *_, drawn=drawn: full(drawn, b""))
         run_topology(MIXED, settings, tmp_path, in_process=True)
     said = [line for line in capfd.readouterr().out.splitlines() if "--resume" in line]
-    assert [any(f"/{name} is not " in line for line in said) for name in names] == [True] * 3
+    assert [any(f"/{name} was not " in line for line in said) for name in names] == [True] * 3
     assert all("(--resume does that once the disk has room); the run itself is not affected: " in line for line in said)
     assert not any((tmp_path / "mixed" / name).exists() for name in names)
     run_topology(MIXED, settings, tmp_path, in_process=True, resume=True)

@@ -199,7 +199,7 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     assert (code, errors) == (0, "")
     assert said.endswith("homes: the run is over (round 3 of 3); no round was left to train\n")
     assert run.ask("status").stdout.startswith("homes: over after round 3 of 3, at 20")
-    assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), heard 20")
+    assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), as reported 20")
     alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
     assert alone.returncode == 0, alone.stderr
     for found in ("parameters_sha256", "validation_loss"):
@@ -571,10 +571,10 @@ def test_status_says_what_a_ticket_is_good_for(
     text, here = served.invite("dc", capsys).strip(), tmp_path / "here"
     ticket = Ticket.from_text(text)
     begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
-    assert told(text, here).startswith(f"{begins}lets one host in until 20")
+    assert told(text, here).startswith(f"{begins}admits one host until 20")
     take_place(ticket, here)
     for runs in (here, served.runs):  # who has used it, and who serves the run
-        assert told(text, runs).startswith(f"{begins}was used; it was good until 20")
+        assert told(text, runs).startswith(f"{begins}was used; it was valid until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
     old = Ticket(ticket.run, ticket.address, ticket.identity)
     assert "is for a slot that it does not name (it was made by an older version); " in told(old.to_text(), here)

@@ -258,7 +258,7 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     assert "home.1: restarted once, joined again once." in lines
     assert "home: returned to the start of a round once." in lines
     assert "home: excluded from 1 round (2)." in lines
-    assert "Below quorum: 1 pause, 4 s in all." in lines
+    assert "Below quorum: 1 pause, 4 s in total." in lines
     assert "Participation 75 %; included contributions: 30 tokens/s, 60 % of the trained tokens." in lines
 
 

@@ -47,7 +47,7 @@ def reply(state: str = "training") -> StatusReply:
         ("joining", "not started; waiting for members to join: dc"),
         ("training", "training round 4 of 9; waiting for contributions of dc"),
         ("paused", "paused in round 4 of 9: 1 of 3 replicas are present, 2 are required"),
-        ("over", "over, after round 3 of 9; dc still end"),
+        ("over", "over, after round 3 of 9; dc still finishing"),
     ],
 )
 def test_the_first_line_says_what_the_run_does(state: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFix
 def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"found no run sola that this host .*: did you mean solo\?"):
         status(folder.parent, "sola", None, None)
-    with pytest.raises(ConfigError, match=r"found no run another that .*: there are solo"):
+    with pytest.raises(ConfigError, match=r"found no run another that .*: known runs: solo"):
         status(folder.parent, "another", None, None)
     with pytest.raises(ConfigError, match=r"found no run solo that .*: this folder has no runs"):
         status(tmp_path, "solo", None, None)
@@ -175,7 +175,7 @@ def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:
 def test_a_host_that_carries_a_part_by_the_runs_token(folder: Path) -> None:
     (folder / "config.yaml").rename(folder / "config-home.0.yaml")
     with pytest.raises(
-        ConfigError, match=r"it carries home\.0 with the run's token; run `status` on the host of the exchange"
+        ConfigError, match=r"it runs home\.0 with the run's token; run `status` on the host of the exchange"
     ):
         status(folder.parent, "solo", None, None)
 
