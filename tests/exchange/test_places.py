@@ -51,7 +51,7 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
         partial(run.deposit, 1, "dc", term=2),
         partial(run.exchange.record, 1, "dc", 2),
     ):
-        with pytest.raises(TermOver, match="another process holds this place now"):
+        with pytest.raises(TermOver, match="another process holds this slot now"):
             work()
     assert run.exchange.beat("dc", term=2).is_over
     assert not run.exchange.beat("dc", term=3).is_over

@@ -271,7 +271,7 @@ def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: 
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     stack.callback(lambda: server.stop(None).wait(TIMEOUT))
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
-    with closing(client), pytest.raises(Refused, match="does not use TLS, and this host does"):
+    with closing(client), pytest.raises(Refused, match="does not use TLS, but this host does"):
         client.agree("a", "{}")
 
 

@@ -220,7 +220,7 @@ def test_a_stream_that_ends_leaves_what_repeating_it_goes_on_from(
     code, out, _ = reproduce("toy/one", *options)
     assert code == 1
     told = " ".join(out.split())
-    assert "if it ends before, rows stop with a checkpoint, and --repeat continues from it" in told
+    assert "if the stream ends before, rows stop with a checkpoint, and --repeat continues from it" in told
     assert "has ended, expected true (--repeat), more text, or fewer steps; the state after round " in told
     assert _rows(tmp_path) == []
     checkpoints = sorted((tmp_path / "runs" / ".rows").iterdir())
@@ -241,11 +241,11 @@ def test_too_little_text_is_told_with_what_to_bring_before_anything_is_trained(
     options = ["toy/one", "--scale", "small", "--corpus", scale.read_text().partition("corpus: ")[2].partition(",")[0]]
     code, out, _ = reproduce(*options, "--dry-run")
     assert code == 0
-    assert "expected 65,664,000: about 65.7 M are missing (bring more text: --corpus PATH" in " ".join(out.split())
+    assert "expected 65,664,000: about 65.7 M are missing (supply more text: --corpus PATH" in " ".join(out.split())
     code, out, errors = reproduce(*options, "--device", "cpu")
     assert code == 2
     assert errors.startswith("hetero-pp: data.corpus: toy/one-corpus0 at scale small: found ")
-    assert "--corpus hf:NAME with --tokenizer PATH, which streams it; --repeat reads this corpus corpus " in errors
+    assert "--corpus hf:NAME with --tokenizer PATH to stream it; --repeat reads this corpus " in errors
     assert "rows" not in out
     assert not list(tmp_path.glob("results/**/*.json*"))
 
@@ -304,7 +304,7 @@ def test_the_bias_of_one_compressed_replica_needs_text_that_a_stream_has_not(
     options = ["--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe")]
     code, _, errors = reproduce("toy/one", *options)
     assert code == 2
-    assert "which is streamed, expected --corpus PATH: the bias of one compressed replica" in errors
+    assert "expected --corpus PATH: measuring the bias of one compressed replica" in errors
 
 
 # ---- the paper's scale ----

@@ -130,7 +130,7 @@ CELLS = {
         SMALLEST + "    ablations: {projekt: true}\n",
         "mine.yaml:8: rows[1].ablations.projekt: found an unknown key",
     ),
-    "no cell": (SMALLEST + "    cells: {seed: 1}\n", "mine.yaml:8: rows[1].cells.seed: found a cell that a row cannot"),
+    "no cell": (SMALLEST + "    cells: {seed: 1}\n", "mine.yaml:8: rows[1].cells.seed: found a key that a row cannot"),
 }
 
 

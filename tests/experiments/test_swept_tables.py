@@ -130,7 +130,7 @@ REFUSED = {
     "links, which decide nothing": (["links.dsl.bandwidth=1 Mbit/s,2 Mbit/s"], "changes no row of het-pp/table3"),
     "what it is already": (["outer.learning_rate=1.0"], "--sweep outer.learning_rate=1.0: changes no row"),
     "one value as two": (["rank=1/4,16"], "--sweep rank=1/4,16: found 1/4 and 16, which are equal in every row"),
-    "one value twice": (["inner.steps=5,5"], "--sweep inner.steps=5,5: found 5 and 5, which mean the same"),
+    "one value twice": (["inner.steps=5,5"], "--sweep inner.steps=5,5: found 5 and 5, which are equal"),
     "one cell twice": (["rank=4", "rank=8"], "--sweep rank=8: found `rank` again"),
     "seeds": (["seed=1,2"], "--sweep seed=1: found a key that a row cannot set, expected --seeds"),
     "another corpus": (["data.corpus=docstrings"], "expected the `corpus` of the experiment, or --corpus"),

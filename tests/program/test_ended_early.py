@@ -483,7 +483,9 @@ def test_reports_that_cannot_be_followed_are_no_success(
         apply(state, report)
 
     monkeypatch.setattr(RunState, "apply", fails)
-    with pytest.raises(RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"):
+    with pytest.raises(
+        RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"
+    ):
         _train(corpus, tmp_path)
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
@@ -498,7 +500,9 @@ def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path
 
     watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", SECRET.credentials(LAUNCHER)), fails)
     exchange.refuse("a member", "a reason to report", Kind.UNEXPECTED)
-    with pytest.raises(RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"):
+    with pytest.raises(
+        RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"
+    ):
         watcher.join()
     exchange.end_watching()
     server.stop(0).wait()

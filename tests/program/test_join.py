@@ -579,7 +579,7 @@ def test_status_says_what_a_ticket_is_good_for(
     old = Ticket(ticket.run, ticket.address, ticket.identity)
     assert "is for a slot that it does not name (it was made by an older version); " in told(old.to_text(), here)
     assert told(served.invite("home.1", capsys, 0.0), here).count("; it expired 20") == 1
-    with pytest.raises(ConfigError, match="the ticket is not whole"):
+    with pytest.raises(ConfigError, match="the ticket is incomplete"):
         status(here, text[:-7], None, None)
 
 

@@ -295,7 +295,7 @@ def test_another_token_is_told_where_it_is(hosts: Hosts, tmp_path: Path) -> None
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, whose token is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    assert (code, f"home.1: {there}, which has the token in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     again = hosts.said("exchange").splitlines()[-1]
@@ -311,7 +311,7 @@ def test_without_tls_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path:
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, whose token is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    assert (code, f"home.1: {there}, which has the token in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.wait_for('"event": "refusal"')
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")

@@ -232,7 +232,11 @@ def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        (AT_ONE_SITE, ["simulate.exchange=ring_all_gather"], "with participant groups, expected whole replicas"),
+        (
+            AT_ONE_SITE,
+            ["simulate.exchange=ring_all_gather"],
+            "with participant groups, expected datacenter replicas only",
+        ),
         (WHOLE, ["simulate.exchange=ring_all_reduce"], "at density 0.0312, expected 1"),
         (WHOLE, ["simulate.exchange=ring_all_gather", "simulate.exchange_bandwidth=1 Gbit/s"], "expected no sites"),
         (WHOLE, ["simulate.sites={a: {members: [home], uplink: home}}"], "found `home`, expected members or replicas"),

@@ -188,12 +188,12 @@ def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: P
     next((finished / "log" / "round-000002").rglob("*.blob")).unlink()
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 1
-    assert "a contribution of round 2 is lost" in " ".join(done.output.split())
+    assert "a contribution to round 2 is missing" in " ".join(done.output.split())
     config = RunFolder(finished).config
     config.write_text(config.read_text().replace("history: whole", "history: recent"))
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 0
-    assert "the mean over 3 rounds of 4 (other contributions were removed)" in " ".join(done.output.split())
+    assert "mean over 3 rounds of 4 (other contributions were removed)" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("command", ["volume", "replay"])

@@ -361,7 +361,7 @@ OFFICE = {"office": {"line": "slow", "members": ["dc", "d2"]}}
         ({"sites": {"a": {"members": ["dc"], "uplink": "up and down"}}}, {}, "which has a line"),
         ({"exchange_bandwidth": "1 kbit/s"}, {"exchange": {"line": "slow"}}, "expected only one of them"),
         ({"exchange": "ring_all_gather"}, {"exchange": {"line": "slow"}}, "expected no sites, no exchange.line"),
-        ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 of its kind"),
+        ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 replicas"),
     ],
 )
 def test_lines_that_no_prediction_can_have(simulate: dict[str, Any], top: dict[str, Any], message: str) -> None:
