@@ -56,8 +56,8 @@ def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: 
 def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
     """Return documents of some files, spread evenly over all files, and the share of the corpus that they are.
 
-    The files amount to about `size` bytes, or to all if there are fewer. Of one large file, the first documents are
-    taken.
+    The files amount to about `size` bytes, or to all if there are fewer. From one large file, it takes the
+    first documents.
     """
     files = _listing(settings).files
     whole = _bytes_of(files)

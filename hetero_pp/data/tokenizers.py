@@ -161,7 +161,7 @@ def _require_simple(rules: object) -> None:
 
 
 def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[str, ...]:
-    """Return a line about added tokens with other ids than in the file; the library assigns ids after the vocabulary."""
+    """Return a line about added tokens whose ids differ from the file, because the library assigns its own."""
     given = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     changed = [f"{name} {given[name]} -> {ids[name]}" for name in given if ids.get(name, given[name]) != given[name]]
     if not changed:

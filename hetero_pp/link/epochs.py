@@ -1,4 +1,4 @@
-"""Successive links between two neighbours. Each has a generation (`epoch`); a newer generation ends all earlier ones."""
+"""Successive links between two neighbours. Each has a generation (`epoch`), which ends all earlier ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Epochs(Generic[End]):
     def take(self, epoch: int, timeout: float | None = None) -> End:
         """Wait for the link of this generation and return it.
 
-        Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation has ended, LinkTimeout after `timeout` seconds.
+        Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation
+        has ended, LinkTimeout after `timeout` seconds.
         """
         self.drop(epoch, f"this member is at generation {epoch}")
         with self._changed:

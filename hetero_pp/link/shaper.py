@@ -13,7 +13,7 @@ from hetero_pp.links import LinkShape
 
 
 class Shaper:
-    """Shaper of one direction. Its messages share the link, and take turns with other traffic on the same access lines."""
+    """Shaper of one direction. Its messages share the link, and take turns with other traffic on the access lines."""
 
     def __init__(
         self, shape: LinkShape, seed: str = "", clock: Clock | None = None, lines: Sequence[Bucket] = ()

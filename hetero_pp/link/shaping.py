@@ -63,7 +63,7 @@ class TokenBucket:
         """Time at which all reserved bytes have left."""
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """Return the time when the last bit of `n_bytes` has left. They were ready at `ready_at`; the call is at `now`."""
+        """Return the time when the last bit of `n_bytes` has left; ready at `ready_at`, reserved at `now`."""
         start = max(self.free_at, ready_at, now - self._credit)
         self.free_at = start + n_bytes * 8 / self._rate
         return self.free_at

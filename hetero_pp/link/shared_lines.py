@@ -64,7 +64,7 @@ class Lines:
     """Buckets by line and direction, created on first use. Links without access lines need none."""
 
     def __init__(self, shared: Path | None = None, clock: Clock | None = None) -> None:
-        """`shared`: folder that the processes of a run on one machine share; None if all members are in this process."""
+        """`shared`: folder for the processes of a run on one machine; None if all members are in this process."""
         self.clock = clock or MonotonicClock()
         self._shared = shared
         self._lock = threading.Lock()

@@ -1,112 +1,130 @@
 """Docstrings and documents consist of short, complete sentences that name processes by nouns.
 
-The rules: no fragments such as "Of what is sent", no `who` or `whom` for a process, no docstring that only says
-"See ...", no sentence of more than 30 words. Code, tables, headings and generated pages are not checked.
+No sentence begins as a fragment ("Of what is sent."), uses `whom`, or `who` for a process, or has more than 30 words.
+No docstring says only "See ...". Code, tables, headings and generated pages are not checked.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("hetero_pp", "stages", "replica_groups", "benchmarks", "tests")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
-GENERATED = ("_pb2.py", "_pb2_grpc.py", "docs/results.md")
+FOLDERS = ("hetero_pp", "stages", "replica_groups", "docs", "benchmarks", "tests")
+GENERATED = ("_pb2.py", "_pb2_grpc.py", "results.md")
 MOST_WORDS = 30
 
-UNFINISHED: dict[str, int] = {}
-"""Number of complaints about folders that are not rewritten yet. It may only shrink: lower it as a folder improves."""
+UNFINISHED: dict[str, int] = {
+    "benchmarks": 150,
+    "docs/architecture.md": 12,
+    "docs/failures.md": 17,
+    "docs/rounds.md": 29,
+    "hetero_pp/rpc": 179,
+    "replica_groups/exchange": 184,
+    "tests/architecture": 2,
+    "tests/configs": 3,
+    "tests/data": 8,
+    "tests/documents": 6,
+    "tests/engines": 11,
+    "tests/equivalence": 7,
+    "tests/exchange": 100,
+    "tests/experiments": 13,
+    "tests/faults": 6,
+    "tests/link": 18,
+    "tests/method": 8,
+    "tests/program": 42,
+    "tests/replicas": 14,
+    "tests/simulation": 42,
+    "tests/simulator": 10,
+    "tests/stages": 5,
+    "tests/store": 8,
+}
+"""Number of complaints about folders and pages that are not rewritten yet. It may only shrink."""
 
-FRAGMENT = re.compile(r"(Of|Whom|Whose|Who|Which|What|That (?!is\b|are\b|was\b|way\b|file\b|makes\b|would\b|can\b))\b")
-PEOPLE = r"(?:users?|people|persons?|operators?|readers?|authors?|attackers?|anyone|someone|everyone|those|you)"
-PROCESS = (
-    r"(?:is|are|was|were|has|have|had|does|do|can|cannot|may|must|trains?|sends?|sent|holds?|joins?|waits?|comes?|came|"
-    r"contributes?|dials?|reads?|asks?|starts?|knows?|takes?|saves?|leaves?|left|fails?|ends?|goes|serves?|listens?)"
+FRAGMENT = re.compile(r"(?:Of|Whom|Whoever|Whose|Who|Which|What|That (?:who|it|its|the|an?|no|nobody|something))\b")
+PEOPLE = r"(?:users?|people|persons?|operators?|readers?|authors?|attackers?|anyone|someone|everyone)"
+VERB = (
+    r"(?:is|are|was|were|has|have|had|does|do|can|may|must|trains?|sends?|sent|holds?|joins?|waits?|comes?|contributes?|"
+    r"dials?|reads?|asks?|starts?|knows?|takes?|saves?|leaves?|left|fails?|ends?|goes|serves?|listens?|receives?|else)"
 )
-WHO = re.compile(rf"\bwhom\b|\bwhoever\b|(?<!\w)(?<!{'users '})who {PROCESS}\b", re.IGNORECASE)
-OF_PEOPLE = re.compile(rf"\b{PEOPLE} who\b", re.IGNORECASE)
+WHO = re.compile(rf"\b(?:whom|whoever|who {VERB})\b", re.IGNORECASE)
 SEE = re.compile(r"See [^.]*\.?")
-ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|al|no|fig|sec)\.", re.IGNORECASE)
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of prose: paragraphs and list items, without code, tables and headings."""
+    """Yield the sentences of paragraphs and list items."""
     text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", text, flags=re.DOTALL)
-    block: list[str] = []
+    indent = min((len(line) - len(line.lstrip()) for line in text.splitlines()[1:] if line.strip()), default=0)
+    block = ""
     for line in [*text.splitlines(), ""]:
         stripped = line.strip()
-        if not stripped or re.match(r"([-*>|#]|\d+\.)\s|\||#|!\[", stripped):
-            yield from _sentences_of(" ".join(block))
-            block = []
-        if stripped and not stripped.startswith(("|", "#", ">>>", "![")):
-            block.append(re.sub(r"^([-*]|\d+\.)\s+", "", stripped))
+        is_code = line.startswith(" " * (indent + 4)) or stripped.startswith(("|", "│", "├", "└", "#", ">>>", "!["))
+        starts = re.match(r"(?:[-*>]|\d+\.) |[\w.`]+: ", stripped)
+        if not stripped or is_code or starts:
+            yield from _split(block)
+            block = ""
+        if not is_code:
+            block += " " + stripped[starts.end() if starts else 0 :]
 
 
-def _sentences_of(block: str) -> Iterator[str]:
+def _split(block: str) -> Iterator[str]:
     plain = re.sub(r"`+[^`]*`+", "`code`", block)
-    plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", plain)
-    plain = ABBREVIATION.sub(r"\1", plain)
-    yield from filter(None, re.split(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*`]*[A-Z`])", plain))
+    plain = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", plain).strip()
+    return filter(None, re.split(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*`]*[A-Z`])", plain))
 
 
-def complaints(text: str, is_docstring: bool) -> Iterator[str]:
-    """Yield what a docstring or a page has against the rules."""
-    if is_docstring and SEE.fullmatch(text.strip()):
-        yield f"says only: {text.strip()}"
+def complaints(text: str) -> Iterator[str]:
+    if SEE.fullmatch(text.strip()):
+        yield f"says nothing else: {text.strip()}"
     for sentence in sentences(text):
         shown = sentence if len(sentence) < 100 else f"{sentence[:97]}..."
         if FRAGMENT.match(sentence.lstrip("*_\"'(")) and "?" not in sentence:
             yield f"begins as a fragment: {shown}"
-        if WHO.search(OF_PEOPLE.sub("", sentence)):
-            yield f"who or whom for a process: {shown}"
+        if WHO.search(re.sub(rf"\b{PEOPLE} who\b", "", sentence, flags=re.IGNORECASE)):
+            yield f"`who` for a process: {shown}"
         if (words := len(re.findall(r"\S*\w\S*", sentence))) > MOST_WORDS:
-            yield f"{words} words: {shown}"
+            yield f"{words} words, expected at most {MOST_WORDS}: {shown}"
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of the docstrings of a module, its classes, functions and attributes."""
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each docstring of a module, or of a page."""
+    if path.suffix == ".md":
+        yield 1, path.read_text()
+        return
     for node in ast.walk(ast.parse(path.read_text())):
-        for one in node.body if isinstance(getattr(node, "body", None), list) else ():
+        body = getattr(node, "body", None)
+        for one in body if isinstance(body, list) else ():
             if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
-                yield one.lineno, ast.unparse(one.value) and one.value.value
+                yield one.lineno, one.value.value
 
 
-def found_in(path: Path) -> list[str]:
-    texts = docstrings(path) if path.suffix == ".py" else [(1, path.read_text())]
-    name = path.relative_to(ROOT)
-    return [f"{name}:{line}: {one}" for line, text in texts for one in complaints(text, path.suffix == ".py")]
+def parts() -> dict[str, list[Path]]:
+    """Return the files by part: a sub-package such as `hetero_pp/rpc`, a page, or the files of a folder."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(
+        [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.[mp][dy]"))]
+    ):
+        if not path.name.endswith(GENERATED) and "results" not in path.parts:
+            name = path.relative_to(ROOT)
+            found.setdefault(str(name) if path.suffix == ".md" else "/".join(name.parts[:-1][:2]), []).append(path)
+    return found
 
 
-if __name__ == "__main__":
-    import sys
+PARTS = parts()
 
-    counts: Counter = Counter()
-    kinds: Counter = Counter()
-    for pkg in PACKAGES:
-        for p in sorted((ROOT / pkg).rglob("*.py")):
-            if p.name.endswith(GENERATED):
-                continue
-            for c in found_in(p):
-                counts["/".join(p.relative_to(ROOT).parts[:2]) if len(p.relative_to(ROOT).parts) > 2 else pkg] += 1
-                kinds[
-                    (pkg, c.split(": ")[1].split(" ", 1)[-1] if "words" in c.split(": ")[1] else c.split(": ")[1])
-                ] += 1
-                if len(sys.argv) > 1 and str(p.relative_to(ROOT)).startswith(sys.argv[1]):
-                    print(c)
-    for g in PAGES:
-        for p in sorted(ROOT.glob(g)):
-            if str(p).endswith(GENERATED):
-                continue
-            for c in found_in(p):
-                counts[p.name] += 1
-                if len(sys.argv) > 1 and sys.argv[1] in ("docs", p.name):
-                    print(c)
-    if len(sys.argv) == 1:
-        print(counts)
-        print(kinds)
+
+@pytest.mark.parametrize("part", PARTS)
+def test_sentences_are_plain(part: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {one}"
+        for path in PARTS[part]
+        for line, text in texts(path)
+        for one in complaints(text)
+    ]
+    allowed = UNFINISHED.get(part, 0)
+    assert len(found) <= allowed, "\n".join([f"{part}: {len(found)} complaints, expected at most {allowed}", *found])
+    assert len(found) == allowed, f"{part}: lower UNFINISHED to {len(found)}"

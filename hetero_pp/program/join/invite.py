@@ -37,7 +37,7 @@ _NUMBERED = re.compile(r"-\d+$")
 def invite(runs: Path, run: str, place: str | None, seconds: float, address: str | None) -> None:
     """Print a ticket that admits one process to a slot, or with `place` None to any free stage of a group.
 
-    What the ticket is for is printed to standard error, so that a script reads the ticket alone. Raises ConfigError for
+    The slots of the ticket go to standard error, so that a script reads the ticket alone. Raises ConfigError for
     a run that this host does not serve, and for a slot that does not exist or is taken.
     """
     folder, config = _served(runs, run)
