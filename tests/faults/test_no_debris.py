@@ -25,7 +25,7 @@ SECONDS_TO_END = 10
 
 
 class Launched:
-    """A run started as a user starts it, long enough never to end by itself; whoever dies ends it."""
+    """A run started as a user starts it, long enough never to end by itself; the death of any process ends it."""
 
     def __init__(self, corpus: Path, runs: Path) -> None:
         command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]

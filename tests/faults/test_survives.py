@@ -58,7 +58,7 @@ class Survived:
         self.standing = [one for line in lines if (one := json.loads(line)).get("event") == "standing"]
 
     def happened(self, what: Happened, place: str | None = None) -> list[str]:
-        """Of whom, or of one place, such a thing was told, with its cause."""
+        """Return the reported events of this kind, for all slots or one, as `slot: cause`."""
         name = Happened.Name(what).lower()
         found = [one for one in self.standing if one["what"] == name and place in (None, one["place"])]
         return [f"{one['place']}: {one['cause']}" for one in found]

@@ -179,7 +179,7 @@ def _batch(seed: int, rows: int = BATCH) -> Tensor:
 
 
 def _ends(model: Transformer) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Of a whole model: what comes before the layers, and what follows them."""
+    """Return the parts of a whole model before and after its layers."""
     embedding, norm, head = model.tok_embeddings, model.norm, model.lm_head
     assert embedding is not None and norm is not None and head is not None
     return embedding, lambda x: head(norm(x))
