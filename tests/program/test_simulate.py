@@ -368,7 +368,7 @@ def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:
     options = ["--json", paths["json"], "--timeline", paths["pftrace"], "--chart", paths["png"]]
     code, out, errors = _invoke(str(yaml), *map(str, options))
     assert code == 0, errors
-    assert "tokens a second" in out
+    assert "tokens per second" in out
     content: dict[str, Any] = json.loads(paths["json"].read_text())
     assert content["round_seconds"] > content["step_seconds"] > 0
     assert set(content["utilization"]) == {"absolute", "relative"}
@@ -514,7 +514,7 @@ def _sweep(path: Path, *arguments: str) -> str:
     return " ".join(out.split())
 
 
-SAME = "changes nothing that is predicted: its 2 values come to the same."
+SAME = "changes no predicted number: its 2 values give the same."
 
 
 def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
@@ -523,24 +523,24 @@ def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
     assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle)
     published = "simulate.published=[{what: days, value: 3, where: there, when: {outer.learning_rate: 1.0}}]"
     assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle, "--set", published)
-    assert "come to the same" not in _sweep(yaml, "--sweep", busy)
-    assert "come to the same" not in _sweep(yaml, "--sweep", "inner.steps=3")
+    assert "give the same" not in _sweep(yaml, "--sweep", busy)
+    assert "give the same" not in _sweep(yaml, "--sweep", "inner.steps=3")
     both = _sweep(yaml, "--sweep", busy, "--curves", idle)
     assert f"`outer.learning_rate` {SAME}" in both
     assert "`inner.steps` changes" not in both
     only_with_links = ("--sweep", "links.home.latency=0ms,100ms", "--curves", "replicas.1.link=null,home")
-    assert "come to the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
+    assert "give the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
 
 
 def test_rows_that_change_nothing_say_so(yaml: Path) -> None:
     rows = "simulate.rows={a: {}, b: {inner.learning_rate: 0.1}}"
     assert f"The choice of a row {SAME}" in _sweep(yaml, "--set", rows)
-    assert "come to the same" not in _sweep(yaml, "--set", rows.replace("learning_rate: 0.1", "steps: 1"))
+    assert "give the same" not in _sweep(yaml, "--set", rows.replace("learning_rate: 0.1", "steps: 1"))
 
 
 def test_a_sweep_that_no_number_shows_says_so(yaml: Path) -> None:
     said = _sweep(yaml, "--sweep", "links.home.latency=10ms,10.0001ms")
-    assert "`links.home.latency` changes little, and none of these numbers: its 2 values come to the same." in said
+    assert "`links.home.latency` changes almost nothing, and none of these numbers: its 2 values give the same." in said
 
 
 def test_ten_thousand_members_are_predicted() -> None:
