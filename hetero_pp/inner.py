@@ -107,12 +107,12 @@ class InnerSettings(Settings):
 
     def rates(self, total_steps: int) -> LearningRates:
         """Return the learning rates of a run of `total_steps` steps."""
-        assert self.warmup_steps is not None, "a round is time"
+        assert self.warmup_steps is not None, "a round has a fixed duration"
         return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
 
     def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
         """Return the learning rates of one of `rounds` rounds of a given time. ByRounds explains the arguments."""
-        assert self.warmup_rounds is not None, "a round is so many steps"
+        assert self.warmup_rounds is not None, "a round has a fixed number of steps"
         share = self.final_learning_rate_share
         return ByRounds(self.learning_rate, share, self.warmup_rounds, rounds, round_, first, expected)
 

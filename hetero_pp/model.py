@@ -92,7 +92,7 @@ class ModelSettings(Settings):
         size = self.vocabulary or vocabulary
         if size is None:
             raise ConfigError(
-                ("model", "vocabulary"), "found nothing, expected a number: there is no tokenizer that gives it"
+                ("model", "vocabulary"), "found nothing, expected a number: there is no tokenizer to take it from"
             )
         if vocabulary is not None and size < vocabulary:
             raise ConfigError(

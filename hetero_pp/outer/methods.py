@@ -30,7 +30,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "sparseloco": Method("SparseLoCo (Sarfi et al. 2025), algorithm 1; a bit a value", {}),
+    "sparseloco": Method("SparseLoCo (Sarfi et al. 2025), algorithm 1; one bit per value", {}),
     "sparseloco_paper": Method(
         "SparseLoCo, algorithm 1 and table 9",
         {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},

@@ -199,7 +199,7 @@ class RunConfig(Settings):
         """Raise ConfigError for more replicas than exist, and for settings that all replicas have to keep equal."""
         for since, count in self.outer.taking_part.items():
             if count > len(self.replicas):
-                found = f"found {count}, expected at most the {len(self.replicas)} replicas that there are"
+                found = f"found {count}, expected at most the number of replicas, {len(self.replicas)}"
                 raise ConfigError(("outer", "taking_part", since), found)
         for index, replica in enumerate(self.replicas):
             ablations = replica.boundary.ablations if isinstance(replica, ParticipantsReplica) else None
@@ -218,7 +218,7 @@ class RunConfig(Settings):
         if self.plan.participants:
             raise ConfigError(
                 ("plan", "participants"),
-                f"found {len(self.plan.participants)} participants that are not grouped yet, expected none: "
+                f"found {len(self.plan.participants)} participants without a group, expected none: "
                 "`hetero-pp plan --write FILE` groups them",
             )
 

@@ -61,7 +61,7 @@ def check_participants(
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", one.name):
             raise ConfigError((*here, index, "name"), f"found `{one.name}`, expected letters, digits, `-` and `_`")
         if one.name in seen or one.name in sites:
-            raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected a name that is no other's")
+            raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected unique names")
         seen.add(one.name)
         if one.uplink is not None and one.uplink not in kinds:
             known = ", ".join(kinds) or "none are defined"

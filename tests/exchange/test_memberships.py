@@ -95,7 +95,7 @@ def test_tickets_that_let_nobody_in(
 
 def test_a_place_that_is_held_is_promised_to_nobody_else(memberships: Memberships, clock: Clock) -> None:
     memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
-    with pytest.raises(Refused, match=re.escape("home.1 is taken: `hetero-pp revoke` revokes it")):
+    with pytest.raises(Refused, match=re.escape("home.1 is taken: `hetero-pp revoke` frees it")):
         memberships.invite("home.1", DAY)
     clock.time += HOUR + 1
     memberships.invite("home.1", DAY)
@@ -118,7 +118,7 @@ def test_who_renews_stays(memberships: Memberships, clock: Clock) -> None:
 
 def test_who_is_followed_by_another_holder_is_out(memberships: Memberships) -> None:
     memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
-    assert memberships.revoke("home.1") == ["home.1 of its holder number 1"]
+    assert memberships.revoke("home.1") == ["home.1 (holder number 1)"]
     with pytest.raises(Refused, match=r"home\.1: it was taken back"):
         memberships.require_in("home.1", 1)
     assert memberships.enrol(memberships.invite("home.1", DAY), BEN, PLACES, HOUR).number == 2
@@ -139,7 +139,7 @@ def test_who_has_left_may_come_back_by_its_ticket_and_who_was_taken_back_may_not
     assert memberships.enrol(memberships.invite(None, DAY), BEN, PLACES, HOUR).place == "dc"
     again = memberships.enrol(ticket, ANNA, ["home.0"], HOUR)
     assert (again.place, again.number) == ("home.0", 1)
-    assert memberships.revoke("home.0") == ["home.0 of its holder number 1"]
+    assert memberships.revoke("home.0") == ["home.0 (holder number 1)"]
     with pytest.raises(Refused, match="the ticket was revoked"):
         memberships.enrol(ticket, ANNA, PLACES, HOUR)
     with pytest.raises(Refused, match="the ticket was revoked"):

@@ -1,6 +1,6 @@
 """A run goes on whatever dies, freezes or breaks: real processes and connections, one kind of fault a test.
 
-However it went, rounds are consecutive, all replicas hold the same weights, and so does who replays the log.
+However it went, rounds are consecutive, all replicas hold the same weights, and so does a process that replays the log.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     relayed = {name: place["relayed_bytes"] for name, place in places.items()}
     assert relayed["home.0"] == relayed["home.1"] > relayed["dc"] == 0
 
-    assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 of its holder number 2\n"
+    assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 (holder number 2)\n"
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
     run.processes["dc"].send_signal(signal.SIGUSR1)  # as Slurm, before a job's time is over; Ctrl-C does the same
@@ -537,7 +537,7 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
 
 def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
-    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` revokes it"):
+    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` frees it"):
         served.invite("home.1", capsys)
 
 

@@ -233,7 +233,7 @@ def test_other_commands_ask_for_a_plan_first(tmp_path: Path, corpus: Path, comma
     path = _yaml(tmp_path, corpus, LOOSE)
     code, _, errors = _invoke(command, path)
     assert code == 2
-    assert f"{path}:12: plan.participants: found 5 participants that are not grouped yet" in errors
+    assert f"{path}:12: plan.participants: found 5 participants without a group" in errors
     assert "hetero-pp plan" in errors
 
 

@@ -385,7 +385,9 @@ def test_a_missing_line_of_the_exchange_is_said(command: str, tmp_path: Path, co
         return " ".join(result.stdout.split())
 
     without = said()
-    expected = r"exchange: no line is set, so its bandwidth is assumed to be unlimited; it sends [\d.]+ [kM]B per round: at "
+    expected = (
+        r"exchange: no line is set, so its bandwidth is assumed to be unlimited; it sends [\d.]+ [kM]B per round: at "
+    )
     assert re.search(expected + r"1 Gbit/s that takes [\d.]+ m?s; set exchange.line", without)
     assert "6 relayed stage links" in without
     assert "to each member that joins" in without
