@@ -84,8 +84,8 @@ def complaints(text: str) -> Iterator[str]:
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each docstring of a module, or of a page."""
     if path.suffix == ".md":
-        return (yield 1, path.read_text())
-    for node in ast.walk(ast.parse(path.read_text())):
+        yield 1, path.read_text()
+    for node in ast.walk(ast.parse("" if path.suffix == ".md" else path.read_text())):
         body = getattr(node, "body", None)
         for one in body if isinstance(body, list) else ():
             if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
