@@ -131,7 +131,7 @@ REFUSED = {
     "what it is already": (["outer.learning_rate=1.0"], "--sweep outer.learning_rate=1.0: changes no row"),
     "one value as two": (["rank=1/4,16"], "--sweep rank=1/4,16: found 1/4 and 16, which are equal in every row"),
     "one value twice": (["inner.steps=5,5"], "--sweep inner.steps=5,5: found 5 and 5, which are equal"),
-    "one cell twice": (["rank=4", "rank=8"], "--sweep rank=8: found `rank` again"),
+    "one cell twice": (["rank=4", "rank=8"], "--sweep rank=8: found `rank` twice"),
     "seeds": (["seed=1,2"], "--sweep seed=1: found a key that a row cannot set, expected --seeds"),
     "another corpus": (["data.corpus=docstrings"], "expected the `corpus` of the experiment, or --corpus"),
     "what is no cell": (["paper=1,2"], "--sweep paper=1,2: expected a key of a run, or one of rank, bits, compressed"),
