@@ -255,7 +255,7 @@ def test_the_standard_library_is_too_little_for_the_scale_small(reproduce: Repro
     assert code == 0
     told = " ".join(out.split())
     assert "M tokens in standard-library, expected 65,664,000: about " in told
-    assert "--repeat reads this corpus corpus " in told
+    assert "--repeat reads this corpus " in told
     code, out, _ = reproduce("toy/one", "--scale", "small", "--corpus", "standard-library", "--dry-run", "--repeat")
     assert "are needed: they are read " in " ".join(out.split())
 

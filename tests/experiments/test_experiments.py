@@ -380,7 +380,7 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     code, _, errors = reproduce("toy/one")
     assert code == 2
     assert "are missing (supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH" in errors
-    assert "; --repeat reads this corpus corpus " in errors
+    assert "; --repeat reads this corpus " in errors
     scale.write_text(scale.read_text().replace("validation_sequences: 4", "validation_sequences: 4000"))
     code, _, errors = reproduce("toy/one", "--repeat")
     assert code == 2
