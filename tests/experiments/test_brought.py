@@ -350,7 +350,7 @@ def test_a_stream_needs_a_tokenizer(brought: Path, reproduce: Reproduce) -> None
     for more in ([], ["--dry-run"]):
         code, _, errors = reproduce("toy/one", "--corpus", f"hf:{brought / 'web'}", *more)
         assert code == 2
-        assert errors.startswith("hetero-pp: data.tokenizer: found none; --tokenizer PATH of a tokenizer.json")
+        assert errors.startswith("hetero-pp: data.tokenizer: found none; use --tokenizer PATH of a tokenizer.json")
 
 
 @pytest.mark.parametrize(
