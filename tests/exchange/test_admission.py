@@ -258,7 +258,7 @@ def test_who_was_given_a_place_goes_on_after_its_ticket_is_over(
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * HOUR)
     assert served.takes(ticket) == first
-    with pytest.raises(Refused, match="the ticket is over"):
+    with pytest.raises(Refused, match="the ticket has expired"):
         served.takes(ticket, "another host")
 
 
@@ -606,7 +606,7 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     join(served.ticket().to_text(), Here(served.folder / "late"))  # ends well
     assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); no round was left to train\n")
     status_of(served.folder / "late", "run", None, None)
-    assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), heard 20")
+    assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), as reported 20")
 
 
 def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
