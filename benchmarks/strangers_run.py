@@ -142,7 +142,7 @@ class LiveRun:
                 if memberships.held_by(place) is not None:
                     memberships.revoke(place)
             first = memberships.enrol(memberships.invite(former, HOUR), digest_of(key.public_key()), [], HOUR)
-            memberships.end(former, first.number, "it was given back")
+            memberships.end(former, first.number, "its slot was returned")
             found["used"] = memberships.invite(former, HOUR)
             memberships.enrol(found["used"], b"another key", [], HOUR)
             found["open"] = memberships.invite(None, HOUR)

@@ -176,7 +176,7 @@ class BoundedComposer(Composer):
         if isinstance(event, AliasEvent):
             known = event.anchor in self.anchors
             if known and event.anchor not in self._values_of:
-                self._refuse(event, f"found the alias *{event.anchor} inside of what it stands for")
+                self._refuse(event, f"found the alias *{event.anchor} inside its own anchor")
             self._values += self._values_of.get(event.anchor, 1)
             self._require_few(event)
             return super().compose_node(parent, index)
@@ -212,7 +212,7 @@ class BoundedComposer(Composer):
 
     def _require_few(self, event: Any) -> None:
         if self._values > YAML_VALUES_MAX:
-            self._refuse(event, f"found more than {YAML_VALUES_MAX:,} values, those that aliases repeat among them")
+            self._refuse(event, f"found more than {YAML_VALUES_MAX:,} values, including repetitions by aliases")
 
     def _refuse(self, event: Any, problem: str) -> None:
         raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

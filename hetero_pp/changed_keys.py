@@ -66,7 +66,7 @@ class Changes:
         """Raise MalformedMessage for a key that cannot change, such as a path: another host may have sent it."""
         unknown = sorted(self.history.keys() - {*values_of(config), REPLICAS}) if self.history else []
         if unknown:
-            raise MalformedMessage(f"changes of the run: {unknown[0]}: found a key that cannot change in a run")
+            raise MalformedMessage(f"changes of the run: {unknown[0]}: found a key that cannot change during a run")
 
     @cached_property
     def mark(self) -> int:
@@ -156,7 +156,7 @@ def write_changes(changes: Changes, path: Path) -> None:
     yaml = YAML()
     yaml.default_flow_style = False
     text = io.StringIO()
-    text.write("# Changed when the run went on: from which round each key has which value.\n")
+    text.write("# Changes of the run: value of each key, by its first round.\n")
     yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, text)
     write_whole(path, text.getvalue().encode())
 
@@ -166,7 +166,7 @@ def _history(values: Any) -> dict[str, dict[int, Any]]:
     history = TypeAdapter(dict[str, dict[int, Any]]).validate_python(values)
     for key, by_round in history.items():
         if min(by_round, default=0) != 1:
-            raise ValueError(f"{key}: found no value from round 1 on, expected one")
+            raise ValueError(f"{key}: found no value for round 1, expected one")
     return history
 
 

@@ -25,12 +25,12 @@ DEEPSPEED_OWNED = (
 class TorchtitanSettings(Settings):
     """Distribution of a replica by torchtitan. Ranks that remain after both degrees shard the parameters (FSDP2)."""
 
-    tensor_parallel: int = Field(1, ge=1, description="ranks that share every matrix product")
+    tensor_parallel: int = Field(1, ge=1, description="ranks that split every matrix product (tensor parallelism)")
     data_parallel_replicate: int = Field(1, ge=1, description="copies of the sharded replica (HSDP)")
-    compile: bool = Field(False, description="torch.compile on every layer")
+    compile: bool = Field(False, description="use torch.compile on every layer")
     activation_checkpointing: Checkpointing = "none"
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="of the layers' arithmetic; `auto`: bf16 on a GPU, fp32 on a CPU"
+        "auto", description="precision of the layers' arithmetic; `auto`: bf16 on a GPU, fp32 on a CPU"
     )
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     cpu_offload: bool = Field(False, description="keep parameters, gradients and moments in CPU memory")

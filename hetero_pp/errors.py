@@ -118,13 +118,13 @@ class RunOver(HeteroPPError):
     @classmethod
     def after(cls, round_: int, rounds: int) -> RunOver:
         """Return the error with the message for users."""
-        return cls(f"the run is over (round {round_} of {rounds}); nothing was left to train")
+        return cls(f"the run is over (round {round_} of {rounds}); no round was left to train")
 
 
 class Stopped(HeteroPPError):
     """This process was asked to save its state and end."""
 
-    def __init__(self, text: str = "it was asked to stop") -> None:
+    def __init__(self, text: str = "it was stopped on request") -> None:
         super().__init__(text)
 
 

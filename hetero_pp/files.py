@@ -56,7 +56,7 @@ def write_whole(path: Path, data: bytes, is_secret: bool = False) -> None:
 def whole(path: Path, is_secret: bool = False) -> Iterator[Path]:
     """Yield a path to write to, which becomes `path` if the block succeeds. The last of several writers wins.
 
-    The umask decides who may read and write the file, regardless of the library that writes it (safetensors allows only
+    The umask decides about access to the file, regardless of the library that writes it (safetensors allows only
     the owner). Only the owner may read and write a secret. An OSError names `path`, and no partial file is left. A
     device or a pipe is written to, not replaced.
     """
@@ -147,7 +147,7 @@ def keep_trying(do: Callable[[], T], say: Callable[[str], object]) -> T:
         except FileNotFoundError:
             raise
         except (StoreError, OSError) as error:
-            say(f"{complaint(error)}; trying again")
+            say(f"{complaint(error)}; retrying")
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -26,29 +26,37 @@ class InnerSettings(Settings):
     """Inner loop of a round: a number of steps, or as many as fit into a given time."""
 
     steps: int | None = Field(
-        10, ge=1, description="inner steps between outer rounds, H in the papers; or `seconds`, and then null"
+        10, ge=1, description="inner steps per outer round (H in the papers); null with `seconds`"
     )
     seconds: Seconds | None = Field(
-        None, gt=0, description="instead of `steps`: every replica takes as many as fit, and at least one"
+        None,
+        gt=0,
+        description="duration of the inner steps of a round, instead of `steps`: each "
+        "replica takes as many as fit, at least one",
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
     final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
-        0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
+        0.1, ge=0, le=1, description="learning rate at the end of the cosine, as a share of the peak"
     )
-    warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(10, ge=0, description="with `steps`")
+    warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(
+        10, ge=0, description="steps of linear warmup, with `steps`"
+    )
     warmup_rounds: Annotated[float | None, NotPartOf.PAST] = Field(
-        None, ge=0, allow_inf_nan=False, description="the same with `seconds`, 1 if nothing is said"
+        None, ge=0, allow_inf_nan=False, description="rounds of linear warmup with `seconds`; 1 by default"
     )
     optimizer: Literal["adamw", "sgd", "muon"] = Field(
-        "adamw", description="`muon` trains the matrices of layers, and AdamW all else"
+        "adamw",
+        description="optimizer of the inner steps; `muon` trains the matrices of layers, and AdamW everything else",
     )
     momentum: float | None = Field(
-        None, ge=0, lt=1, description="of SGD, which has none unless it is said; of Muon, 0.95 unless it is said"
+        None, ge=0, lt=1, description="momentum of SGD (by default none) or Muon (by default 0.95)"
     )
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="not applied to norms")
-    clip_norm: float | None = Field(1.0, gt=0, description="of the whole replica's gradient; null for none")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay; norms have none")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="largest norm of the replica's whole gradient; null: no clipping"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -98,12 +106,12 @@ class InnerSettings(Settings):
 
     def rates(self, total_steps: int) -> LearningRates:
         """Return the learning rates of a run of `total_steps` steps."""
-        assert self.warmup_steps is not None, "a round is time"
+        assert self.warmup_steps is not None, "a round has a fixed duration"
         return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
 
     def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
         """Return the learning rates of one of `rounds` rounds of a given time. ByRounds explains the arguments."""
-        assert self.warmup_rounds is not None, "a round is so many steps"
+        assert self.warmup_rounds is not None, "a round has a fixed number of steps"
         share = self.final_learning_rate_share
         return ByRounds(self.learning_rate, share, self.warmup_rounds, rounds, round_, first, expected)
 

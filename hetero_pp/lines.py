@@ -24,11 +24,17 @@ WAYS: tuple[Way, Way] = ("up", "down")
 class LineSettings(Settings):
     """Kind of access line. `up` and `down` override `bandwidth` in one direction."""
 
-    bandwidth: Bandwidth | None = Field(None, gt=0, description="each way; unlimited by default")
-    up: Bandwidth | None = Field(None, gt=0, description="of all that its machines send together")
-    down: Bandwidth | None = Field(None, gt=0, description="of all that they receive")
-    latency: Duration = Field(0.0, ge=0, description="that the line adds to every message, either way")
-    jitter: Duration = Field(0.0, ge=0, description="a message takes up to so much longer, drawn evenly")
+    bandwidth: Bandwidth | None = Field(None, gt=0, description="bandwidth in each direction; unlimited by default")
+    up: Bandwidth | None = Field(
+        None,
+        gt=0,
+        description="bandwidth for everything that the line's machines send together; by default `bandwidth`",
+    )
+    down: Bandwidth | None = Field(
+        None, gt=0, description="bandwidth for everything that they receive; by default `bandwidth`"
+    )
+    latency: Duration = Field(0.0, ge=0, description="latency that the line adds to each message, in either direction")
+    jitter: Duration = Field(0.0, ge=0, description="largest additional delay of a message, drawn uniformly")
 
     def limit(self, way: Way) -> float | None:
         """Return the bits per second in one direction; None is unlimited."""
@@ -39,8 +45,8 @@ class LineSettings(Settings):
 class SiteSettings(Settings):
     """Members that share a line, which replaces their own lines. They need no line between each other."""
 
-    line: str = Field(description="the kind of line, from `lines`")
-    members: list[str] = Field(min_length=1, description="members, or replicas with all of theirs")
+    line: str = Field(description="kind of line, from `lines`")
+    members: list[str] = Field(min_length=1, description="members, or replicas with all of their members")
 
 
 @dataclass(frozen=True)

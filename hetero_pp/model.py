@@ -50,17 +50,18 @@ class ModelSettings(Settings):
     """Shape of the model: a preset, with single values overridden."""
 
     preset: Literal["micro", "178m", "512m", "1b"] = "micro"
-    width: int | None = Field(None, ge=1, description="d_model; the preset's by default")
+    width: int | None = Field(None, ge=1, description="d_model; by default the preset's")
     layers: int | None = Field(None, ge=1)
     heads: int | None = Field(None, ge=1)
     feed_forward: int | None = Field(None, ge=1)
-    vocabulary: int | None = Field(None, ge=2, description="by default the tokenizer's")
+    vocabulary: int | None = Field(None, ge=2, description="vocabulary size; by default the tokenizer's")
     rope_theta: float = Field(10000.0, gt=0)
     norm_epsilon: float = Field(1e-5, gt=0)
     weights: Annotated[str | None, NotPartOf.RUN] = Field(
         None,
-        description="start from these: the folder of a LLaMA checkpoint (config.json and .safetensors), whose shape, "
-        "and whose tokenizer if it has one, are taken where they are not given; by default weights are drawn",
+        description="folder of a LLaMA checkpoint (config.json and .safetensors) to start from. Its "
+        "shape, and its tokenizer if it has one, replace values that are not set. By "
+        "default, weights are drawn at random",
     )
 
     def filled_from(self, shape: ModelShape) -> ModelSettings:
@@ -91,7 +92,7 @@ class ModelSettings(Settings):
         size = self.vocabulary or vocabulary
         if size is None:
             raise ConfigError(
-                ("model", "vocabulary"), "found nothing, expected a number: there is no tokenizer that gives it"
+                ("model", "vocabulary"), "found nothing, expected a number: there is no tokenizer to take it from"
             )
         if vocabulary is not None and size < vocabulary:
             raise ConfigError(

@@ -60,7 +60,7 @@ class Proxy:
         """Open a tunnel to HOST:PORT. Raises OSError. Each step may take `seconds`."""
         parts, (host, port) = urlsplit(self.url), _split(address)
         if parts.scheme != "http":
-            raise OSError("is not an `http://` proxy, the only kind that gRPC uses")
+            raise OSError("is not an `http://` proxy, the only kind that gRPC supports")
         headers = {}
         if parts.username is not None:
             secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()

@@ -94,7 +94,13 @@ Seconds = Annotated[
     float,
     BeforeValidator(_seconds),
     PlainSerializer(lambda value: f"{value!r} s", return_type=str),
-    WithJsonSchema({"type": ["number", "string"], "examples": ["5 min"], "description": "seconds, or such as `5 min`"}),
+    WithJsonSchema(
+        {
+            "seconds, or a quantity such as `5 min`": ["number", "string"],
+            "examples": ["5 min"],
+            "description": "seconds, or such as `5 min`",
+        }
+    ),
 ]
 """Seconds, for a key whose name has the unit."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
@@ -105,5 +111,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[
     float,
     BeforeValidator(parse_fraction),
-    WithJsonSchema({"type": ["number", "string"], "examples": ["1/8"], "description": "a number or a ratio"}),
+    WithJsonSchema(
+        {
+            "a number, or a ratio such as `1/8`": ["number", "string"],
+            "examples": ["1/8"],
+            "description": "a number or a ratio",
+        }
+    ),
 ]

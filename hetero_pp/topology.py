@@ -81,11 +81,11 @@ StageAddress = Annotated[str, BeforeValidator(_parse_stage_address)]
 class AnchorSettings(Settings):
     """Tables by token that receivers of boundaries learn locally, and that are never sent (stages/anchors.py)."""
 
-    rank: Rank = Field(description="columns of a table; `full`: as many as the model is wide")
+    rank: Rank = Field(description="columns of a table; `full`: the width of the model")
     fade: tuple[Ratio, Ratio] | None = Field(
         None,
-        description="from when to when they fade, as shares of the run's rounds: after that they add nothing, so that "
-        "the model without them is as good",
+        description="start and end of fading out, as shares of the run's rounds. Faded anchors add "
+        "nothing, so the model can then be used without them",
     )
 
     @model_validator(mode="after")
@@ -116,8 +116,10 @@ class BoundarySettings(Settings):
 
     rank: Rank = "full"
     dtype: Literal["fp32", "bf16"] = "bf16"
-    bits: int | None = Field(None, ge=2, le=8, description="send each number in so few bits, instead of `dtype`")
-    anchors: AnchorSettings | None = Field(None, description="what receivers learn by themselves of what is dropped")
+    bits: int | None = Field(None, ge=2, le=8, description="bits per sent number, instead of `dtype`")
+    anchors: AnchorSettings | None = Field(
+        None, description="components that receivers learn in place of the dropped ones"
+    )
 
     def dimensions(self, width: int) -> int | None:
         """Return k for a model of this width d; None if the boundary is not compressed."""
@@ -127,20 +129,21 @@ class BoundarySettings(Settings):
 class StageSettings(Settings):
     """One stage of a participant group, on one machine."""
 
-    layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
+    layers: int = Field(ge=1, description="number of consecutive layers of this stage")
     listen: Annotated[StageAddress | None, NotPartOf.EITHER] = Field(
         None,
-        description="HOST:PORT to listen on for the stages beside it, or `relay`: on nothing, and dial them, perhaps "
-        "through the exchange; by default a free port on loopback, and on nothing for the first stage",
+        description="HOST:PORT to listen on for the neighbouring stages, or `relay`: do not listen, "
+        "and dial the neighbours, through the exchange if necessary. By default a free "
+        "port on loopback; the first stage does not listen",
     )
     uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
-        None, description="the kind of link to the exchange; by default that of the group"
+        None, description="kind of link to the exchange; by default the group's"
     )
     hardware: Annotated[str | None, NotPartOf.OUTCOME] = Field(
-        None, description="for predictions; by default that of the group"
+        None, description="hardware for predictions; by default the group's"
     )
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
-        None, description="the kind of line of its machine, from `lines`; by default that of the group"
+        None, description="kind of access line of the machine, from `lines`; by default the group's"
     )
 
 
@@ -149,25 +152,25 @@ class StagesSettings(Settings):
 
     count: int = Field(ge=1)
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
-        None, description="the kind of line of each machine, from `lines`; by default that of the group"
+        None, description="kind of access line of each machine, from `lines`; by default the group's"
     )
 
 
 class _Replica(Settings):
-    name: str = Field(description="unique in the run; letters, digits, `-` and `_`")
+    name: str = Field(description="unique name; letters, digits, `-` and `_`")
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
-    micro_batches: int = Field(1, ge=1, description="equal parts that an inner step's batch is cut into")
+    micro_batches: int = Field(1, ge=1, description="number of equal parts of an inner step's batch")
     uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
-        None, description="the kind of link to the exchange, from `links`"
+        None, description="kind of link to the exchange, from `links`"
     )
     hardware: Annotated[str | None, NotPartOf.EITHER] = Field(
-        None, description="for predictions: from the catalog, or from `simulate.hardware`"
+        None, description="hardware for predictions, from the catalog or from `simulate.hardware`"
     )
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
-        None, description="the kind of line of each of its machines to all others, from `lines`"
+        None, description="kind of access line of each machine, from `lines`"
     )
     optional: bool = Field(
-        False, description="the run begins and goes on without it, and with it while all of its places are taken"
+        False, description="start and continue the run without this replica; include it while all of its slots are held"
     )
 
     @property
@@ -184,25 +187,27 @@ class DatacenterReplica(_Replica):
     """Replica that holds the whole model at one well-connected site."""
 
     kind: Literal["datacenter"]
-    engine: EngineName = Field("torch", description="`torch` is one process; the others spread over ranks")
+    engine: EngineName = Field(
+        "torch", description="training engine; `torch` uses one process, the others distribute a replica over ranks"
+    )
     device: Annotated[Literal["auto", "cpu", "cuda"], NotPartOf.EITHER] = Field(
-        "auto", description="`auto`: a GPU where there is one"
+        "auto", description="device to train on; `auto`: a GPU if there is one"
     )
     ranks: Annotated[int, NotPartOf.EITHER] = Field(
-        1, ge=1, description="processes on each node, one a GPU; started by torchrun"
+        1, ge=1, description="processes per node, one per GPU; torchrun starts them"
     )
     nodes: Annotated[int, NotPartOf.EITHER] = Field(
         1, ge=1, description="machines of this replica; start it with `launch --only` on each"
     )
     rendezvous: Annotated[Address | None, NotPartOf.EITHER] = Field(
-        None, description="HOST:PORT on one of the nodes where they meet"
+        None, description="HOST:PORT on one of the nodes, for the rendezvous of the nodes"
     )
     accelerators: Annotated[int | None, NotPartOf.EITHER] = Field(
-        None, ge=1, description="for predictions: how many it has; by default one for each of its ranks, on all nodes"
+        None, ge=1, description="accelerators for predictions; by default one per rank, on all nodes"
     )
     torchtitan: Annotated[TorchtitanSettings, NotPartOf.OUTCOME] = TorchtitanSettings()
     deepspeed: Annotated[dict[str, Any], NotPartOf.OUTCOME] = Field(
-        default_factory=dict, description="DeepSpeed's own JSON"
+        default_factory=dict, description="settings in DeepSpeed's own JSON format"
     )
 
     @property
@@ -231,19 +236,21 @@ class ParticipantsReplica(_Replica):
     kind: Literal["participants"]
     count: str | int | None = Field(
         None,
-        description="how many such groups there are; `2..50`: two that the run needs, and up to 50 that form whenever "
-        "enough join. They are called home-1, home-2 and so on",
+        description="number of groups with these settings, named home-1, home-2, ... A range "
+        "`2..50`: two required groups, and up to 48 more that form when enough hosts join",
     )
     stages: int | StagesSettings | list[StageSettings] = Field(
-        description="a number of stages, one entry per stage, or `{count: 4, line: dsl}`"
+        description="number of stages, a list with one entry per stage, or `{count: 4, line: dsl}`"
     )
     link: Annotated[str | list[str] | None, NotPartOf.OUTCOME] = Field(
-        None, description="the kind of link between neighbours: one for all, or one per hop"
+        None, description="kind of link between neighbours: one for all, or one per hop"
     )
     boundary: BoundarySettings = BoundarySettings()
-    extra_in_flight: int = Field(1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own")
+    extra_in_flight: int = Field(
+        1, ge=0, description="additional warm-up micro-batches per remaining hop, beyond those of 1F1B"
+    )
     accelerators: Annotated[int, NotPartOf.EITHER] = Field(
-        1, ge=1, description="for predictions: how many each stage has"
+        1, ge=1, description="accelerators of each stage, for predictions"
     )
 
     @property
@@ -296,7 +303,7 @@ class GraceSettings(Settings):
 
     factor: float = Field(3.0, gt=0)
     least: Duration = Field(10.0, gt=0)
-    most: Duration = Field(600.0, gt=0, description="and until it is known how late they come")
+    most: Duration = Field(600.0, gt=0, description="longest wait; also the wait while no delays are known yet")
 
 
 class LeaseSettings(Settings):
@@ -318,26 +325,34 @@ class HangSettings(Settings):
 class MagnitudeSettings(Settings):
     """Largest size of a contribution, relative to others of its round and to earlier ones of its replica."""
 
-    scale: float = Field(5.0, gt=1, description="so many times as large it is scaled down to that")
-    leave_out: float = Field(50.0, gt=1, description="so many times as large it is not counted")
+    scale: float = Field(
+        5.0,
+        gt=1,
+        description="size above which a contribution is scaled down to this size, as a multiple of the usual size",
+    )
+    leave_out: float = Field(
+        50.0, gt=1, description="size above which a contribution is excluded, as a multiple of the usual size"
+    )
 
 
 class ExchangeSettings(Settings):
     """Address of the exchange, and the conditions under which a round closes."""
 
-    listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
-    insecure: bool = Field(False, description="without TLS beyond this machine, too: on a network that is yours")
+    listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0: any free port")
+    insecure: bool = Field(
+        False, description="do not use TLS, not even between machines; only for a network that you control"
+    )
     timeout: Duration = Field(
         3600.0,
         gt=0,
-        description="how long members that have not come are waited for before a run begins, and an exchange that does "
-        "not answer by members and the nodes of a replica",
+        description="longest wait for members that have not joined, before a run starts; for an "
+        "exchange that does not answer; and for the nodes of a replica",
     )
-    line: str | None = Field(None, description="the kind of line that all members reach it by, from `lines`")
-    quorum: Ratio = Field(0.5, gt=0, le=1, description="share of the replicas without which no round closes")
+    line: str | None = Field(None, description="kind of access line of the exchange, from `lines`")
+    quorum: Ratio = Field(0.5, gt=0, le=1, description="smallest share of the replicas that closes a round")
     grace: GraceSettings = GraceSettings()
     limit: Duration = Field(
-        6 * 3600.0, gt=0, description="after so long a round closes as soon as a quorum has contributed"
+        6 * 3600.0, gt=0, description="time after which a round closes as soon as a quorum has contributed"
     )
     lease: LeaseSettings = LeaseSettings()
     hang: HangSettings = HangSettings()

@@ -41,7 +41,7 @@ class Ranks:
         """
         if replicas < self.world:
             raise ConfigError(
-                ("replicas",), f"found {replicas} replicas for {self.world} ranks, expected at least one for each rank"
+                ("replicas",), f"found {replicas} replicas for {self.world} ranks, expected at least one per rank"
             )
         return range(self._first(self.rank, replicas), self._first(self.rank + 1, replicas))
 

@@ -34,7 +34,7 @@ def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tup
     found = sorted(folder.glob("outer-*-of-*.safetensors"), key=lambda path: int(path.name.split("-")[1]))
     worlds = {int(match[1]) for path in found if (match := re.search(r"-of-(\d+)", path.name))}
     if worlds != {len(found)}:
-        raise HeteroPPError(f"{folder}: found {[path.name for path in found]}, expected a file of each rank")
+        raise HeteroPPError(f"{folder}: found {[path.name for path in found]}, expected one file per rank")
     parts = [safe_open(path, framework="pt") for path in found]
     return {
         name: _rows(parts, name, shapes.get(parameter_of(name.split(":")[-1])), tile, ranks)

@@ -132,7 +132,7 @@ class SavedStates:
     def require(self, round_: int) -> None:
         """Raise HeteroPPError if there is no checkpoint after this round."""
         if not self.path(round_).is_dir():
-            raise HeteroPPError(f"{self.folder} has no state of round {round_}, after which the run resumes")
+            raise HeteroPPError(f"{self.folder}: found no state of round {round_}, after which the run resumes")
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move the other checkpoints to a new folder; return that folder, or None if there are none."""

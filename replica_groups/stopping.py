@@ -13,8 +13,10 @@ from hetero_pp.errors import Stopped
 from replica_groups.ranks import Ranks
 
 SECONDS_TO_AGREE = 2.0
-"""How long a member that was asked to stop waits for the record of its round, if it does not know whether the round is
-closed: the other members may have the record already."""
+"""Seconds for which a stopping member waits for the record of its round, if it does not know whether it is closed.
+
+The other members may have the record already.
+"""
 
 
 class Stopping:

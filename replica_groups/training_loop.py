@@ -135,7 +135,8 @@ class TrainingLoop:
             return
         if self._position is _Position.IN_ROUND and not self._undoes:
             print(
-                f"{self.reporter.member}: states.undo is false: no state can be saved within a round", file=sys.stderr
+                f"{self.reporter.member}: states.undo is false, so no state can be saved within a round",
+                file=sys.stderr,
             )
             return
         self._undo_round()
@@ -143,7 +144,7 @@ class TrainingLoop:
         try:
             self._catch_up_before_the_end(missed)
         except (Suspended, TermOver, LinkError) as error:
-            print(f"{self.reporter.member}: its state is not saved: {error}", file=sys.stderr, flush=True)
+            print(f"{self.reporter.member}: its state was not saved: {error}", file=sys.stderr, flush=True)
             return
         self.reporter.flush(_SECONDS_TO_REPORT)
         self._save_state(self.holds)
@@ -171,7 +172,7 @@ class TrainingLoop:
         if work.heals:
             self._heal()
             if self.holds >= work.round:
-                raise Suspended(f"round {work.round} has closed in the meantime")
+                raise Suspended(f"round {work.round} closed in the meantime")
         before = work.round - 1
         if before > self.holds + self._has_started and self._saved is None:
             self._take_newer_snapshot(before, snapshots_every if self._has_started else 1)
@@ -367,7 +368,7 @@ class TrainingLoop:
         is_told = has_failed > 0
         if failure:  # the 1st, 2nd, 4th, 8th, ... consecutive failure
             is_told = self._unsaved & (self._unsaved - 1) == 0
-            print(f"{self.reporter.member}: its state after round {round_} is not saved: {failure}", file=sys.stderr)
+            print(f"{self.reporter.member}: its state after round {round_} was not saved: {failure}", file=sys.stderr)
         if is_told and self.outer.ranks.is_first:
             report = self.reporter.new()
             report.state_saving.round, report.state_saving.failure = round_, failure

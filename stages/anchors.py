@@ -9,8 +9,8 @@ T_perp gives the embedding's part, which decays with depth. A [V, R] and W [R, D
 x_hat, which the receiver has. The idea of factorized anchors is MAPL's (arXiv 2606.05484), which also sends and
 synchronizes them, on boundaries that it learns too.
 
-Here they are local: not contributed, not averaged, no part of the synchronized model. w is 1, or falls to 0 towards the
-end of a run (`fade`), so that the synchronized model learns to do without them.
+Here they are local. They are not contributed, not averaged, and no part of the synchronized model. Their weight w is 1,
+or falls to 0 towards the end of a run (`fade`), so that the synchronized model learns to do without them.
 """
 
 from __future__ import annotations

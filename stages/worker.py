@@ -1,8 +1,8 @@
 """Runs a stage's events in schedule order: receives from neighbours, computes, sends.
 
-Clipping by the norm of the whole replica costs no extra round trip: squared norms ride on the last gradient of a
-step towards the first stage, which steps at once; the total rides on the next step's first activation (or on a flush
-at the end of the inner loop), and every other stage steps just before it uses that activation.
+Clipping by the gradient norm of the whole replica needs no additional round trip. The last gradient of a step carries
+the squared norms towards the first stage, which steps at once. The first activation of the next step carries the total
+norm back, or a flush message at the end of the inner loop. Each later stage steps just before it uses that activation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from stages.stage import Stage
 
 _LARGEST_NORM = torch.finfo(torch.float32).max
 _ROUNDING = 1e-5
-"""Relative error that the sum of squared norms may have."""
+"""Largest relative error of the sum of squared norms."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the schedule and the checks of incoming messages need."""
+    """Settings for the schedule and for checks of incoming messages."""
 
     micro_batches: int
     micro_batch_size: int
@@ -42,7 +42,10 @@ class WorkerSettings:
     replica: str
     seed: int
     overlap: bool = False
-    """Whether rounds are trained ahead: a neighbour may be at another one, and then its group is formed anew."""
+    """Whether rounds overlap.
+
+    A neighbour may then be in another round; the link is closed, and the group gets a new generation.
+    """
 
 
 @dataclass
@@ -55,24 +58,24 @@ class Timing:
 
 @dataclass
 class Activity:
-    """What another thread can see of a worker that trains."""
+    """Progress of a training worker, for other threads."""
 
     done: int = 0
-    """Events of the schedule."""
+    """Number of finished events of the schedule."""
     waits: bool = False
-    """For a neighbour."""
+    """Whether the worker waits for a neighbour."""
 
 
 @dataclass
 class _Step:
-    """One inner step, or one evaluation, under way."""
+    """State of one inner step or one evaluation."""
 
     round: int
     step: int
     global_step: int
     purpose: Purpose
     is_last: bool = False
-    """Whether no other step of its round follows, where that is told."""
+    """Whether this is the last step of its round, if known."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Message] = field(default_factory=dict)
     came: dict[int, Symbols] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class _Step:
 
 
 class StageWorker:
-    """One stage between its links. `upstream` is None on the first stage, `downstream` on the last."""
+    """One pipeline stage with its links. `upstream` is None on the first stage, `downstream` on the last."""
 
     def __init__(
         self, stage: Stage, settings: WorkerSettings, upstream: LinkEnd | None, downstream: LinkEnd | None
@@ -97,10 +100,10 @@ class StageWorker:
         self.timing = Timing()
         self.activity = Activity()
         self.gradient_norm = math.nan
-        """Of the whole replica, in the last step that was applied here."""
+        """Gradient norm of the whole replica in the last step that this stage applied."""
         self.learning_rate = math.nan
         self.was_last = False
-        """Whether the last step was told to be the last of its round."""
+        """Whether the last step was marked as the last of its round."""
         self._upstream = upstream
         self._downstream = downstream
         self._pending_step: int | None = None
@@ -121,20 +124,21 @@ class StageWorker:
         }
 
     def drop(self) -> None:
-        """Forget a step that does not end, and one that waits for its norm. Not while one is under way."""
+        """Discard an incomplete step, and a step that waits for its gradient norm. Must not be called during a step."""
         self._pending_step = self._norm_to_announce = None
         self.stage.drop()
 
     def relink(self, upstream: LinkEnd | None, downstream: LinkEnd | None) -> None:
-        """Go on with other links between the same stages, between two inner loops or after `drop`."""
+        """Replace the links to the same stages, between two inner loops or after `drop`."""
         self._upstream, self._downstream = upstream, downstream
 
     def inner_step(
         self, round_: int, step: int, global_step: int, tokens: Tensor | None, is_last: bool = False
     ) -> float | None:
-        """One inner step; `tokens` [batch, L + 1] on the first stage. Returns the loss on the last stage.
+        """Train one inner step, and return the loss on the last stage, otherwise None.
 
-        With `is_last` the first stage tells all others that the inner loop ends with this step.
+        `tokens` [batch, L + 1] is given on the first stage. With `is_last`, the first stage tells all others that the
+        inner loop ends with this step.
         """
         count = self.settings.micro_batches
         under_way = _Step(round_, step, global_step, ACTIVATION, is_last, backwards_left=count, gradients_left=count)
@@ -149,21 +153,21 @@ class StageWorker:
         return under_way.loss if self.stage.spec.is_last else None
 
     def flush(self, round_: int) -> None:
-        """End the inner loop: pass the last gradient norm on, so that every stage has stepped."""
+        """End the inner loop: forward the last gradient norm, so that every stage has applied its step."""
         if self._upstream is not None:
             with self._blaming(self._upstream):
                 header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
                 if not header.HasField("gradient_norm"):
-                    raise MalformedMessage("found no gradient norm on the flush of an inner loop")
+                    raise MalformedMessage("found no gradient norm at the end of an inner loop")
                 self._apply_told(header.gradient_norm)
         if self._downstream is not None:
             self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))
         self._norm_to_announce = None
 
     def evaluate(self, round_: int, batches: Sequence[Tensor], count: int) -> tuple[float, int] | None:
-        """Mean loss over `count` batches [B, L + 1], given on the first stage, and its rows; told by the last stage.
+        """Return (mean loss, number of rows) over `count` batches on the last stage, otherwise None.
 
-        A batch holds at most as many sequences as a micro-batch.
+        `batches` [B, L + 1] are given on the first stage; B is at most the size of a micro-batch.
         """
         under_way = _Step(round_, 0, 0, EVALUATION, tokens=dict(enumerate(batches)))
         spec = self.stage.spec
@@ -208,10 +212,10 @@ class StageWorker:
         self.timing.compute += time.perf_counter() - started
 
     def _squared_norm(self, under_way: _Step) -> float:
-        """Squared gradient norm of this stage and all stages after it.
+        """Return the squared gradient norm of this stage and all later stages.
 
-        Every gradient was finite when it arrived. A norm that is not finite here comes from the values of a neighbour,
-        which answers for it: this stage must not pass it on, or its own neighbour would blame this stage.
+        Every gradient was finite on arrival. So if the norm is not finite here, values from a neighbour caused it. This
+        stage must not forward it, or the next neighbour would blame this stage.
         """
         self._own_squared = own = self.stage.optimizer.gradient_norm().item() ** 2
         total = own + (under_way.squared_norm_after or 0.0)
@@ -220,22 +224,23 @@ class StageWorker:
         return total
 
     def _fail(self, link: LinkEnd | None, reason: str) -> NoReturn:
-        """End the step because its values are not finite. `link`: where the values came from that it was computed of.
+        """End the step because its values are not finite.
 
-        Raises PeerAtFault, or HeteroPPError on the first stage, which computed them from text alone.
+        `link`: link on which the input values arrived. Raises PeerAtFault. On the first stage, which computes from text
+        alone, raises HeteroPPError.
         """
         if link is None:
             raise HeteroPPError(f"stage {self.stage.spec.index} of {self.settings.replica} diverged: {reason}")
-        raise link.accuse(f"{reason}, computed of values from there: training diverged, or the values are wrong")
+        raise link.accuse(f"{reason}, computed from received values: training diverged, or these values are wrong")
 
     def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> Symbols:
-        """Check what is about to be sent, so that no neighbour refuses it. `link`: see _fail."""
+        """Return `symbols` if they are finite, so that no neighbour refuses them; otherwise fail as `_fail` does."""
         if not all(bool(torch.isfinite(one).all()) for one in symbols if one.is_floating_point()):
             self._fail(link, f"{what} became infinite or not a number")
         return symbols
 
     def _apply(self, norm: float) -> None:
-        """The optimizer step that was waiting for the norm of the whole replica."""
+        """Apply the optimizer step that was waiting for the gradient norm of the whole replica."""
         if self._pending_step is None:
             raise AssertionError("no step waits for a gradient norm")
         started = time.perf_counter()
@@ -245,9 +250,9 @@ class StageWorker:
         self.timing.compute += time.perf_counter() - started
 
     def _apply_told(self, norm: float) -> None:
-        """The same with a norm that the stage before sent. The norm of all stages is at least that of this one."""
+        """Apply the waiting step with a norm from the previous stage, which must be at least this stage's own norm."""
         if self._pending_step is None:
-            raise MalformedMessage("found a gradient norm, but no step waits for one")
+            raise MalformedMessage("found a gradient norm, but no step is waiting for one")
         least = math.sqrt(self._own_squared) * (1 - _ROUNDING)
         if not least <= norm <= _LARGEST_NORM:
             raise MalformedMessage(f"found a gradient norm of {norm}, expected {least:.6g} to {_LARGEST_NORM:.3g}")
@@ -257,21 +262,22 @@ class StageWorker:
 
     @contextmanager
     def _blaming(self, link: LinkEnd) -> Iterator[None]:
-        """Raise PeerAtFault for what is malformed in a message of this link, and abort the link."""
+        """Abort the link and raise PeerAtFault for a malformed message on it."""
         try:
             yield
         except MalformedMessage as error:
             raise link.accuse(str(error)) from error
 
     def _require_acknowledgements(self) -> None:
-        """After a step both neighbours have received everything before it, so they acknowledged nearly all of that.
+        """Raise PeerAtFault for a neighbour that does not acknowledge messages.
 
-        A neighbour that acknowledges nothing would fill the memory of this stage.
+        After a step, both neighbours have received all earlier messages, so they have acknowledged nearly all of them.
+        Unacknowledged messages would fill the memory of this stage.
         """
         most = ACKNOWLEDGED_EVERY + self.settings.micro_batches
         for link in (self._upstream, self._downstream):
             if link is not None and (found := link.unacknowledged) > most:
-                raise link.accuse(f"found {found} messages without an acknowledgement, expected at most {most}")
+                raise link.accuse(f"found {found} unacknowledged messages, expected at most {most}")
 
     def _receive_activation(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
@@ -287,14 +293,14 @@ class StageWorker:
                 f"found {header.rows} sequences in a micro-batch, expected {least} to {self.settings.micro_batch_size}"
             )
         if not message.tensors:
-            raise MalformedMessage("found no token ids beside an activation")
+            raise MalformedMessage("found no token ids with an activation")
         packed, *wire = message.tensors
         under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
         shape = (header.rows, length, self.stage.boundary.dimensions)
         under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
         under_way.received[index] = message
         if header.is_last and (index > 0 or under_way.purpose == EVALUATION):
-            raise MalformedMessage("found the mark of a round's last step, expected it on the first micro-batch alone")
+            raise MalformedMessage("found the mark of a round's last step, expected it only on the first micro-batch")
         under_way.is_last |= header.is_last
         if header.HasField("gradient_norm"):
             self._apply_told(header.gradient_norm)
@@ -350,17 +356,20 @@ class StageWorker:
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:
-            raise LinkClosed(f"the neighbouring stage is at round {header.round}, and this one at round {round_}")
+            raise LinkClosed(f"the neighbouring stage is at round {header.round}, but this stage is at round {round_}")
         if found != (purpose, round_, step, micro_batch):
             raise MalformedMessage(
-                f"found a message of purpose, round, step, micro-batch {found}, "
-                f"expected {(purpose, round_, step, micro_batch)}"
+                f"found a message for (purpose, round, step, micro-batch) {found}, expected "
+                f"{(purpose, round_, step, micro_batch)}"
             )
         return message
 
 
 def _squared_norm_of(header: LinkHeader, is_due: bool) -> float | None:
-    """The squared norm on a gradient, which the last one of a step has and no other. A NaN would reach every weight."""
+    """Return the squared norm in the header of a gradient; None if it is not the last gradient of its step.
+
+    Raises MalformedMessage for a missing, unexpected or non-finite norm, because a NaN would reach every weight.
+    """
     if header.HasField("squared_norm") != is_due:
         found, expected = ("no", "one") if is_due else ("a", "none before the last")
         raise MalformedMessage(f"found {found} squared norm on a gradient of a step, expected {expected}")

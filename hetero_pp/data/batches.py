@@ -98,8 +98,9 @@ class StoreBatches:
         if self.shard_size < self.batch_size:
             raise ConfigError(
                 ("data", "clusters"),
-                f"found {self.shard_size} sequences in the clusters of replica {self.replica} of {self.replicas}, "
-                f"expected at least the {self.batch_size} of a batch: fewer clusters, or more text",
+                f"found {self.shard_size} sequences in the clusters of replica {self.replica} of "
+                f"{self.replicas}, expected at least {self.batch_size} for one batch; use fewer clusters, "
+                "or more text",
             )
 
     @cached_property
@@ -151,8 +152,8 @@ class StoreBatches:
         if state["tokens"] != self.store.digest:
             raise ConfigError(
                 _KEY,
-                f"found tokens whose sha256 begins with {self.store.digest[:12]}, expected {state['tokens'][:12]}: "
-                "those that the run was trained on until now",
+                f"found tokens whose sha256 begins with {self.store.digest[:12]}, expected "
+                f"{state['tokens'][:12]}, the tokens that the run has trained on so far",
             )
 
     def epochs(self, steps: int) -> float:

@@ -107,8 +107,8 @@ def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.nd
     sample = windows[picked].astype(np.int64)
     different = len(np.unique(np.sort(sample, axis=1), axis=0))
     if different < count:
-        several = "windows of text" if len(sample) == len(windows) else f"of {len(sample)} windows of text"
-        raise ConfigError(_KEY, f"found {count}, expected at most the {different} {several} that differ")
+        several = "windows of text" if len(sample) == len(windows) else f"windows of text in a sample of {len(sample)}"
+        raise ConfigError(_KEY, f"found {count}, expected at most the {different} distinct {several}")
     features_of = _features(sample, vocabulary)
     centers = _centers(features_of(sample), count, generator)
     return np.concatenate([vq(features_of(part), centers)[0] for part in _parts(windows)]).astype(np.uint16)
@@ -129,7 +129,7 @@ def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -
             return _rounded(means)
         except ClusterError:
             continue
-    raise ConfigError(_KEY, f"found {count}, of which some came to be empty, expected fewer, or more text")
+    raise ConfigError(_KEY, f"found {count} clusters, some of them empty, expected fewer clusters, or more text")
 
 
 def _start(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:

@@ -56,8 +56,8 @@ def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: 
 def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
     """Return documents of some files, spread evenly over all files, and the share of the corpus that they are.
 
-    The files amount to about `size` bytes, or to all if there are fewer. Of one large file, the first documents are
-    taken.
+    The files amount to about `size` bytes, or to all if there are fewer. From one large file, it takes the
+    first documents.
     """
     files = _listing(settings).files
     whole = _bytes_of(files)
@@ -116,7 +116,7 @@ def _size(path: Path) -> int:
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     reason = error.strerror or " ".join(str(error).split())
-    return ConfigError(_KEY, f"{path}: cannot be read ({reason}), expected a file that this user may read")
+    return ConfigError(_KEY, f"{path}: cannot be read ({reason}), expected a file that the current user may read")
 
 
 def _within(on_share: OnShare, before: float, part: float, share: float) -> None:
@@ -144,7 +144,7 @@ def _listing(settings: DataSettings) -> Listing:
     corpus, suffixes = settings.corpus, readers_of(settings.corpus).keys()
     if settings.streamed is not None:
         raise ConfigError(
-            _KEY, f"found `{corpus}`, expected a corpus that is not streamed: this one is read as a whole"
+            _KEY, f"found `{corpus}`, expected a corpus that is not streamed, because it is read completely"
         )
     if corpus in INSTALLED:
         # Only some package managers store equal files as hard links, but every host has to read the same files.

@@ -142,7 +142,7 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
         from datasets import load_dataset, load_dataset_builder
         from tqdm import tqdm  # comes with datasets
     except ImportError:
-        extra = "which needs an extra: pip install 'hetero-pp[datasets]'"
+        extra = "which needs an optional package: pip install 'hetero-pp[datasets]'"
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {extra}") from None
     tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which leaks when a member exits abruptly
     try:

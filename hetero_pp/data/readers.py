@@ -31,12 +31,12 @@ _BEGINNINGS = {
     b"\x1f\x8b": "gzip: `gunzip` unpacks it",
     b"\x28\xb5\x2f\xfd": "zstd: `unzstd` unpacks it",
 }
-"""The first bytes of a file -> its likely format, and the command that makes it readable."""
+"""First bytes of a file -> its likely format, and the command that converts it."""
 
 OnShare = Callable[[float], None]
-"""(share that was read, from 0 to 1)"""
+"""Progress callback; the argument is the share read so far, from 0 to 1."""
 Reader = Callable[[Path, str, OnShare], Iterator[str | None]]
-"""(file, text field, reporter of progress) -> its documents, None for each row without text."""
+"""Function (file, text field, progress callback) -> documents; None for each row without text."""
 
 
 def readers_of(corpus: str) -> dict[str, Reader]:
@@ -51,7 +51,7 @@ def readers_of(corpus: str) -> dict[str, Reader]:
 
 
 def _source(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
-    """The text of a source file; nothing if it is not UTF-8, as some of the library's own tests are not."""
+    """Yield the text of a source file; nothing if it is not UTF-8, like some tests of the standard library."""
     try:
         yield path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -59,7 +59,7 @@ def _source(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
 
 
 def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """The docstrings of a source file, one a document; nothing if this Python cannot parse it."""
+    """Yield the docstrings of a source file as one document each; nothing if this Python cannot parse the file."""
     for source in _source(path, field, on_share):
         try:
             with warnings.catch_warnings():
@@ -73,13 +73,16 @@ def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
 
 
 def _prose(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """The sentences of all docstrings of a source file as one document."""
+    """Yield the sentences of all docstrings of a source file as one document."""
     texts = (prose_of(docstring) for docstring in _docstrings(path, field, on_share))
     yield "\n\n".join(text for text in texts if text)
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """The module and every statement in it; `ast.walk` would spend most of its time inside expressions."""
+    """Yield the module and every statement in it.
+
+    `ast.walk` would also visit expressions, which takes most of its time.
+    """
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -117,7 +120,7 @@ def text_of_line(line: str | bytes, where: str, field: str) -> str | None:
     Raises ConfigError if the line is not a JSON object with text or null in that field.
     """
     try:
-        # As `json.loads` does with bytes: half of a surrogate pair is let through, and replaced below.
+        # Like `json.loads` with bytes: half of a surrogate pair passes here and is replaced below.
         decoded = line.decode("utf-8", "surrogatepass") if isinstance(line, bytes) else line
         record = json.loads(decoded.removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
@@ -181,7 +184,7 @@ def texts_of_column(column: Any, file: str, rows_before: int) -> Iterator[str | 
 
     try:
         values = column.to_pylist()
-    except UnicodeDecodeError:  # strings that were written without a check: find the row
+    except UnicodeDecodeError:  # strings that were written without validation: find the row
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         values = column.cast(kind).cast(pa.large_binary()).to_pylist()
     for row, value in enumerate(values, start=rows_before + 1):
@@ -198,7 +201,7 @@ def bad_utf8(file: str, lines: Iterable[bytes]) -> ConfigError:
             line.decode()
         except UnicodeDecodeError as error:
             return ConfigError(_KEY, f"{file}:{number}: {_not_utf8(line, error.start)}")
-    return ConfigError(_KEY, f"{file}: changed while it was read, expected a file that stays as it is")
+    return ConfigError(_KEY, f"{file}: changed during reading, expected a file that does not change")
 
 
 def _not_utf8(data: bytes, position: int) -> str:
@@ -207,6 +210,6 @@ def _not_utf8(data: bytes, position: int) -> str:
 
 
 def names_of(names: Iterable[str]) -> str:
-    """The names of fields, as many as fit a line."""
+    """Join the names of fields, as many as fit on a line."""
     found = list(names)
     return ", ".join([*found[:_FIELDS_SHOWN], *(["..."] if len(found) > _FIELDS_SHOWN else [])]) or "it has none"

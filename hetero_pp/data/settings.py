@@ -32,18 +32,19 @@ Name = Annotated[str, BeforeValidator(_not_empty)]
 class StreamSettings(Settings):
     """Settings of a streamed corpus: the splits to read, and the size of the shuffle buffer."""
 
-    subset: Name | None = Field(None, description="of a dataset that has several, such as `en` of allenai/c4")
+    subset: Name | None = Field(None, description="subset of a dataset that has several, such as `en` of allenai/c4")
     revision: Name | None = Field(None, description="commit, branch or tag of a dataset on the Hub")
-    split: Name = Field("train", description="the split to train on")
+    split: Name = Field("train", description="split to train on")
     validation_split: Name | None = Field(
-        None, description="the split to validate on; by default documents of `split` are held out for that"
+        None, description="split to validate on; by default, documents of `split` are held out"
     )
     validation_documents: int = Field(
-        2000, ge=1, description="how many are held out, from the start of the first shard, without a validation_split"
+        2000,
+        ge=1,
+        description="documents held out for validation if there is no validation_split, "
+        "from the start of the first shard",
     )
-    shuffle_buffer: int = Field(
-        10_000, ge=1, description="documents that a replica reads ahead and shuffles among themselves"
-    )
+    shuffle_buffer: int = Field(10_000, ge=1, description="documents in a replica's shuffle buffer")
 
 
 class DataSettings(Settings):
@@ -51,23 +52,24 @@ class DataSettings(Settings):
 
     corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",
-        description="`standard-library` (the source code of Python's), `docstrings` (its docstrings), `prose` "
-        "(sentences of the docstrings of torch, numpy, scipy, sympy, networkx and matplotlib), a path to a file or "
-        "folder of .txt, .jsonl and .parquet, or `hf:` and a dataset of the Hugging Face Hub, a folder like one, or a "
-        "pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files, which is streamed",
+        description="`standard-library` (Python's source code), `docstrings` (its docstrings), "
+        "`prose` (sentences from the docstrings of torch, numpy, scipy, sympy, networkx "
+        "and matplotlib), or the path of a file or folder with .txt, .jsonl and "
+        ".parquet. `hf:` streams a dataset of the Hugging Face Hub, a folder in the "
+        "Hub's layout, or a pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files",
     )
     stream: Annotated[StreamSettings, NotPartOf.OUTCOME] = Field(
-        StreamSettings(), description="for a corpus that starts with `hf:`"
+        StreamSettings(), description="settings of a streamed corpus (`hf:`)"
     )
-    text_field: str = Field("text", description="the field or column that holds the text of .jsonl and .parquet")
+    text_field: str = Field("text", description="field or column with the text in .jsonl and .parquet")
     tokenizer: Annotated[str, NotPartOf.EITHER] = Field(
-        "bytes", description="`bytes`, or a path to a tokenizer.json or to a folder that holds one"
+        "bytes", description="`bytes`, or the path of a tokenizer.json or of a folder that contains one"
     )
-    sequence_length: int = Field(128, ge=1, description="L: the tokens predicted per sequence")
+    sequence_length: int = Field(128, ge=1, description="tokens predicted per sequence (L in the papers)")
     validation_share: Ratio = Field(
-        0.02, gt=0, lt=1, description="share of the tokens never trained on; of a corpus that is not streamed"
+        0.02, gt=0, lt=1, description="share of the tokens held out for validation, if the corpus is not streamed"
     )
-    validation_sequences: int = Field(64, ge=1, description="how many sequences the validation loss is computed on")
+    validation_sequences: int = Field(64, ge=1, description="sequences that the validation loss is computed on")
     repeat: Annotated[bool, NotPartOf.OUTCOME] = Field(
         True, description="whether training may read the corpus more than once"
     )
@@ -75,8 +77,9 @@ class DataSettings(Settings):
         None,
         ge=1,
         le=1024,
-        description="into how many clusters of windows that are alike the text is put, which are then shared out among "
-        "replicas: their shards differ, as DiLoCo's non-i.i.d. ones do. By default a replica's windows are any",
+        description="number of clusters of similar text windows to distribute over the replicas. "
+        "Shards then differ, like DiLoCo's non-i.i.d. shards. By default, windows are "
+        "distributed at random",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Where tokens come from: a corpus encoded once, or one that is streamed. Both give batches and validation rows."""
+"""Sources of tokens: a corpus that is encoded once, or one that is streamed. Both give batches and validation rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hetero_pp.units import format_count
 
 
 class StreamedCorpus:
-    """A corpus that is read while training. Opening it reads nothing but a list of its files."""
+    """Corpus that is read during training. Opening it reads only the list of its files."""
 
     def __init__(self, settings: DataSettings, tokenizer: Tokenizer | None = None) -> None:
-        """Raises ConfigError if the corpus cannot be opened or has no such split."""
+        """Open the corpus. Raises ConfigError if it cannot be opened or has no such split."""
         self.settings = settings
         self.tokenizer = tokenizer or load_tokenizer(settings)
         self._splits = open_splits(settings)
@@ -36,22 +36,22 @@ class StreamedCorpus:
 
     @property
     def vocabulary(self) -> int:
-        """The number of ids, the separator among them."""
+        """Number of token ids, including the separator."""
         return self.tokenizer.vocabulary
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines that the user has to see: of the tokenizer, and of files that are skipped."""
+        """Lines to show to the user, about the tokenizer and about skipped files."""
         skips = [f"data.corpus: {self.settings.corpus}: {self._training.skips}"] if self._training.skips else []
         return (*self.tokenizer.notes, *skips)
 
     def describe(self, tokens: int | None) -> str:
-        """What there is to train `tokens` tokens on, in words; None where their number is not known."""
+        """Describe the corpus for training on `tokens` tokens; None if their number is unknown."""
         wanted = "" if tokens is None else f"{tokens:,} tokens from "
         return f"{wanted}a stream of {format_count(self._training.count, 'shard')}"
 
     def batches(self, sequence_length: int, seed: int, replica: int, replicas: int, batch_size: int) -> StreamBatches:
-        """What replica `replica` of `replicas` trains on."""
+        """Return the batches of replica number `replica` of `replicas`."""
         stream = self.settings.stream
         order = Order(
             shards=self._training,
@@ -64,7 +64,7 @@ class StreamedCorpus:
         return StreamBatches(TokenStream(order, self.tokenizer, self.settings.repeat), sequence_length, batch_size)
 
     def validation(self, batch_size: int) -> list[torch.Tensor]:
-        """The validation rows, int64 [<= batch_size, L + 1], the same for everyone.
+        """Return the validation rows, int64 [<= batch_size, L + 1], which are equal on all hosts.
 
         Raises ConfigError if there are too few.
         """
@@ -72,9 +72,9 @@ class StreamedCorpus:
 
     @cached_property
     def digest(self) -> str:
-        """A sha256 of the tokenizer, the number of shards, how the first and the last begin, and the validation rows.
+        """Sha256 over a sample: tokenizer, number of shards, start of the first and last shard, and validation rows.
 
-        A sample: corpora with different digests differ, and those that differ elsewhere only have the same.
+        Corpora with different digests differ. Corpora that differ only elsewhere have equal digests.
         """
         shards = self._training
         begin = [next(shards.documents(shard, 0), "") for shard in (0, shards.count - 1)]
@@ -84,9 +84,9 @@ class StreamedCorpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the files and of how they are streamed: what every token follows from, the tokenizer given.
+        """Digest of the files and of the streaming settings, which determine every token for a given tokenizer.
 
-        Reads no text. Files that were written anew have another one, be their text the same or not.
+        No text is read. Files that were rewritten have another fingerprint, even if their text is the same.
         """
         files = [shards.fingerprint for _, shards in sorted(self._splits.items())]
         stream = self.settings.stream.model_dump(mode="json", exclude={"revision"})
@@ -94,7 +94,7 @@ class StreamedCorpus:
 
     @cached_property
     def _validation(self) -> torch.Tensor:
-        """int64 [validation_sequences, L + 1]: the first tokens of the validation split, or of what is held out."""
+        """First tokens of the validation split or of the held-out documents, int64 [validation_sequences, L + 1]."""
         rows, columns = self.settings.validation_sequences, self.settings.sequence_length + 1
         stream = self.settings.stream
         texts: Iterator[str]
@@ -113,7 +113,7 @@ class StreamedCorpus:
         return torch.from_numpy(ids.reshape(rows, columns))
 
     def _encode(self, texts: Iterator[str], count: int) -> np.ndarray:
-        """The first `count` tokens of the documents that are not blank, or all; a separator after each document."""
+        """Return up to `count` tokens of the documents that are not blank, with a separator after each document."""
         pieces = [np.empty(0, np.int64)]
         missing = count
         full = (text for text in texts if text.strip())
@@ -133,12 +133,12 @@ Source = TokenStore | StreamedCorpus
 
 
 def tokens_digest(source: Source | None) -> str:
-    """By which hosts tell whether they read the same: see TokenStore. Empty for nothing, and for what is streamed."""
+    """Return the digest by which hosts verify that they read the same tokens; empty without a TokenStore."""
     return source.digest if isinstance(source, TokenStore) else ""
 
 
 def notes_on(settings: DataSettings, source: Source | None) -> tuple[str, ...]:
-    """Lines that the user has to see before training begins: what of the corpus is skipped, and the like."""
+    """Return lines to show to the user before training, such as the skipped files of the corpus."""
     if source is None:
         return ()
     skipped = skipped_files(settings) if isinstance(source, TokenStore) else ""
@@ -146,7 +146,7 @@ def notes_on(settings: DataSettings, source: Source | None) -> tuple[str, ...]:
 
 
 def open_source(settings: DataSettings, cache: Path, on_progress: OnProgress = untold) -> Source:
-    """What `data.corpus` names: opened where it is streamed, else encoded into `cache` unless that was done before."""
+    """Open the corpus of `data.corpus`: as a stream, or encoded into `cache` unless it is there already."""
     if settings.streamed is None:
         return prepare_tokens(settings, cache, on_progress=on_progress)
     return StreamedCorpus(settings)

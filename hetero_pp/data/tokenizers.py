@@ -16,14 +16,14 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.units import format_count
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
-"""Of a tokenizer; the second names its special tokens, and may be missing."""
+"""Names of the files of a tokenizer. The second file names its special tokens and is optional."""
 
 _KEY = ("data", "tokenizer")
 _BYTES_MAX = 256 * 2**20
 _RULE_DEPTH_MAX = 16
-"""Levels of rules, one in another; those of published models have at most 6."""
+"""Largest allowed nesting depth of rules. Published models have at most 6 levels."""
 _GROUPS_MAX = 100
-"""Brackets of one kind in one rule; the longest of published models have 20."""
+"""Largest number of brackets of one kind in a rule. Published models have at most 20."""
 _RENUMBERED_SHOWN = 3
 _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -36,33 +36,33 @@ _CONVERT = (
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def vocabulary(self) -> int:
-        """The number of ids, the separator among them."""
+        """Number of token ids, including the separator."""
 
     @property
     def separator(self) -> int:
-        """The id put after each document; no text encodes to it."""
+        """Id after each document. No text encodes to it."""
 
     @property
     def identity(self) -> str:
-        """A digest of what the tokenizer does: equal identities encode equally."""
+        """Digest of the tokenizer's behaviour: tokenizers with equal identities encode equally."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines that the user has to see before a run uses the tokenizer."""
+        """Lines to show to the user before a run uses the tokenizer."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, without a separator."""
+        """Return the ids of each text, without separators."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; broken characters are replaced."""
+        """Return the text of the ids, with replacement characters for invalid bytes."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes; NUL is the separator and is removed from text."""
+    """Tokenizer for UTF-8 bytes. NUL is the separator and is removed from text."""
 
     vocabulary = 256
     separator = 0
@@ -77,11 +77,11 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json.
+    """Tokenizer from a tokenizer.json.
 
-    The separator is its token for the end of a text: the one that a tokenizer_config.json beside it names, or the
-    first of the usual names that it has; where none exists, one id is added after its last, so that no id of the text
-    has two meanings. Its truncation, padding and template are switched off, and text that spells a special token is
+    The separator is the token for the end of a text. It is named by the tokenizer_config.json in the same folder, or
+    else it is the first of the usual names in the vocabulary. Without such a token, one id is appended, so that no id
+    of the text has two meanings. Truncation, padding and template are disabled. Text that spells a special token is
     encoded as plain text.
     """
 
@@ -94,7 +94,7 @@ class FileTokenizer:
             _require_simple(rules)
             with _panics_as_errors():
                 self._tokenizer: Any = Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
+        except Exception as error:  # the library raises a bare Exception for any invalid file
             reason = " ".join(str(error).split())
             raise ConfigError(_KEY, f"found `{path}`, expected a readable tokenizer.json ({reason})") from error
         self._tokenizer.no_truncation()
@@ -113,7 +113,9 @@ class FileTokenizer:
             with _panics_as_errors():
                 encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except ValueError as error:
-            raise ConfigError(_KEY, f"cannot encode the text ({error}); expected other rules in its file") from None
+            raise ConfigError(
+                _KEY, f"cannot encode the text ({error}); expected other rules in the tokenizer's file"
+            ) from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -124,19 +126,19 @@ class FileTokenizer:
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """Raise ValueError where the library panics, which Python's `except Exception` does not catch."""
+    """Raise ValueError for a panic of the library, which `except Exception` does not catch."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the library failed: {' '.join(str(error).split())}") from None
+        raise ValueError(f"the tokenizers library failed: {' '.join(str(error).split())}") from None
 
 
 def _require_simple(rules: object) -> None:
-    """Raise ValueError for rules that the library, or its regular expressions, would follow without a bound.
+    """Raise ValueError for rules that would recurse too deeply in the library or its regular expressions.
 
-    They recurse on the stack of the process: what is too deep would end it, and no exception says why.
+    The recursion uses the stack of the process. An overflow ends the process without an exception.
     """
     if not isinstance(rules, dict):
         raise ValueError(f"found a JSON {type(rules).__name__}, expected an object")
@@ -155,23 +157,23 @@ def _require_simple(rules: object) -> None:
         isinstance(one, dict) and isinstance(one.get("content"), str) and isinstance(one.get("id"), int)
         for one in tokens
     ):
-        raise ValueError("added_tokens: found something else than a list of tokens with `content` and `id`")
+        raise ValueError("added_tokens: found another type than a list of tokens with `content` and `id`")
 
 
 def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[str, ...]:
-    """Say which added tokens the library gives other ids than the file: those that follow its vocabulary."""
+    """Return a line about added tokens whose ids differ from the file, because the library assigns its own."""
     given = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     changed = [f"{name} {given[name]} -> {ids[name]}" for name in given if ids.get(name, given[name]) != given[name]]
     if not changed:
         return ()
     shown = ", ".join([*changed[:_RENUMBERED_SHOWN], *(["..."] if len(changed) > _RENUMBERED_SHOWN else [])])
     count = f"{len(changed):,} of {format_count(len(ids), 'token')}"
-    why = "because the file's ids do not follow its vocabulary"
-    return (f"data.tokenizer: {path}: {count} get another id than in the file, {why}: {shown}",)
+    why = "because the ids in the file are not in the order of its vocabulary"
+    return (f"data.tokenizer: {path}: {count} have other ids than in the file, {why}: {shown}",)
 
 
 def _configured_ends(path: Path) -> list[str]:
-    """The token for the end of a text that a tokenizer_config.json names, else the one for its beginning, if any."""
+    """Return the end-of-text token from a tokenizer_config.json, or else its beginning-of-text token, if any."""
     if not path.is_file():
         return []
     try:
@@ -184,12 +186,12 @@ def _configured_ends(path: Path) -> list[str]:
 
 
 def load_tokenizer(settings: DataSettings) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names."""
+    """Return the tokenizer of `data.tokenizer`."""
     return ByteTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(tokenizer_path(settings))
 
 
 def tokenizer_path(settings: DataSettings) -> Path:
-    """The tokenizer.json that `data.tokenizer` names. Raises ConfigError if there is none."""
+    """Return the path of the tokenizer.json of `data.tokenizer`. Raises ConfigError if there is none."""
     path = Path(settings.tokenizer).expanduser()
     if path.is_dir():
         names = (FILE, "tokenizer.model")

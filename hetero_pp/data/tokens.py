@@ -80,7 +80,8 @@ def prepare_tokens(
     if not 0 < held_out < len(tokens):
         raise ConfigError(
             ("data", "validation_share"),
-            f"found {settings.validation_share:g}, expected at least one of the {len(tokens)} tokens on either side",
+            f"found {settings.validation_share:g}, expected at least one of the {len(tokens)} tokens for "
+            "training and one for validation",
         )
     return TokenStore(
         train=tokens[:-held_out],

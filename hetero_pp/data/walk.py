@@ -17,20 +17,23 @@ _KEY = ("data", "corpus")
 _HIDDEN_FILE, _HIDDEN_FOLDER = "hidden file", "hidden folder"
 _REPEATED, _BROKEN = "repeated link", "broken link"
 _SPECIAL = "special file"
-"""A named pipe, a socket or a device: reading one may never end."""
+"""Named pipe, socket or device. Reading from one may never end."""
 _EMPTY, _OTHER = "empty file", "other file"
 _SUFFIXES_SHOWN = 5
 
 
 @dataclass
 class Listing:
-    """The files to read, and how many entries of each kind are skipped."""
+    """Files to read, and the number of skipped entries of each kind."""
 
     files: list[Path] = field(default_factory=list)
-    """Sorted by name. An empty file is among them, because its name and time are part of the fingerprint."""
+    """Paths in the order of their names.
+
+    Empty files are included, because their names and times belong to the fingerprint.
+    """
     skipped: Counter[str] = field(default_factory=Counter)
     other_suffixes: set[str] = field(default_factory=set)
-    """Suffixes of the files of other kinds."""
+    """Suffixes of skipped files of other kinds."""
 
     def summary(self) -> str:
         """Return `read 12 files; skipped 3 hidden files and 2 repeated links`, or "" if nothing is skipped."""
@@ -46,12 +49,11 @@ class Listing:
 def list_files(
     root: Path, suffixes: Collection[str], skipped_folders: Collection[str] = (), hard_links_are_copies: bool = False
 ) -> Listing:
-    """List the regular files below `root` that end in one of `suffixes`.
+    """List the regular files below `root` whose names end in one of `suffixes`.
 
-    A link to a file or a folder is followed. A file or folder that several names reach is read under one of
-    them only, and so is a file with several hard links; `hard_links_are_copies` reads each hard link. A link to a
-    folder that holds the link is a loop and is skipped. Names alone decide which name counts, and the order, so both
-    are the same on every host.
+    Links to files and folders are followed. A file or folder with several names is read under one of them, and so is a
+    file with several hard links, unless `hard_links_are_copies` is set. A link to a folder that contains the link is a
+    loop and is skipped. The choice of the name and the order depend on names alone, so both are equal on every host.
     Raises ConfigError if a folder cannot be listed.
     """
     walk = _Walk(suffixes, skipped_folders, hard_links_are_copies)
@@ -61,10 +63,10 @@ def list_files(
 
 
 def each_once(files: Sequence[str], named: str) -> tuple[list[str], str]:
-    """Return each real file once out of those that a folder or a pattern `named` has, and in words what is skipped.
+    """Return each real file of a folder or pattern `named` once, and a text about skipped entries.
 
-    Hidden files and folders are skipped, unless a part of `named` begins with a dot, too, and matches. An address,
-    such as `hf://...`, is kept as it is.
+    Hidden files and folders are skipped, unless a part of `named` that begins with a dot matches them. Addresses such
+    as `hf://...` are kept unchanged.
     """
     kept: dict[object, str] = {}
     skipped: Counter[str] = Counter()
@@ -121,7 +123,7 @@ class _Walk:
         return None
 
     def _folder(self, path: Path, real: Path, holder: Path) -> tuple[Path, Path] | None:
-        """Return the folder, unless it was visited or it holds the folder that the link to it is in."""
+        """Return the folder, unless it was visited before or contains the link to it."""
         if path.name in self._skipped_folders:
             return None
         if real in self._seen or holder.is_relative_to(real):
@@ -152,7 +154,10 @@ class _Walk:
 
 
 def _identity(status: os.stat_result, real: Path, hard_links_are_copies: bool) -> object:
-    """Return what equal files share. The inode counts for hard links only: some file systems number files anew."""
+    """Return a key that is equal for equal files.
+
+    It is the inode for hard links only: some file systems renumber files.
+    """
     if status.st_nlink > 1 and status.st_ino and not hard_links_are_copies:
         return status.st_dev, status.st_ino
     return real
@@ -166,7 +171,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(_KEY, f"{path}: cannot be read ({error.strerror}), expected files that this user may read")
+    return ConfigError(
+        _KEY, f"{path}: cannot be read ({error.strerror}), expected files that the current user may read"
+    )
 
 
 def _summary(read: int, skips: str) -> str:
@@ -174,7 +181,7 @@ def _summary(read: int, skips: str) -> str:
 
 
 def _skips(skipped: Mapping[str, int], of_others: str = "") -> str:
-    """What is skipped, in words; `of_others` is said of files of other kinds."""
+    """Describe the skipped entries; `of_others` is appended to the count of files of other kinds."""
     parts = [
         f"{format_count(count, kind)}{of_others if kind == _OTHER else ''}"
         for kind, count in sorted(skipped.items())

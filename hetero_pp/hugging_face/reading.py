@@ -120,7 +120,7 @@ def _require_tensors(
     for name, (rows, *columns) in shapes.items():
         source = _source(name, architecture)
         if source not in files:
-            raise ConfigError(WEIGHTS_KEY, f"found no tensor `{source}`, expected all of a LLaMA of this shape")
+            raise ConfigError(WEIGHTS_KEY, f"found no tensor `{source}`, expected all tensors of a LLaMA of this shape")
         grouped_rows = rows * architecture.groups // architecture.shape.heads if is_grouped(name) else rows
         found, expected = files[source].get_slice(source).get_shape(), [grouped_rows, *columns]
         if found != expected:
@@ -128,4 +128,6 @@ def _require_tensors(
         unused -= {source}
     unused -= {HEAD} if architecture.is_tied else set()
     if unused:
-        raise ConfigError(WEIGHTS_KEY, f"found a tensor `{min(unused)}`, expected only those of a LLaMA without biases")
+        raise ConfigError(
+            WEIGHTS_KEY, f"found the tensor `{min(unused)}`, expected only the tensors of a LLaMA without biases"
+        )

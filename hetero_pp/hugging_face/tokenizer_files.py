@@ -39,7 +39,7 @@ def write_tokenizer(data: DataSettings, folder: Path) -> int:
     if name is None:
         raise ConfigError(
             ("data", "tokenizer"),
-            f"found `{data.tokenizer}` with ids that no token has, expected none below {tokenizer.separator}",
+            f"found `{data.tokenizer}` with ids that have no token, expected none below {tokenizer.separator}",
         )
     defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "clean_up_tokenization_spaces": False}
     beginning = {} if config else {"bos_token": name}

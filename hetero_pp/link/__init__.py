@@ -1,1 +1,1 @@
-"""What joins two neighbouring stages: messages, shaping, the byte ledger, the in-process link."""
+"""Links between neighbouring stages: messages, shaping, the byte ledger, the in-process link."""

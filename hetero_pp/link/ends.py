@@ -1,4 +1,4 @@
-"""What joins a stage to its neighbours: an end of the link to the stage before, one of the link to the stage after."""
+"""Link ends of a stage: one for the previous stage, one for the next stage."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from hetero_pp.link.protocol import LinkEnd
 
 Holders = tuple[int | None, int | None]
-"""Holder numbers of the stages before and after, as in Assignment."""
+"""Holder numbers of the previous and the next stage, as in Assignment."""
 NOT_KNOWN: Holders = (None, None)
 
 
 @dataclass(frozen=True)
 class LinkEnds:
-    """None where there is no neighbour: at a group's first and last stage, and in a replica that is not cut up."""
+    """Link ends of a stage. An end is None at the first or last stage of a group, and in a replica without stages."""
 
     upstream: LinkEnd | None = None
     downstream: LinkEnd | None = None
 
     @property
     def both(self) -> list[LinkEnd]:
-        """Those that there are."""
+        """Return the existing ends."""
         return [end for end in (self.upstream, self.downstream) if end is not None]
 
     def close(self) -> None:
-        """See LinkEnd."""
+        """Close the existing ends."""
         for end in self.both:
             end.close()
 
     def abort(self, cause: str) -> None:
-        """See LinkEnd."""
+        """Abort the existing ends."""
         for end in self.both:
             end.abort(cause)

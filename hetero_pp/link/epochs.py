@@ -1,4 +1,4 @@
-"""The links between two neighbours, one after the other: each has an epoch, and a newer one ends those before it."""
+"""Successive links between two neighbours. Each has a generation (`epoch`), which ends all earlier ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 
 
 class Replaceable(Protocol):
-    """An end of a link that another one may take the place of."""
+    """Link end that a newer one can replace."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether the neighbour is there."""
+        """Whether the neighbour is connected."""
 
     def abort(self, cause: str) -> None:
-        """See LinkEnd."""
+        """Abort the link; as in LinkEnd."""
 
 
 End = TypeVar("End", bound=Replaceable)
 
 
 class Epochs(Generic[End]):
-    """The newest link with one neighbour: it may come before this member is at its epoch, and then waits for that.
+    """The newest link to one neighbour. A link may arrive before this member reaches its generation, and then waits.
 
     Safe to use from several threads.
     """
@@ -33,27 +33,28 @@ class Epochs(Generic[End]):
         self.peer = peer
         self._changed = threading.Condition()
         self._epoch = 0
-        """No link of an epoch before it is of use."""
+        """Current generation. Links of earlier generations are ended."""
         self._cause = ""
         self._end: End | None = None
-        """The link of that epoch, once it is here."""
+        """Link of the current generation, once it has arrived."""
         self._is_taken = False
 
     def come(self, epoch: int, make: Callable[[], End], is_same: Callable[[End], bool] = lambda end: False) -> End:
-        """A link of this epoch is here, as `make` makes it; one of an older epoch is aborted.
+        """Register a link of generation `epoch`, made by `make`, and abort a link of an earlier generation.
 
-        If there is one of that epoch already, it is given if it `is_same`; one that is cut off is aborted, as the
-        neighbour has begun anew. Raises LinkClosed if the epoch is over, Refused if the neighbour is there.
+        If the generation already has a link, returns it if `is_same`. A disconnected one is aborted, because the
+        neighbour has restarted. Raises LinkClosed if the generation has ended, Refused if the neighbour is already
+        connected.
         """
         with self._changed:
             if epoch < self._epoch:
-                raise LinkClosed(f"found epoch {epoch}, expected at least {self._epoch}")
+                raise LinkClosed(f"found generation {epoch}, expected at least {self._epoch}")
             present = self._end if epoch == self._epoch else None
             if present is not None and is_same(present):
                 return present
             if present is not None and present.is_connected:
                 raise Refused(f"{self.peer} is already connected")
-            cause = f"{self.peer} has begun anew" if present is not None else f"{self.peer} is at epoch {epoch}"
+            cause = f"{self.peer} has restarted" if present is not None else f"{self.peer} is at generation {epoch}"
             older = self._replace(epoch, cause)
             self._end = end = make()
             self._changed.notify_all()
@@ -62,16 +63,17 @@ class Epochs(Generic[End]):
         return end
 
     def of(self, epoch: int) -> End | None:
-        """The link of this epoch, if it is here."""
+        """Return the link of this generation if it has arrived, otherwise None."""
         with self._changed:
             return self._end if epoch == self._epoch else None
 
     def take(self, epoch: int, timeout: float | None = None) -> End:
-        """The link of this epoch, once it is here. All before it are over, one of this epoch that was taken too.
+        """Wait for the link of this generation and return it.
 
-        Raises LinkClosed if this epoch is over too, LinkTimeout after `timeout` seconds.
+        Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation
+        has ended, LinkTimeout after `timeout` seconds.
         """
-        self.drop(epoch, f"this member is at epoch {epoch}")
+        self.drop(epoch, f"this member is at generation {epoch}")
         with self._changed:
             if not self._changed.wait_for(lambda: self._epoch > epoch or self._end is not None, timeout):
                 raise LinkTimeout(f"{self.peer} did not connect within {timeout:g} s")
@@ -81,7 +83,7 @@ class Epochs(Generic[End]):
             return self._end
 
     def drop(self, epoch: int, cause: str) -> None:
-        """Links of epochs before this one are over, and one of this epoch that was taken."""
+        """End links of earlier generations, and a link of this generation that was taken."""
         with self._changed:
             is_over = epoch > self._epoch or (epoch == self._epoch and self._is_taken)
             older = self._replace(epoch, cause) if is_over else None
@@ -90,7 +92,7 @@ class Epochs(Generic[End]):
             older.abort(cause)
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over: whoever uses one, or waits for one, gets LinkClosed(cause)."""
+        """End links of generations before `before`. Their users, and callers waiting for one, get LinkClosed(cause)."""
         with self._changed:
             older = self._replace(before, cause) if before > self._epoch else None
             self._changed.notify_all()
@@ -98,7 +100,7 @@ class Epochs(Generic[End]):
             older.abort(cause)
 
     def _replace(self, epoch: int, cause: str) -> End | None:
-        """Make room for a link of this epoch; the one that is over by that."""
+        """Make room for a link of this generation, and return the link that it replaces."""
         self._epoch, self._cause = epoch, cause
         older, self._end, self._is_taken = self._end, None, False
         return older

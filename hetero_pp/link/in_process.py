@@ -1,4 +1,4 @@
-"""A link between two stages of one process: no copies, the shape and the byte counts of the real one."""
+"""Link between two stages of one process: no copies, but the shaping and the byte counts of a real link."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def in_process_pair(
     lines: Lines | None = None,
     ledgers: tuple[Ledger, Ledger] | None = None,
 ) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
-    """Both ends of a link: the first sends forward, the second backward. All links of a machine share its `lines`.
+    """Return both ends of a link: the first sends forward, the second backward.
 
-    `ledgers` go on counting, of what is sent forward and backward; without, each end begins one.
+    All links of a machine share `lines`. `ledgers` (forward, backward) continue earlier counts; by default, each end
+    starts a new one.
     """
     lines = lines or Lines(clock=clock)
     sent_forward, sent_backward = ledgers or (Ledger(), Ledger())
@@ -37,7 +38,7 @@ def in_process_pair(
 
 
 class InProcessLink:
-    """What two neighbouring stages of one process have between them: a pair of ends for each epoch of their group."""
+    """Link between two neighbouring stages of one process: a pair of ends for each generation of their group."""
 
     def __init__(self, spec: LinkSpec, seed: int, lines: Lines) -> None:
         self._spec, self._seed, self._lines = spec, seed, lines
@@ -49,19 +50,20 @@ class InProcessLink:
         self._over: str | None = None
 
     def end(self, direction: Direction, epoch: int) -> InProcessLinkEnd:
-        """The end that sends in a direction, of the link of this epoch; those of older epochs are over.
+        """Return the end that sends in `direction` in generation `epoch`, and end earlier generations.
 
-        If the link of this epoch was aborted, of another one. Raises LinkClosed if this epoch is over, or all are.
+        Makes a new link if the link of this generation was aborted. Raises LinkClosed if this generation, or the whole
+        link, has ended.
         """
         name = self._spec.source if direction == "forward" else self._spec.target
-        self.give_up(epoch, f"{name} is at epoch {epoch}")
+        self.give_up(epoch, f"{name} is at generation {epoch}")
         with self._lock:
             if epoch < self._epoch or self._over is not None:
                 raise LinkClosed(self._over or self._cause)
             return self._pair()[0 if direction == "forward" else 1]
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over: whoever uses one gets LinkClosed(cause)."""
+        """End links of generations before `before`. Their users get LinkClosed(cause)."""
         with self._lock:
             if before <= self._epoch:
                 return
@@ -71,7 +73,7 @@ class InProcessLink:
             end.abort(cause)
 
     def abort(self, cause: str) -> None:
-        """End the link in use; there will be no other."""
+        """End the current link and refuse new ones."""
         with self._lock:
             self._over = cause
             ends = self._ends
@@ -85,7 +87,7 @@ class InProcessLink:
 
 
 class InProcessLinkEnd:
-    """One end; implements LinkEnd. Messages pass by reference."""
+    """End of an in-process link; implements LinkEnd. Messages are passed by reference."""
 
     def __init__(self, shape: LinkShape, outgoing: Queue, incoming: Queue, ledger: Ledger, peer: str) -> None:
         self.ledger = ledger
@@ -110,7 +112,7 @@ class InProcessLinkEnd:
         return self._incoming.get(timeout)
 
     def recycle(self, message: Message) -> None:
-        """Nothing to give back: the tensors are the sender's own."""
+        """Do nothing: the tensors belong to the sender."""
 
     @property
     def unacknowledged(self) -> int:

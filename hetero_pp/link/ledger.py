@@ -1,4 +1,4 @@
-"""Counts what one direction of a link carried, by round. Bytes are measured, never assumed."""
+"""Counts the traffic of one direction of a link, by round. Bytes are measured, never assumed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 FRAME_BYTES = 1 << 20
-"""Tensors cross in raw frames of this size: one large gRPC message is six times slower."""
+"""Size of the raw frames of a payload. A single large gRPC message is six times slower."""
 
 PREFIX_BYTES = 4
-"""A message's first frame begins with the length of its header."""
+"""Bytes for the length of the header, at the start of a message's first frame."""
 
 _GRPC_PREFIX = 5
 _HTTP2_FRAME_HEADER = 9
@@ -19,21 +19,21 @@ _HTTP2_FRAME_BYTES = 16384
 
 
 def frame_sizes(header_bytes: int, payload_bytes: int) -> list[int]:
-    """The frames that a message becomes: all but the last are full, the first begins with the header."""
+    """Return the sizes of a message's frames. All but the last are full; the first begins with the header."""
     whole, last = divmod(PREFIX_BYTES + header_bytes + payload_bytes, FRAME_BYTES)
     return [FRAME_BYTES] * whole + [last] * (last > 0)
 
 
 def raw_frames(n_bytes: int) -> list[int]:
-    """The frames of bytes that have no header: contributions and snapshots."""
+    """Return the sizes of the frames of bytes without a header, such as contributions and snapshots."""
     whole, last = divmod(n_bytes, FRAME_BYTES)
     return [FRAME_BYTES] * whole + [last]
 
 
 def wire_bytes(frames: Sequence[int]) -> int:
-    """Bytes on the wire of frames of these sizes: with gRPC's prefix and HTTP/2's frame headers.
+    """Return the bytes on the wire for frames of these sizes, with gRPC's prefix and HTTP/2's frame headers.
 
-    TCP and IP headers (about 3 % at 1500-byte packets) are below what a process can see and are not counted.
+    TCP and IP headers (about 3 % at 1500-byte packets) are not included, because a process cannot see them.
     """
     total = 0
     for size in frames:
@@ -44,7 +44,7 @@ def wire_bytes(frames: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Count:
-    """What one direction carried in one round. `busy_seconds` is the time the shaped link was occupied."""
+    """Traffic of one direction in one round. `busy_seconds` is the time for which the shaped link was occupied."""
 
     messages: int = 0
     payload_bytes: int = 0
@@ -69,6 +69,6 @@ class Ledger:
             count.busy_seconds += busy_seconds
 
     def of_round(self, round_: int) -> Count:
-        """A copy of the counts of one round."""
+        """Return a copy of the counts of one round."""
         with self._lock:
             return replace(self._rounds.get(round_, Count()))

@@ -1,4 +1,4 @@
-"""What was sent and is not known to have arrived: it is sent again where a link is cut and dialled anew."""
+"""Sent messages whose arrival is not confirmed. They are sent again when a broken link is reconnected."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hetero_pp.errors import MalformedMessage
 T = TypeVar("T")
 
 COUNT_BYTES = 2
-"""Of a count as the other end tells it while a stream lasts: its low bytes, as it is never behind by as many."""
+"""Number of low bytes of a count that the peer sends. The peer is never behind by more than they can express."""
 
 _MODULUS = 1 << (8 * COUNT_BYTES)
 
 
 class Outbox(Generic[T]):
-    """Things in the order in which they were sent, from the first that is not known to have arrived."""
+    """Items in the order of sending, from the first one whose arrival is not confirmed."""
 
     def __init__(self) -> None:
         self.arrived = 0
-        """Things that the other end has said it has, from the first on."""
+        """Number of items that the peer has confirmed, from the first item on."""
         self._waiting: deque[T] = deque()
 
     def __iter__(self) -> Iterator[T]:
@@ -31,11 +31,11 @@ class Outbox(Generic[T]):
         return len(self._waiting)
 
     def add(self, thing: T) -> None:
-        """This is sent next."""
+        """Append an item that is about to be sent."""
         self._waiting.append(thing)
 
     def have_arrived(self, count: int) -> None:
-        """The other end has so many in all. Raises MalformedMessage if it cannot."""
+        """Record that the peer has received `count` items in total. Raises MalformedMessage for an impossible count."""
         most = self.arrived + len(self._waiting)
         if not self.arrived <= count <= most:
             raise MalformedMessage(f"found {count} messages that have arrived, expected {self.arrived} to {most}")
@@ -44,14 +44,14 @@ class Outbox(Generic[T]):
         self.arrived = count
 
     def have_arrived_by(self, low: bytes) -> None:
-        """The same, told by the low bytes of the count."""
+        """Record the same from the low bytes of the count."""
         self.have_arrived(self.arrived + (int.from_bytes(low, "little") - self.arrived) % _MODULUS)
 
     def clear(self) -> None:
-        """Nothing more will be sent."""
+        """Discard all items."""
         self._waiting.clear()
 
 
 def low_bytes(count: int) -> bytes:
-    """What `have_arrived_by` takes."""
+    """Return the low bytes of a count, for `have_arrived_by`."""
     return (count % _MODULUS).to_bytes(COUNT_BYTES, "little")

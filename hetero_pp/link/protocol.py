@@ -1,4 +1,4 @@
-"""One end of a link between two neighbouring stages: what the in-process and the gRPC link have in common."""
+"""One end of a link between two neighbouring stages: the interface of the in-process link and the gRPC link."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hetero_pp.link.ledger import Ledger, frame_sizes, wire_bytes
 from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, TensorHeader
 
 WIRE_DTYPES: dict[DType, torch.dtype] = {FP32: torch.float32, BF16: torch.bfloat16, UINT8: torch.uint8}
-"""What may cross a link, by its number on the wire."""
+"""Data types that can cross a link, by their numbers on the wire."""
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""The largest payload of one message, unless the caller says otherwise."""
+"""Default limit for the payload of one message."""
 
 ACKNOWLEDGED_EVERY = 32
-"""Messages after which a receiver acknowledges at the latest."""
+"""Largest number of messages between two acknowledgements of a receiver."""
 
 PEER_CLOSED = "the peer closed the link"
 END_CLOSED = "this end of the link is closed"
@@ -29,9 +29,9 @@ _NUMBERS = {dtype: number for number, dtype in WIRE_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A header and the tensors it describes, in the dtype of the wire (fp32, bf16, or uint8 for bits).
+    """Header and tensors in the dtype of the wire (fp32, bf16, or uint8 for bits).
 
-    `header.tensors` is filled in by the link that sends.
+    The sending link fills in `header.tensors`.
     """
 
     header: LinkHeader
@@ -43,29 +43,29 @@ class Message:
 
 
 class LinkEnd(Protocol):
-    """Sends towards one neighbour and receives from it, both in order.
+    """Sends messages to one neighbour and receives messages from it, in order.
 
-    Sending and receiving run beside the caller's compute. Tensors that were sent must not be changed;
-    received tensors may lie in a buffer that is used again once the message is recycled.
+    Sending and receiving overlap with computation. Sent tensors must not be changed. Received tensors may lie in a
+    buffer that is reused once the message is recycled.
     """
 
     ledger: Ledger
-    """What this end has sent."""
+    """Traffic that this end has sent."""
 
     def send(self, message: Message) -> None:
         """Queue a message and return at once.
 
-        Raises LinkClosed if the link has failed or this end is closed, ValueError for what cannot cross.
+        Raises LinkClosed if the link has failed or this end is closed, ValueError for a message that cannot be sent.
         """
 
     def receive(self, timeout: float | None = None) -> Message:
-        """The next message. Raises LinkTimeout after `timeout` seconds, LinkClosed if no more can come.
+        """Return the next message. Raises LinkTimeout after `timeout` seconds, LinkClosed if no message can follow.
 
-        What a peer sent before it closed arrives before LinkClosed does.
+        Messages that a peer sent before closing are returned before LinkClosed is raised.
         """
 
     def recycle(self, message: Message) -> None:
-        """Give a received message's buffer back; its tensors must not be used any more. Optional."""
+        """Return the buffer of a received message. Its tensors must not be used afterwards. Optional."""
 
     @property
     def unacknowledged(self) -> int:
@@ -78,21 +78,21 @@ class LinkEnd(Protocol):
         """
 
     def close(self) -> None:
-        """Deliver what was sent, then end this direction; the peer can still send.
+        """Deliver all sent messages, then end this direction; the peer can still send.
 
-        Returns once the peer has everything, after a few seconds at most. Safe to call twice.
+        Returns once the peer has received everything, after a few seconds at most. Safe to call twice.
         """
 
     def abort(self, cause: str) -> None:
-        """Drop what is under way and end both directions at once.
+        """Discard unsent messages and end both directions at once.
 
-        Both ends' receivers wake with LinkClosed, this one's with `cause` (the peer's too where the transport
-        can carry it). Safe to call twice: the first cause stays.
+        Receivers at both ends get LinkClosed. It has `cause` at this end, and at the peer where the transport can carry
+        it. Safe to call twice: the first cause is kept.
         """
 
 
 def sealed(message: Message) -> Message:
-    """The message as it will cross: tensors dense and outside autograd, its own header that describes them.
+    """Return a message ready for sending: tensors are dense and detached, and its own header describes them.
 
     Raises ValueError if a dtype or the size cannot cross a link.
     """
@@ -111,5 +111,5 @@ def sealed(message: Message) -> Message:
 
 
 def wire_frames(message: Message) -> list[int]:
-    """What the frames of a sealed message take on the wire; equal on every transport."""
+    """Return the bytes on the wire of each frame of a sealed message; equal for every transport."""
     return [wire_bytes([size]) for size in frame_sizes(message.header.ByteSize(), message.payload_bytes)]

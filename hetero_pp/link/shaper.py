@@ -1,4 +1,4 @@
-"""Holds what members exchange beside stage messages to a link's shape: contributions, snapshots, what is fetched."""
+"""Shapes traffic other than stage messages to the settings of a link: contributions, snapshots and downloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_pp.links import LinkShape
 
 
 class Shaper:
-    """One direction. Its messages share it, and take turns with all else that passes the same lines."""
+    """Shaper of one direction. Its messages share the link, and take turns with other traffic on the access lines."""
 
     def __init__(
         self, shape: LinkShape, seed: str = "", clock: Clock | None = None, lines: Sequence[Bucket] = ()
@@ -26,7 +26,7 @@ class Shaper:
         self._lock = threading.Lock()
 
     def start_message(self) -> ShapedMessage:
-        """Wait for the latency, once for a message however many frames it has."""
+        """Wait for the latency, once per message regardless of its number of frames."""
         with self._lock:
             arrives = self.clock.now() + delay(self.shape, self._random)
         wait_until(arrives, self.clock)
@@ -35,13 +35,13 @@ class Shaper:
 
 @dataclass(frozen=True)
 class ShapedMessage:
-    """One message under a Shaper. Its frames count as ready since it started, so its sender may catch up."""
+    """Message sent through a Shaper. Its frames count as ready since its start, so that a late sender can catch up."""
 
     shape: LinkShape
     stream: Stream
     started: float
 
     def transmit(self, n_bytes: int) -> float:
-        """Wait until `n_bytes` on the wire have crossed; returns the seconds that the link itself was occupied."""
+        """Wait until `n_bytes` have crossed the link, and return the seconds for which the link was occupied."""
         self.stream.leave(n_bytes, self.started)
         return busy_seconds(self.shape, n_bytes)

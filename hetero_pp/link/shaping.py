@@ -1,8 +1,8 @@
-"""Gives one direction of a link a bandwidth, a latency and a jitter, inside the process.
+"""Simulates bandwidth, latency and jitter of one direction of a link, inside the process.
 
-A shaped direction is arithmetic on times: `TokenBucket` says when a frame's last bit has left, `DelayLine`
-when it arrives; `ShapedQueue` waits for those times. As frames are timed when they are put in and not when some
-thread wakes up, late threads cost no bandwidth and latency costs no throughput.
+A shaped direction computes times. `TokenBucket` gives the time when a frame's last bit has left, and `DelayLine` the
+time of its arrival; `ShapedQueue` waits until then. Frames are timed when they are queued, not when a thread wakes up.
+So late threads cost no bandwidth, and latency costs no throughput.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """What time it is and how to wait; tests replace it."""
+    """Source of time, with a wait; tests replace it."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Return seconds on a clock that never goes back."""
 
     def wait(self, condition: threading.Condition, seconds: float | None) -> None:
-        """Release the held condition until it is notified or the time is over; may return early."""
+        """Release the held condition until it is notified or the time has passed; may return early."""
 
 
 class MonotonicClock:
@@ -45,13 +45,12 @@ class MonotonicClock:
 
 
 class TokenBucket:
-    """The times at which frames have left a link of a fixed rate. Pure: the caller tells the time.
+    """Times at which frames have left a link with a fixed rate. Pure: the caller passes the time.
 
-    What differs from the textbook bucket, and why: tokens are not saved while the link is idle, since a real
-    link's capacity is not. The credit only lets a sender that comes back late go on where it should have
-    been, by at most `credit_bytes` and never from before its data were ready. So a small message on an idle
-    link takes its whole serialisation time, and a long transfer has exactly the rate however roughly its
-    thread is scheduled.
+    Unlike a textbook token bucket, tokens are not saved while the link is idle, because the capacity of a real link is
+    not. The credit only lets a late sender continue where it should have been, by at most `credit_bytes` and not before
+    its data were ready. So a small message on an idle link takes its full serialisation time. A long transfer has
+    exactly the rate, however irregularly its thread is scheduled.
     """
 
     def __init__(self, rate_bits_per_second: float, credit_bytes: int | None = None) -> None:
@@ -61,25 +60,25 @@ class TokenBucket:
         else:
             self._credit = credit_bytes * 8 / rate_bits_per_second
         self.free_at = float("-inf")
-        """When all that was asked for has left."""
+        """Time at which all reserved bytes have left."""
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """When the last bit of `n_bytes` has left, if they were ready to go at `ready_at`, asked at `now`."""
+        """Return the time when the last bit of `n_bytes` has left; ready at `ready_at`, reserved at `now`."""
         start = max(self.free_at, ready_at, now - self._credit)
         self.free_at = start + n_bytes * 8 / self._rate
         return self.free_at
 
     def overtake(self, now: float, n_bytes: int) -> float:
-        """The same of `n_bytes` that go first: at once. Those behind them leave later by so much."""
+        """Return the same for `n_bytes` that are sent first, at once. Bytes in the queue leave later by that time."""
         seconds = n_bytes * 8 / self._rate
         self.free_at = max(self.free_at, now) + seconds
         return now + seconds
 
 
 class DelayLine:
-    """A bucket, then latency with jitter: when does a frame come out? Pure, order is kept.
+    """A bucket, followed by latency with jitter: gives the time at which a frame arrives. Pure; keeps the order.
 
-    Jitter is uniform in [0, jitter], drawn from `seed` (such as "17/home.0-1/forward"), so it repeats.
+    Jitter is uniform in [0, jitter], drawn from `seed` (such as "17/home.0-1/forward"), so it is reproducible.
     """
 
     def __init__(self, shape: LinkShape, seed: str) -> None:
@@ -89,26 +88,26 @@ class DelayLine:
         self._last = float("-inf")
 
     def arrival(self, now: float, n_bytes: int) -> float:
-        """When a frame of `n_bytes` on the wire, put in at `now`, is at the other end."""
+        """Return the time when a frame of `n_bytes` on the wire, sent at `now`, arrives."""
         left = now if self._bucket is None else self._bucket.reserve(now, now, n_bytes)
         self._last = max(self._last, left + delay(self._shape, self._random))
         return self._last
 
 
 def delay(shape: LinkShape, random_: random.Random) -> float:
-    """The latency of one frame, with its jitter."""
+    """Return the latency of one frame, including its jitter."""
     return shape.latency + (random_.uniform(0, shape.jitter) if shape.jitter else 0.0)
 
 
 def busy_seconds(shape: LinkShape, n_bytes: int) -> float:
-    """How long `n_bytes` on the wire occupy the link: 0 without a bandwidth."""
+    """Return the seconds for which `n_bytes` on the wire occupy the link; 0 without a bandwidth."""
     return 0.0 if shape.bandwidth is None else n_bytes * 8 / shape.bandwidth
 
 
 class ShapedQueue(Generic[T]):
-    """A queue between two threads, out of which items come when the link would have delivered them.
+    """Queue between two threads. Items come out when the link would have delivered them.
 
-    With an unlimited shape it is a plain queue that asks no clock.
+    With an unlimited shape it is a plain queue and does not use the clock.
     """
 
     def __init__(self, shape: LinkShape, seed: str = "", clock: Clock | None = None) -> None:
@@ -120,7 +119,7 @@ class ShapedQueue(Generic[T]):
         self._aborted = False
 
     def put(self, item: T, frames: Sequence[int] = (0,)) -> None:
-        """Add an item that crosses as frames of these sizes on the wire, and is there when the last one is.
+        """Add an item that crosses as frames of these sizes on the wire, and arrives with the last frame.
 
         Raises LinkClosed after `close` or `abort`.
         """
@@ -135,7 +134,7 @@ class ShapedQueue(Generic[T]):
             self._append(item, due)
 
     def put_due(self, item: T, due: float | None) -> None:
-        """Add an item that somebody else has timed: it comes out then, or at once, behind those before it."""
+        """Add an item with a given arrival time (None: at once). Items keep their order."""
         with self._changed:
             if self._ended is not None:
                 raise LinkClosed(self._ended)
@@ -146,9 +145,9 @@ class ShapedQueue(Generic[T]):
         self._changed.notify()
 
     def get(self, timeout: float | None = None) -> T:
-        """The next item, once it is due.
+        """Return the next item once it is due.
 
-        Raises LinkTimeout after `timeout` seconds; LinkClosed when it is closed and empty, or was aborted.
+        Raises LinkTimeout after `timeout` seconds, LinkClosed if the queue is closed and empty, or was aborted.
         """
         deadline = None if timeout is None else self._clock.now() + timeout
         with self._changed:
@@ -159,7 +158,7 @@ class ShapedQueue(Generic[T]):
             return self._items.popleft()[1]
 
     def _is_due(self) -> bool:
-        """Whether the first item may come out."""
+        """Return whether the first item is due."""
         if not self._items:
             if self._ended is not None:
                 raise LinkClosed(self._ended)
@@ -168,19 +167,19 @@ class ShapedQueue(Generic[T]):
         return due is None or due <= self._clock.now()
 
     def _wait(self, deadline: float | None) -> None:
-        """Wait for the first item's time, the deadline or a change, whichever is first."""
+        """Wait for the first item's time, the deadline or a change, whichever comes first."""
         times = [deadline, self._items[0][0] if self._items else None]
         ends = [end for end in times if end is not None]
         self._clock.wait(self._changed, min(ends) - self._clock.now() if ends else None)
 
     def close(self, reason: str = PEER_CLOSED) -> None:
-        """Take no more items; those inside still come out, and then LinkClosed with the reason."""
+        """Refuse new items. The queued items still come out, followed by LinkClosed with the reason."""
         with self._changed:
             self._ended = self._ended or reason
             self._changed.notify_all()
 
     def abort(self, cause: str) -> None:
-        """Drop all items and wake whoever waits with LinkClosed(cause). The first cause stays."""
+        """Discard all items and raise LinkClosed(cause) in waiting threads. The first cause is kept."""
         with self._changed:
             if not self._aborted:
                 self._ended, self._aborted = cause, True
@@ -189,12 +188,12 @@ class ShapedQueue(Generic[T]):
 
 
 def direction_queue(spec: LinkSpec, direction: Direction, seed: int, clock: Clock | None = None) -> ShapedQueue[Any]:
-    """The queue of one direction of a link; its jitter depends on the seed and both names."""
+    """Return the queue of one direction of a link. Its jitter depends on the seed, the link and the direction."""
     return ShapedQueue(spec.shape(direction), f"{seed}/{spec.name}/{direction}", clock)
 
 
 def wait_until(moment: float, clock: Clock) -> None:
-    """Return no earlier than that."""
+    """Return once the clock has reached `moment`."""
     alone = threading.Condition()
     with alone:
         while (remaining := moment - clock.now()) > 0:

@@ -1,4 +1,4 @@
-"""The lines of the members that are here, as buckets that all their streams share."""
+"""Access lines of the local members, as buckets that all their streams share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hetero_pp.link.turns import Arrivals, Bucket, Stream, StreamQueue, T, Threa
 from hetero_pp.links import EXCHANGE, Direction, LinkSpec
 
 POLL_SECONDS = 0.0005
-"""Between looks at a bucket that another process has; it has it for some microseconds."""
+"""Seconds between attempts to lock a bucket that another process holds; it holds it for some microseconds."""
 
 
 class FileBucket:
-    """A bucket for processes of one machine: when it is free stands in a file. They share the machine's clock."""
+    """Bucket for the processes of one machine. A file stores the time when it is free; all use the machine's clock."""
 
     def __init__(self, rate: float, path: Path) -> None:
         self.rate = rate
@@ -30,7 +30,7 @@ class FileBucket:
         self._processes = FileLock(f"{path}.lock", poll_interval=POLL_SECONDS)
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """See Bucket."""
+        """Reserve in the shared file; as in Bucket."""
         with self._threads, self._processes:
             self._read()
             left = self._bucket.reserve(now, ready_at, n_bytes)
@@ -38,7 +38,7 @@ class FileBucket:
         return left
 
     def overtake(self, now: float, n_bytes: int) -> float:
-        """See Bucket."""
+        """Overtake in the shared file; as in Bucket."""
         with self._threads, self._processes:
             self._read()
             left = self._bucket.overtake(now, n_bytes)
@@ -46,14 +46,14 @@ class FileBucket:
         return left
 
     def _read(self) -> None:
-        started = time.time() - time.monotonic()  # an older file tells the time of another clock
+        started = time.time() - time.monotonic()  # an older file has times of another clock
         if self._path.exists() and self._path.stat().st_mtime > started:
             content = self._path.read_bytes()
             if len(content) == _FREE_AT.size:
                 [self._bucket.free_at] = _FREE_AT.unpack(content)
 
     def _write(self) -> None:
-        with suppress(OSError):  # of a disk that fails: then this process alone keeps to the rate for a while
+        with suppress(OSError):  # the disk fails: for a while, only this process keeps to the rate
             self._path.write_bytes(_FREE_AT.pack(self._bucket.free_at))
 
 
@@ -61,30 +61,33 @@ _FREE_AT = struct.Struct("<d")
 
 
 class Lines:
-    """Buckets by line and way, made when first asked for. Links without lines need none and stay what they are."""
+    """Buckets by line and direction, created on first use. Links without access lines need none."""
 
     def __init__(self, shared: Path | None = None, clock: Clock | None = None) -> None:
-        """`shared` is the folder that processes of a run on one machine share; None if all members are in this one."""
+        """`shared`: folder for the processes of a run on one machine; None if all members are in this process."""
         self.clock = clock or MonotonicClock()
         self._shared = shared
         self._lock = threading.Lock()
         self._buckets: dict[tuple[str, Way], Bucket] = {}
 
     def buckets(self, link: LinkSpec, direction: Direction) -> list[Bucket]:
-        """Of the lines that a direction passes, for who shapes all of it."""
+        """Return the buckets of the lines on the path of a direction, for a caller that shapes all of it."""
         up, down = link.lines(direction)
         return [one for one in (self._bucket(up, "up"), self._bucket(down, "down")) if one is not None]
 
     def leaving(self, link: LinkSpec, direction: Direction, seed: int) -> ShapedQueue[T] | StreamQueue[T]:
-        """Out of which comes what one direction may send. Without lines, when it would be there; with, once it left."""
+        """Return the queue of what one direction sends.
+
+        Items come out on arrival; with lines, already when they have left.
+        """
         return self._queue(link, direction, seed, is_here=False)
 
     def crossing(self, link: LinkSpec, direction: Direction, seed: int) -> ShapedQueue[T] | StreamQueue[T]:
-        """Out of which comes what one direction of a link within this process has brought."""
+        """Return the queue of what one direction of a link inside this process delivers."""
         return self._queue(link, direction, seed, is_here=True)
 
     def _queue(self, link: LinkSpec, direction: Direction, seed: int, is_here: bool) -> ShapedQueue[T] | StreamQueue[T]:
-        """`is_here`: whether who receives is in this process too, so that the queue times the arrival."""
+        """Return a queue. `is_here`: the receiver is in this process, too, so the queue also times the arrival."""
         if not link.has_lines:
             return direction_queue(link, direction, seed, self.clock)
         up, bandwidth = self._bucket(link.lines(direction)[0], "up"), link.shape(direction).bandwidth
@@ -93,7 +96,7 @@ class Lines:
         return StreamQueue(stream, self.arriving(link, direction, seed).at if is_here else None, self.clock)
 
     def arriving(self, link: LinkSpec, direction: Direction, seed: int) -> Arrivals:
-        """When is there what one direction sent."""
+        """Return the arrival times of one direction."""
         up, down = link.lines(direction)
         limits = [link.shape(direction).bandwidth, None if up is None else up.up]
         slowest = min((one for one in limits if one is not None), default=None)
@@ -109,7 +112,7 @@ class Lines:
             return self._buckets[line.name, way]
 
     def _make(self, line: LineSpec, way: Way, rate: float) -> Bucket:
-        is_shared = len(line.members) > 1 or EXCHANGE in line.members  # all members shape what they exchange
+        is_shared = len(line.members) > 1 or EXCHANGE in line.members  # every member uses this line
         if self._shared is None or not is_shared:
             return ThreadBucket(rate)
         self._shared.mkdir(parents=True, exist_ok=True)

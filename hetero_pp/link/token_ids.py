@@ -10,12 +10,12 @@ from hetero_pp.errors import MalformedMessage
 
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Token ids [B, L + 1] as uint8, packed to ceil(log2 V) bits each."""
+    """Return token ids [B, L + 1] as uint8, packed to ceil(log2 V) bits each."""
     return torch.from_numpy(bits.pack(tokens.numpy(), bits.width_of(vocabulary)))
 
 
 def unpack_tokens(packed: Tensor, vocabulary: int, batch: int, length: int) -> Tensor:
-    """The ids [B, L + 1] packed above; MalformedMessage if they cannot be that."""
+    """Return the packed ids [B, L + 1]. Raises MalformedMessage if they are invalid."""
     count = batch * (length + 1)
     if packed.dtype != torch.uint8 or packed.dim() != 1:
         found = f"a tensor of {packed.dtype} with {packed.dim()} dimensions"
@@ -30,5 +30,5 @@ def unpack_tokens(packed: Tensor, vocabulary: int, batch: int, length: int) -> T
 
 
 def packed_tokens_bytes(batch: int, length: int, vocabulary: int) -> int:
-    """Bytes of the ids of one micro-batch on the wire."""
+    """Return the bytes of one micro-batch's ids on the wire."""
     return bits.packed_size(batch * (length + 1), bits.width_of(vocabulary))

@@ -1,8 +1,8 @@
-"""Lets streams share what they pass: each asks for a quantum, waits until that has left, and asks again.
+"""Lets streams share links and lines: each reserves a quantum, waits until it has left, and reserves the next.
 
-A bucket serves in the order of asking. As no stream asks for more before its quantum has left, streams that have
-something to send take turns and get equal shares, and what is idle is used by whoever is there. This works as well
-between processes as between threads: a bucket is all that they share.
+A bucket serves in the order of reservations. No stream reserves more before its quantum has left. So active streams
+take turns and get equal shares, and they use the capacity of idle ones. This works between processes as well as between
+threads, because they share only the bucket.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from hetero_pp.link.shaping import Clock, DelayLine, MonotonicClock, ShapedQueue
 from hetero_pp.links import LinkShape
 
 TURN_SECONDS = 0.010
-"""How long a quantum occupies a bucket: so long others wait for it."""
+"""Seconds for which a quantum occupies a bucket. Other streams wait for this time."""
 
 CONTROL_BYTES = 512
-"""What is no larger goes first."""
+"""Largest message that is sent first."""
 
 T = TypeVar("T")
 
 
 class Bucket(Protocol):
-    """The times at which bytes have left; see TokenBucket. Safe to use from all that share it."""
+    """Times at which bytes have left, as in TokenBucket. Safe for concurrent use by all streams that share it."""
 
     @property
     def rate(self) -> float:
         """Bits per second."""
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """When the last bit of `n_bytes` has left, behind all that was asked for before."""
+        """Return the time when the last bit of `n_bytes` has left, after all earlier reservations."""
 
     def overtake(self, now: float, n_bytes: int) -> float:
-        """The same, ahead of all that."""
+        """Return the same for bytes that are sent before all reservations."""
 
 
 class ThreadBucket:
-    """A bucket for the threads of one process."""
+    """Bucket for the threads of one process."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -48,25 +48,28 @@ class ThreadBucket:
         self._lock = threading.Lock()
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """See Bucket."""
+        """Reserve under the lock; as in Bucket."""
         with self._lock:
             return self._bucket.reserve(now, ready_at, n_bytes)
 
     def overtake(self, now: float, n_bytes: int) -> float:
-        """See Bucket."""
+        """Overtake under the lock; as in Bucket."""
         with self._lock:
             return self._bucket.overtake(now, n_bytes)
 
 
 class Stream:
-    """What sends one message after the other by way of some buckets, all at a time: as fast as the slowest lets it."""
+    """Sends one message after the other through all its buckets at the same time, at the speed of the slowest."""
 
     def __init__(self, buckets: Sequence[Bucket], clock: Clock | None = None) -> None:
         self._shares = [_Share(bucket) for bucket in buckets]
         self._clock = clock or MonotonicClock()
 
     def leave(self, n_bytes: int, ready_at: float) -> tuple[float, float]:
-        """Wait until `n_bytes`, ready since `ready_at`, have left; when they began to, and when they had."""
+        """Wait until `n_bytes`, ready since `ready_at`, have left.
+
+        Returns the times when they began and ended to leave.
+        """
         began, left, to_go = None, ready_at, n_bytes
         while to_go and self._shares:
             now = self._clock.now()
@@ -83,7 +86,7 @@ class Stream:
 
 
 class _Share:
-    """What a stream has been granted of one bucket."""
+    """Reservation of a stream in one bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -92,14 +95,14 @@ class _Share:
         self._until = float("-inf")
 
     def ask(self, now: float, ready_at: float, n_bytes: int) -> int:
-        """How many of so many bytes may go; asks for another turn if none may."""
+        """Return how many of `n_bytes` may be sent; reserves another quantum if none are left."""
         if self._granted == 0:
             self._granted = min(self._quantum, n_bytes)
             self._until = self.bucket.reserve(now, ready_at, self._granted)
         return self._granted
 
     def take(self, n_bytes: int) -> float:
-        """When so many of those granted have left."""
+        """Return the time when `n_bytes` of the reserved bytes have left."""
         self._granted -= n_bytes
         return self._until - self._granted * 8 / self.bucket.rate
 
@@ -108,20 +111,20 @@ class _Share:
 
 
 class Arrivals:
-    """When bytes that have left are there: once they have come in, behind what came before, and their latency is over.
+    """Arrival times of bytes that have left: after the receiver's line, after earlier bytes, and after the latency.
 
-    Coming in takes no longer than leaving did, if what they come by is as fast and has nothing else to do.
+    Receiving takes no longer than sending did, if the receiver's line is as fast and idle.
     """
 
     def __init__(self, bucket: Bucket | None, shape: LinkShape, slowest: float | None, seed: str, clock: Clock) -> None:
-        """`shape` gives latency and jitter, drawn from `seed`; `slowest` the bits per second of leaving, if known."""
+        """`shape`: latency and jitter, drawn from `seed`. `slowest`: bits per second of sending, if known."""
         self._bucket = bucket
         self._delays = DelayLine(LinkShape(None, shape.latency, shape.jitter), seed)
         self._slowest = slowest
         self._clock = clock
 
     def at(self, began: float, left: float, n_bytes: int) -> float:
-        """When bytes are there that left in this time."""
+        """Return the arrival time of bytes that left between `began` and `left`."""
         if self._bucket is None or n_bytes == 0:
             come = left
         elif n_bytes <= CONTROL_BYTES:
@@ -131,19 +134,19 @@ class Arrivals:
         return self._delays.arrival(come, 0)
 
     def come(self, n_bytes: int) -> float:
-        """The same of bytes whose last bit has just left."""
+        """Return the arrival time of bytes whose last bit has just left."""
         now = self._clock.now()
         return self.at(now if self._slowest is None else now - n_bytes * 8 / self._slowest, now, n_bytes)
 
 
 class StreamQueue(Generic[T]):
-    """A queue out of which items come when a stream has let them through. Used as a ShapedQueue is.
+    """Queue whose items come out when a stream has sent them. It has the interface of ShapedQueue.
 
-    A thread of its own lets them leave, so that they do whether anybody waits for them or not.
+    A separate thread sends the items, whether or not a receiver waits for them.
     """
 
     def __init__(self, stream: Stream, arrives: Callable[[float, float, int], float] | None, clock: Clock) -> None:
-        """`arrives`, if given, says when bytes that (began, left, n bytes) may come out; else as soon as they left."""
+        """`arrives` gives the time at which bytes (began, left, n bytes) may come out; None: as soon as they left."""
         self._stream = stream
         self._arrives = arrives
         self._clock = clock
@@ -152,19 +155,19 @@ class StreamQueue(Generic[T]):
         threading.Thread(target=self._run, name="stream", daemon=True).start()
 
     def put(self, item: T, frames: Sequence[int] = (0,)) -> None:
-        """See ShapedQueue."""
+        """Add an item; as in ShapedQueue."""
         self._waiting.put((item, frames, self._clock.now()))
 
     def get(self, timeout: float | None = None) -> T:
-        """See ShapedQueue."""
+        """Return the next item; as in ShapedQueue."""
         return self._left.get(timeout)
 
     def close(self, reason: str = PEER_CLOSED) -> None:
-        """See ShapedQueue."""
+        """Refuse new items; as in ShapedQueue."""
         self._waiting.close(reason)
 
     def abort(self, cause: str) -> None:
-        """See ShapedQueue."""
+        """Discard all items; as in ShapedQueue."""
         self._waiting.abort(cause)
         self._left.abort(cause)
 

@@ -29,7 +29,7 @@ NO_STATES = AvailableStates()
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a member has to do next."""
+    """Next task of a member."""
 
     round: int
     """Round to train, from theta after the previous round; 0: the run is over."""
@@ -56,7 +56,7 @@ class Assignment:
 
 
 class HeldBy(NamedTuple):
-    """Who acts for a place."""
+    """Holder of a slot (`place`)."""
 
     place: str
     holder: int

@@ -30,7 +30,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "sparseloco": Method("SparseLoCo (Sarfi et al. 2025), algorithm 1; a bit a value", {}),
+    "sparseloco": Method("SparseLoCo (Sarfi et al. 2025), algorithm 1; one bit per value", {}),
     "sparseloco_paper": Method(
         "SparseLoCo, algorithm 1 and table 9",
         {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},
@@ -105,60 +105,73 @@ class OuterSettings(Settings):
     """Settings of the outer rounds."""
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
-    method: MethodName = Field("sparseloco", description="sets the cells below")
+    method: MethodName = Field("sparseloco", description="published method, which sets the keys below")
     source: Literal["difference", "gradient"] = Field(
-        "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
+        "difference", description="values to average: parameter differences after H steps, or gradients in every step"
     )
-    learning_rate: Annotated[float, NotPartOf.PAST] = Field(1.0, gt=0, description="eta in the paper")
+    learning_rate: Annotated[float, NotPartOf.PAST] = Field(
+        1.0, gt=0, description="outer learning rate (eta in the papers)"
+    )
     final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
-        1.0, ge=0, le=1, description="of `learning_rate`, at the end of a cosine over the rounds; 1: it stays"
+        1.0,
+        ge=0,
+        le=1,
+        description="outer learning rate at the end of a cosine over the rounds, as "
+        "a share of `learning_rate`; 1: constant",
     )
-    warmup_rounds: Annotated[int, NotPartOf.PAST] = Field(0, ge=0, description="in which `learning_rate` is reached")
+    warmup_rounds: Annotated[int, NotPartOf.PAST] = Field(
+        0, ge=0, description="rounds of linear warmup of `learning_rate`"
+    )
     aggregation: Literal["mean", "sign"] = Field(
-        "mean", description="what the outer step takes: the mean of what was sent, or its signs, as DeMo does"
+        "mean", description="input of the outer step: the mean of the contributions, or its signs as in DeMo"
     )
     optimizer: Literal["sgd", "adam"] = Field(
-        "sgd", description="of the outer step: SGD with `momentum` and `nesterov`, or Adam with `betas` and `epsilon`"
+        "sgd",
+        description="optimizer of the outer step: SGD with `momentum` and `nesterov`, or Adam "
+        "with `betas` and `epsilon`",
     )
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of outer Adam's two moments")
-    epsilon: float = Field(0.1, gt=0, description="of outer Adam; DiLoCo's section 3.1")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two moments of outer Adam")
+    epsilon: float = Field(0.1, gt=0, description="epsilon of outer Adam (DiLoCo, section 3.1)")
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
     divides_by: Literal["replicas", "senders"] = Field(
-        "replicas", description="the mean of a coordinate is over all replicas, or over those that sent it"
+        "replicas", description="divisor of a coordinate's mean: all replicas, or only the replicas that sent it"
     )
     weights: Literal["equal", "tokens", "examples"] = Field(
         "equal",
-        description="of contributions in a round's mean; `tokens`: by how many a replica trained on in it; `examples`: "
-        "by how many sequences its shard of the text has (DiLoCo, section 6.1, of shards that differ)",
+        description="weight of a contribution in a round's mean: `equal`; `tokens`: tokens that the "
+        "replica trained on in the round; `examples`: sequences in the replica's shard "
+        "(DiLoCo, section 6.1, for shards that differ)",
     )
     returned: Ratio = Field(
-        0.5, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
+        0.5, ge=0, le=1, description="share of an excluded contribution that is restored to error feedback"
     )
     keep_local: bool = Field(
         False,
-        description="a replica that a round does not count trains on from its own weights, and sends all of its way "
-        "once it is counted; `returned` is then of contributions that were left out as too large",
+        description="a replica that is excluded from a round continues from its own parameters, and "
+        "sends its total difference in the next round that includes it. `returned` then "
+        "applies only to contributions that were excluded as too large",
     )
     overlap: Literal[0, 1] = Field(
         0,
-        description="1: a replica trains the next round while its contribution is on its way",
+        description="1: a replica trains the next round while its contribution is in flight",
     )
     presumed: Ratio | None = Field(
         None,
-        description="with overlap, how much of what a replica has sent it takes for applied meanwhile; by default all "
-        "where every value is sent, else half",
+        description="with overlap, share of a contribution that its replica treats as applied while "
+        "it is in flight; by default 1 if every value is sent, otherwise 1/2",
     )
     taking_part: dict[PositiveInt, PositiveInt] = Field(
         {},
-        description="from which round on how many replicas take part, the first ones of the list; the others wait "
-        "(DiLoCo, figure 7). Empty: all of them, in every round",
+        description="number of participating replicas by first round. The first replicas of the list "
+        "participate and the others wait (DiLoCo, figure 7). Empty: all replicas in "
+        "every round",
     )
     pretraining: int = Field(
         0,
         ge=0,
-        description="rounds in which only the first replica trains, and theta becomes its parameters: the outer "
-        "optimizer begins after them (DiLoCo, figure 3)",
+        description="rounds in which only the first replica trains, and theta is set to its "
+        "parameters. The outer optimizer starts afterwards (DiLoCo, figure 3)",
     )
     compression: CompressionSettings = CompressionSettings()
 

@@ -46,7 +46,7 @@ class WeightedMean:
         self.total = torch.zeros(shape, device=device)
         self.weight = 0.0
         self.sent = torch.zeros(shape, device=device) if divides_by == "senders" else None
-        """The weights of those who sent a coordinate."""
+        """Sum of the weights of the contributions that have a coordinate."""
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
         """Add one contribution, in fp32."""

@@ -41,8 +41,8 @@ def no_split(spec: RunSpec, index: int, loads: Sequence[Load]) -> ConfigError:
     members = [one for one in spec.members.values() if one.replica is replica]
     told = (
         f"found {format_count(len(found), 'stage')} of {replica.name} with memory for "
-        f"{sum(room.layers for room in found)} layers, expected {spec.shape.layers} with at least 1 each: {machines} "
-        f"(with {format_count(load.sequences, 'sequence')} a micro-batch)"
+        f"{sum(room.layers for room in found)} layers, expected {spec.shape.layers} with at least 1 "
+        f"each: {machines} (with {format_count(load.sequences, 'sequence')} per micro-batch)"
     )
     sentences = [told, _remedy(spec, replica, load), assumption(spec.config.simulate, unnamed(members))]
     return ConfigError(("replicas", index, "stages"), "; ".join(filter(None, sentences)))
@@ -71,11 +71,11 @@ def _described(room: _Room) -> str:
 
 def _remedy(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> str:
     """Return the smallest number of stages that would hold the model on such machines, or what else would help."""
-    larger = f"machines with more memory (`hardware` of {replica.name}) would help"
+    larger = f"use machines with more memory (`hardware` of {replica.name})"
     if isinstance(replica.stages, list):
-        return f"more entries under `stages`, or {larger}"
+        return f"add entries under `stages`, or {larger}"
     for count in range(replica.stage_count + 1, spec.shape.layers + 1):
         rooms = _rooms(spec, replica, replace(load, stages=count))
         if all(room.layers for room in rooms) and sum(room.layers for room in rooms) >= spec.shape.layers:
-            return f"--set replicas.{replica.name}.stages={count} would suffice; or {larger}"
-    return f"no number of stages on such machines suffices: {larger}"
+            return f"use --set replicas.{replica.name}.stages={count}, or {larger}"
+    return f"no number of stages on these machines is sufficient: {larger}"

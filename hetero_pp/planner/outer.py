@@ -1,8 +1,8 @@
 """Choose H and the density of pseudo-gradients so that the outer round takes at most a given share of the time.
 
 The slowest uplink decides. Both values hold for the whole run. Candidates are the values of the YAML, and those beyond
-them that the papers tested. Among the candidates whose outer round is fast enough, the nearest to the YAML is taken:
-distance is the factor by which H grows times the factor by which the density falls.
+them that the papers tested. Among the candidates whose outer round is fast enough, the nearest to the YAML is taken.
+The distance is the factor by which H grows times the factor by which the density falls.
 
 If a round lasts a given time, that time takes the place of H and may be multiplied. No table here has the loss that
 either value costs: the papers tune the density for each H.

@@ -168,9 +168,9 @@ def _no_group(config: RunConfig, seconds: np.ndarray) -> ConfigError:
     ]
     more = f", and {len(people) - SHOWN} more" if len(people) > SHOWN else ""
     told = (
-        f"found {len(people)} participants of whom no {plan.stages} have memory for the model's {layers} layers "
-        f"together; layers that fit each, at most: {', '.join(held)}{more}; expected machines with more memory, or "
-        "more stages a group (`plan.stages`)"
+        f"found {len(people)} participants, but no {plan.stages} of them have enough memory for the "
+        f"model's {layers} layers; most layers that fit: {', '.join(held)}{more}; expected machines with "
+        "more memory, or more stages per group (`plan.stages`)"
     )
     assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])
     return ConfigError(("plan", "participants"), "; ".join(filter(None, [told, assumed])))

@@ -237,10 +237,10 @@ def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | 
     own_seconds, even_seconds = (
         max(float(cost[count]) for cost, count in zip(costs, split, strict=True)) for split in (counts, even)
     )
-    said = f"the slowest stage takes {format_seconds(own_seconds)} a micro-batch"
+    said = f"the slowest stage takes {format_seconds(own_seconds)} per micro-batch"
     if counts == even:
         return said
     shown = "+".join(map(str, even))
     return f"{said}; {shown} " + (
-        f"would take {format_seconds(even_seconds)}" if np.isfinite(even_seconds) else "would not fit the memory"
+        f"would take {format_seconds(even_seconds)}" if np.isfinite(even_seconds) else "would not fit into memory"
     )

@@ -217,11 +217,11 @@ def _grouping_choices(grouped: Grouped) -> Iterator[Choice]:
     found = grouped.grouping
     quality = "proven best" if found.proven else "the best found, not proven"
     for name, members, seconds, link in zip(grouped.names, grouped.members, found.seconds, found.links, strict=True):
-        why = f"slowest stage {format_seconds(seconds)} a micro-batch, slowest hop {_link(link)}"
+        why = f"slowest stage {format_seconds(seconds)} per micro-batch, slowest hop {_link(link)}"
         yield Choice(name, " - ".join(members), f"{why} ({quality} of {found.considered:,} paths)")
     if grouped.left_out:
-        why = "with them there would be fewer groups a second, or too few for another group"
-        yield Choice("left out", ", ".join(grouped.left_out), why)
+        why = "with these participants, groups would be slower in total, or too few remain for another group"
+        yield Choice("not used", ", ".join(grouped.left_out), why)
 
 
 def _outer_choices(
@@ -230,7 +230,7 @@ def _outer_choices(
     link = RunSpec(planned, vocabulary).links[exchange_link_name(outer.slowest)]
     up, down = (_link(link.bottleneck(way)) for way in DIRECTIONS)
     uplink = f"{link.name} ({up} up, {down} down)"
-    why = f"{uplink} decides: the exchange adds {outer.share:.2%} to a round"
+    why = f"{uplink} is the bottleneck: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
         why += f"; {_length(asked, own)}, density {format_ratio(own.density)} would add {own.share:.2%}"
     chosen = f"{_length(asked, outer)}, density {format_ratio(outer.density)}"
@@ -260,7 +260,7 @@ def _replica_choices(
         label = label_of([config.replicas[one] for one in indices])
         layers = "+".join(str(len(own)) for own in replica.layer_ranges(found.schedule.spec.shape.layers))
         if is_measured(config, replica):
-            yield Choice(label, f"layers {layers}", "as it was: its costs were measured for this split")
+            yield Choice(label, f"layers {layers}", "unchanged: its costs were measured for this split")
         else:
             yield Choice(label, f"layers {layers}", describe(replica, config, vocabulary, index))
             yield Choice(label, *_schedule_choice(replica))
@@ -271,7 +271,7 @@ def _replica_choices(
 def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
     rows = replica.batch_size // replica.micro_batches
     chosen = f"{replica.micro_batches} micro-batches of {rows}, {replica.extra_in_flight} extra in flight"
-    return chosen, "the smallest bubble; the fewest in flight that hide the links as far as asked"
+    return chosen, "smallest bubble, with the fewest micro-batches in flight that hide the links as far as required"
 
 
 def _boundary_choice(
@@ -286,12 +286,12 @@ def _boundary_choice(
     assert found.rung is not None
     slowest = found.schedule.slowest(found.rung)
     if slowest is None:
-        return Choice(label, str(found.rung), "links between its stages take no time")
+        return Choice(label, str(found.rung), "links between its stages cost no time")
     why = f"{_described(slowest)} decides"
     if found.spurned is not None:
         later = max(0.0, found.schedule.seconds(found.spurned) - free)
         lossier = outer.free_seconds + outer.exchange_seconds + later
-        why += f"; {found.spurned} would leave {outer.free_seconds / lossier:.1%}"
+        why += f"; {found.spurned} would reduce utilization to {outer.free_seconds / lossier:.1%}"
     if found.rung.equivalent < 1:
         why += f"; {describe_penalty(penalty_of(found.rung.equivalent, share))}"
     return Choice(label, str(found.rung), why)
@@ -309,12 +309,12 @@ def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> s
     worst = max(range(len(exposed)), key=exposed.__getitem__)
     if outer.exchange_seconds >= exposed[worst]:
         seconds = format_seconds(outer.exchange_seconds)
-        return f"the exchange, {seconds} of a round, by way of {exchange_link_name(outer.slowest)}"
+        return f"the exchange ({seconds} per round, through {exchange_link_name(outer.slowest)})"
     found = boundaries[worst]
     slowest = None if found.rung is None else found.schedule.slowest(found.rung)
     if slowest is None:
         return f"the stages of {found.schedule.replica.name}"
-    return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed[worst])} to a round"
+    return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed[worst])} per round"
 
 
 def _described(slowest: LinkSpec | tuple[LineSpec, Way], with_latency: bool = False) -> str:

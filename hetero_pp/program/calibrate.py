@@ -57,7 +57,9 @@ def load_calibration(path: Path) -> dict[str, object]:
     except (OSError, YAMLError, ValueError) as error:
         raise ConfigError((), yaml_complaint(path, error)) from None
     if not isinstance(content, dict) or set(content) != {"hardware", "measured"}:
-        raise ConfigError((), f"{path}: expected what `hetero-pp calibrate --write` wrote, with `hardware`, `measured`")
+        raise ConfigError(
+            (), f"{path}: expected the output of `hetero-pp calibrate --write`, with `hardware` and `measured`"
+        )
     return content
 
 

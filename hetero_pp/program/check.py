@@ -49,16 +49,18 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     print_exchange(console, exchange_load(spec))
     for limit in prepared.limits:
         where = (
-            f"this machine cannot carry all members: {dotted(limit.key)}: " if limit.is_final else "on this machine "
+            f"this machine is too small for all members: {dotted(limit.key)}: "
+            if limit.is_final
+            else "on this machine, "
         )
         say(console, f"Note: {where}{limit.message}.")
     notes = (
-        "→ is from the first named to the second. Sizes are of tensors and contributions; headers and framing come on "
-        "top. `takes` is the least time that a round's bytes occupy the link, or the line: what all links of a machine "
-        "share, ↑ for what it sends and ↓ for what it receives."
+        "→ is from the first to the second endpoint. Sizes are those of tensors and contributions, "
+        "without headers and framing. `takes` is the least time for a round's bytes on the link or "
+        "access line. All links of a machine share its line, ↑ for sending and ↓ for receiving."
     )
     if prepared.spec.config.inner.steps is None:
-        notes += " How many steps fit into a round is not known here: `a round` and `takes` are without them."
+        notes += " The number of steps per round is not known in advance, so `a round` and `takes` are without them."
     say(console, notes, style="dim")
 
 
@@ -76,8 +78,9 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     )
     say(
         console,
-        f"Schedule: {format_count(config.outer.rounds, 'outer round')} of {config.inner.length}, {per_step:,} tokens "
-        f"a step over all replicas{'' if tokens is None else f', {tokens:,} in all'}.",
+        f"Schedule: {format_count(config.outer.rounds, 'outer round')} of {config.inner.length}, "
+        f"{per_step:,} tokens per step over all "
+        f"replicas{'' if tokens is None else f', {tokens:,} in total'}.",
     )
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
@@ -87,27 +90,28 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
             examples = examples_in(spec, prepared.source, config.outer.rounds)
             shards = ", ".join(_examples(spec, examples))
             clusters = format_count(config.data.clusters, "cluster")
-            say(console, f"Shards: {clusters} of alike sequences, of which there are: {shards}.")
+            say(console, f"Shards: {clusters} of similar sequences; sequences per shard: {shards}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
     say(
         console,
         f"Contributions: density {format_ratio(compression.density)}, {_values_of(compression)}, about "
-        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} a replica and round.",
+        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} per replica "
+        "and round.",
     )
 
 
 def _print_addresses(console: Console, config: RunConfig) -> None:
     """Print the fixed addresses of the YAML, and which of them were not tried because they belong to another host."""
-    places = {True: "free on this host", False: "another host's, not tried here"}
+    places = {True: "free on this host", False: "on another host, not checked here"}
     found = [f"{one.member} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
     if found:
         say(console, f"Listening: {', '.join(found)}.")
 
 
 def _values_of(compression: CompressionSettings) -> str:
-    signs = "signs and a magnitude a chunk"
-    return signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} a value"
+    signs = "signs and one magnitude per chunk"
+    return signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} per value"
 
 
 def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:

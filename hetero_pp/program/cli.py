@@ -47,7 +47,7 @@ def launch(
         bool, typer.Option("--in-process", help="Train in one process, without a network, to the same bits.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume runs/<name> after the newest round that all members saved.")
+        bool, typer.Option("--resume", help="Resume runs/<name> from the newest round that all members saved.")
     ] = False,
     new: StartNew = False,
     weights: Annotated[
@@ -67,7 +67,7 @@ def launch(
     ] = None,
     chaos: Annotated[
         Path | None,
-        typer.Option("--chaos", metavar="FILE", help="Inject the faults that this file lists (docs/chaos.md)."),
+        typer.Option("--chaos", metavar="FILE", help="Inject the faults in this file (docs/chaos.md)."),
     ] = None,
     commands: Annotated[
         bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
@@ -105,7 +105,9 @@ def launch(
 @app.command()
 def serve(
     config: ConfigPath,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume runs/<name>; admitted hosts stay admitted.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume runs/<name>; hosts that were admitted stay admitted.")
+    ] = False,
     new: StartNew = False,
     token: Annotated[
         Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
@@ -128,15 +130,16 @@ def invite(
     place: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Reserve this datacenter replica or stage (home.2); by default any stage of a group."
+            metavar="SLOT",
+            help="Reserve this datacenter replica or stage (home.2); by default, admit to any stage of a group.",
         ),
     ] = None,
     expires: Annotated[
-        str, typer.Option(metavar="DURATION", help="Set how long the ticket is valid, such as `24h`.")
+        str, typer.Option(metavar="DURATION", help="Set the validity of the ticket, such as `24h`.")
     ] = "24h",
     address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Give the exchange's address for other hosts, if the YAML has none."),
+        typer.Option(metavar="HOST:PORT", help="Set the exchange's address for other hosts, if the YAML has none."),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -151,10 +154,12 @@ def invite(
 @app.command()
 def revoke(
     run: RunName,
-    what: Annotated[str, typer.Argument(metavar="PLACE", help="The replica or stage, such as home.2.")],
+    what: Annotated[
+        str, typer.Argument(metavar="SLOT", help="Name of the replica or stage, such as home.2, or id of a ticket.")
+    ],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Revoke a member's place and its unused tickets."""
+    """Revoke a member's slot and its unused tickets."""
     with readable_errors():
         from hetero_pp.program.join.invite import revoke as take_back
 
@@ -166,11 +171,11 @@ def join(
     ticket: Annotated[
         str,
         typer.Argument(
-            metavar="TICKET", help="The ticket that `hetero-pp invite` printed; `-`: read it from standard input."
+            metavar="TICKET", help="Ticket that `hetero-pp invite` printed; `-` reads it from standard input."
         ),
     ],
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Read the run's text from this path, if this member reads it.")
+        str | None, typer.Option(metavar="PATH", help="Read the run's text from this path, if this member needs it.")
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -187,7 +192,7 @@ def join(
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the place."""
+    """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the slot."""
     with readable_errors():
         from hetero_pp.program.join.command import Here
         from hetero_pp.program.join.command import join as take_part
@@ -203,11 +208,11 @@ def join(
 def leave(
     run: RunName,
     place: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Choose one, if several members joined from this host.")
+        str | None, typer.Option(metavar="SLOT", help="Choose the slot, if several members joined from this host.")
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Leave a run that this host has joined, and free the place: as Ctrl-C does in `join`."""
+    """Leave a run that this host has joined, and free its slot, as Ctrl-C does in `join`."""
     with readable_errors():
         from hetero_pp.program.join.leave import leave as end_join
 
@@ -218,10 +223,11 @@ def leave(
 def status(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="The run's name, its folder, HOST:PORT of its exchange, or a ticket to it."),
+        typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket."),
     ],
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address, not at the known one.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address instead of the known one."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the table to this file.")] = None,
     runs: RunsFolder = Path("runs"),
@@ -277,7 +283,7 @@ def simulate(
     config: ConfigPath,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to this file.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Draw a picture (.png).")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw a picture of the round (.png).")] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -287,11 +293,13 @@ def simulate(
     curves: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY=A,B", help="With --sweep: repeat it at each of these values, such as `inner.steps=10,50`."
+            metavar="KEY=A,B",
+            help="With --sweep: repeat the sweep at each of these values, such as `inner.steps=10,50`.",
         ),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured, not the catalog's.")
+        Path | None,
+        typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
@@ -315,9 +323,7 @@ def plan(
     config: ConfigPath,
     target: Annotated[
         str,
-        typer.Option(
-            "--target-utilization", help="Reach this share of the utilization that links without cost would allow."
-        ),
+        typer.Option("--target-utilization", help="Reach this share of the utilization with free links."),
     ] = "0.97",
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")
@@ -353,38 +359,43 @@ def calibrate(
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[EXPERIMENT]...", help="Names such as `het-pp/table2`; by default all."),
+        typer.Argument(
+            metavar="[EXPERIMENT]...", help="Names of experiments, such as `het-pp/table2`; by default all."
+        ),
     ] = None,
     scale: Annotated[
-        str | None, typer.Option(help="Choose the size of the runs: micro (the default), small or paper.")
+        str | None, typer.Option(help="Choose the size of the models: micro (the default), small or paper.")
     ] = None,
     rows: Annotated[
-        list[str], typer.Option(metavar="PATTERN", help="Train only the rows with matching names, such as `128,*`.")
+        list[str], typer.Option(metavar="PATTERN", help="Train only rows with matching names, such as `128,*`.")
     ] = [],  # noqa: B006 (typer copies it)
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train each row with N seeds.")] = 3,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at once, one core each.")] = 1,
-    show_list: Annotated[bool, typer.Option("--list", help="List the experiments, their claims and state.")] = False,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at a time, with one core each.")] = 1,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="List the experiments with their claims and states.")
+    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to this file.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row, and print its cost.")] = False,
-    train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes the tables.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row and print its cost.")] = False,
+    train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes tables.")] = True,
     sweep: Annotated[
         list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row at several values, such as `rank=1/8,1/32`.")
     ] = [],  # noqa: B006 (typer copies it)
     corpus: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and a dataset to stream.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and the name of a dataset to stream."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json, or the folder that holds it.")
     ] = None,
-    repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus that is too small more than once.")] = False,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus more than once if it is too small.")] = False,
     device: Annotated[
-        str, typer.Option(help="Choose cpu, cuda or auto: what the scale asks for, if this machine has it.")
+        str, typer.Option(help="Choose cpu, cuda or auto (the scale's device if this machine has it).")
     ] = "auto",
     compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile where it works.")] = True,
     runs: RunsFolder = Path("runs"),
     results: Annotated[Path, typer.Option(help="Write the tables to this folder.")] = Path("benchmarks/results"),
     experiments: Annotated[Path, typer.Option(help="Read experiments from this folder.")] = Path("configs/experiments"),
-    docs: Annotated[Path | None, typer.Option(help="Write an overview of all results to this file, too.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Write an overview of all results to this file.")] = None,
 ) -> None:
     """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
 
@@ -428,15 +439,15 @@ def reproduce(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the files to this folder, which is new or empty.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/quickstart.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the files to this new or empty folder.")],
     format_: Annotated[
         Literal["hf"], typer.Option("--format", help="Choose the format: `hf` is for transformers, vLLM and llama.cpp.")
     ] = "hf",
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Choose the type of the weights.")] = "fp32",
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Choose the data type of the weights.")] = "fp32",
     round_: Annotated[
         int | None,
-        typer.Option("--round", min=0, help="Export the model after this round; by default, of the newest snapshot."),
+        typer.Option("--round", min=0, help="Export the model after this round; by default, the newest snapshot."),
     ] = None,
 ) -> None:
     """Export a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
@@ -448,12 +459,13 @@ def export(
 
 @app.command()
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of its log.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
     round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed one.")
+        int | None,
+        typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed round."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the snapshot after that round to this file.")
+        Path | None, typer.Option(metavar="FILE", help="Write the snapshot after the last replayed round to this file.")
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
@@ -466,8 +478,10 @@ def replay(
 
 @app.command()
 def compare(
-    named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names in runs/, or folders of runs.")],
-    chart: Annotated[Path, typer.Option(help="Draw the picture in this file (.png).")] = Path("compare.png"),
+    named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs in runs/, or run folders.")],
+    chart: Annotated[Path, typer.Option(help="Draw a picture of the losses in this file (.png).")] = Path(
+        "compare.png"
+    ),
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Compare runs: print the keys that differ and what each run reached, and draw their validation losses."""
@@ -479,7 +493,7 @@ def compare(
 
 @app.command()
 def volume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of its log.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the bytes of each round to this file.")
     ] = None,
@@ -503,7 +517,7 @@ def methods() -> None:
 @app.command()
 def schema(
     of: Annotated[
-        Literal["run", "chaos"], typer.Argument(help="Choose `run`, or `chaos` for a file of faults.")
+        Literal["run", "chaos"], typer.Argument(help="Choose `run`, or `chaos` for a file with faults.")
     ] = "run",
 ) -> None:
     """Print the JSON schema of a YAML, for editors."""
@@ -538,7 +552,7 @@ def readable_errors() -> Iterator[None]:
     except OSError as error:
         _leave_for(error)
     except KeyboardInterrupt:
-        _leave("interrupted; every process of the run has ended", INTERRUPTED)
+        _leave("interrupted; all processes of the run have ended", INTERRUPTED)
 
 
 def _leave_for(error: OSError) -> NoReturn:

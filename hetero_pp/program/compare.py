@@ -94,7 +94,7 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     Raises ConfigError for a name that is no run, and for a run that is named twice.
     """
     if len(named) < 2:
-        raise ConfigError((), f"found 1 run, `{named[0]}`, expected at least two to compare")
+        raise ConfigError((), f"found one run, `{named[0]}`, expected at least two")
     folders = [_folder(runs, name) for name in named]
     paths = [folder.path.resolve() for folder in folders]
     for index, path in enumerate(paths):
@@ -107,16 +107,16 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     console.print(_table(found))
     if any(one.losses for one in found):
         _draw(found, chart)
-        say(console, f"Validation losses are drawn in {chart}.")
+        say(console, f"The validation losses are drawn in {chart}.")
     else:
-        say(console, "No run has a validation loss yet, so there is no picture.")
+        say(console, "No picture is drawn, because no run has a validation loss yet.")
 
 
 def _folder(runs: Path, name: str) -> RunFolder:
     for path in (runs / name, Path(name)):
         if (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file():
             return RunFolder(path)
-    raise ConfigError((), f"{name}: found no run, expected a name in {runs}/ or the folder of a run")
+    raise ConfigError((), f"{name}: found no run, expected a name in {runs}/ or a run folder")
 
 
 def _read(name: str, folder: RunFolder) -> ComparedRun:
@@ -131,7 +131,7 @@ def _read(name: str, folder: RunFolder) -> ComparedRun:
     try:
         summary = read_json_object(folder.summary) if folder.summary.is_file() else {}
     except (OSError, ValueError) as error:
-        complain(f"{folder.summary.name} is skipped ({error})")
+        complain(f"skipped {folder.summary.name} ({error})")
         summary = {}
     return ComparedRun(name, state, summary)
 

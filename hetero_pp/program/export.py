@@ -26,15 +26,15 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
     """
     folder = RunFolder(run)
     if not folder.config.is_file():
-        raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
+        raise ConfigError((), f"{run}: found no config.yaml, expected a run folder, such as runs/quickstart")
     spec = read_run(folder)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError((), f"--to {to}: found files in this folder, expected a new or an empty one")
+        raise ConfigError((), f"--to {to}: found files in this folder, expected a new or empty folder")
     with theta_after(spec, folder, round_) as (number, parameters):
         try:
             to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError((), f"--to {to}: cannot be made ({error.strerror})") from None
+            raise ConfigError((), f"--to {to}: cannot be created ({error.strerror})") from None
         try:
             size = write_model(to, parameters, spec.parameter_shapes, spec.shape, spec.config.data, dtype)
         except OSError:
@@ -54,7 +54,7 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
     log = open_log(spec.config, run)
     found = log.snapshots()
     if not found:
-        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first one of the run")
+        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first snapshot of the run")
     wanted = max(found) if round_ is None else round_
     if wanted in found:
         with log.open_snapshot(wanted) as file:

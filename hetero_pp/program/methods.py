@@ -9,7 +9,7 @@ from typing import Any
 from hetero_pp.outer.methods import METHODS
 from hetero_pp.program.report.output import say, standard_output
 
-NOTE = "What stands in braces is what a method sets of `outer`; whatever is said beside `outer.method` stands instead."
+NOTE = "Values in braces are keys of `outer` that a method sets. Keys that are set beside `outer.method` override them."
 
 
 def print_methods() -> None:

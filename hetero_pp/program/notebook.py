@@ -114,7 +114,7 @@ class Run:
         """
         started, number = time.monotonic(), len(self.results) + 1
         if self.is_over:
-            raise HeteroPPError(f"{self!r}: all rounds are trained, so there is no next one")
+            raise HeteroPPError(f"{self!r}: all rounds are trained, so there is no next round")
         self._train(number)
         self.results.append(self._result(number, time.monotonic() - started))
         return self.results[-1]
@@ -260,7 +260,7 @@ class Run:
             closed = self._state.closed.get(round_)
             sha256 = next((one.sha256[round_] for one in replicas.values() if round_ in one.sha256), None)
             if closed is None or sha256 is None:
-                raise RunFailed(f"{self!r}: no report of the end of round {round_} arrived")
+                raise RunFailed(f"{self!r}: received no report of the end of round {round_}")
             return RoundResult(
                 round=round_,
                 validation_loss=self._validation_loss(round_),

@@ -22,7 +22,7 @@ def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
     if folder_of(run) is not None:
         folder = RunFolder(Path(run))
         if not folder.config.is_file():
-            raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
+            raise ConfigError((), f"{run}: found no config.yaml, expected a run folder, such as runs/quickstart")
         spec = read_run(folder)
         return spec, open_log(spec.config, folder)
     log = ContributionLog(open_store(run))
@@ -32,5 +32,5 @@ def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
             if path.name in log.store.names():
                 log.store.get_to(path.name, path)
         if not folder.config.is_file():
-            raise ConfigError((), f"{log.store.url()}: found no config.yaml, expected the log of a run")
+            raise ConfigError((), f"{log.store.url()}: found no config.yaml, expected a run log")
         return read_run(folder), log

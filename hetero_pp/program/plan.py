@@ -29,7 +29,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     share = _share(target)
     write = write or Path(f"{path.stem}.plan.yaml")
     if write.exists() and write.samefile(path):
-        raise ConfigError((), f"--write {write}: found the YAML that is planned, expected another file")
+        raise ConfigError((), f"--write {write}: found the input file, expected another file")
     file = ConfigFile(path, overrides)
     config = file.config.with_absolute_paths()
     console = standard_output()
@@ -51,13 +51,13 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     if not result.reached:
         raise ConfigError(
             (),
-            f"{path}: a utilization of {share:.1%} cannot be reached: the best found is {result.utilization:.1%}, "
-            f"limited by {result.limit}; nothing was written",
+            f"{path}: a utilization of {share:.1%} cannot be reached: the best plan reaches "
+            f"{result.utilization:.1%}, limited by {result.limit}; nothing was written",
         )
     try:
         result.config.check()
     except ConfigError as error:
-        grouped = f"{error.message} (of the plan, which has {format_count(len(result.config.replicas), 'replica')})"
+        grouped = f"{error.message} (the plan has {format_count(len(result.config.replicas), 'replica')})"
         raise file.located(ConfigError(error.key, grouped)) from None
     reasons = (f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)
     save_config(result.config, write, [*lines, *reasons])
@@ -76,16 +76,16 @@ def _share(target: str) -> float:
 
 def _lines(path: Path, target: float, result: Result) -> Sequence[str]:
     absolute, tokens = result.prediction.utilization["absolute"], result.prediction.tokens_per_second
-    before = "" if result.before is None else f", from {result.before:.1%} as it was"
+    before = "" if result.before is None else f", from {result.before:.1%} before planning"
     if result.before is None and not result.groups:
-        before = ", where it could not run as it was"
+        before = "; the YAML could not run before planning"
     lines = [
-        f"{path}: {result.utilization:.1%} of what free links would allow{before} (asked for {target:.1%}).",
-        f"Members train {absolute:.1%} of the time: {tokens:,.0f} tokens a second.",
+        f"{path}: {result.utilization:.1%} of the utilization with free links{before} (requested: {target:.1%}).",
+        f"Members train {absolute:.1%} of the time: {tokens:,.0f} tokens per second.",
     ]
     if result.penalty is not None:
         share = f"{result.compressed_share:.0%} of the replicas compress"
-        lines.append(f"Expected, at most: {describe_penalty(result.penalty)}, as {share}.")
+        lines.append(f"Expected at most: {describe_penalty(result.penalty)}, as {share}.")
     return lines
 
 

@@ -42,9 +42,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
         save_snapshot(snapshot, to)
     damaged = sum(len(one.damaged) for one in found)
     if damaged:
-        raise HeteroPPError(
-            f"{log.store.url()}: {damaged} files are damaged, lost, or differ from what the log records"
-        )
+        raise HeteroPPError(f"{log.store.url()}: {damaged} files are damaged, missing, or differ from the log")
     written = f", written to {to}" if to is not None else ""
     tell(standard_output(), f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
 
@@ -52,10 +50,14 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
 def _last(log: ContributionLog, wanted: int | None) -> int:
     snapshots = log.snapshots()
     if not snapshots:
-        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first one of the run")
+        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first snapshot of the run")
     newest = max(log.last_record(), min(snapshots))
     if wanted is not None and not min(snapshots) <= wanted <= newest:
-        raise ConfigError((), f"--round {wanted}: the log in {log.store.url()} has rounds {min(snapshots)} to {newest}")
+        raise ConfigError(
+            (),
+            f"--round {wanted}: found a round that the log in {log.store.url()} does not "
+            f"have, expected {min(snapshots)} to {newest}",
+        )
     return newest if wanted is None else wanted
 
 

@@ -59,16 +59,16 @@ def _table(load: ExchangeLoad) -> PlainTable:
 
 def _way(load: ExchangeLoad) -> str:
     if load.way in RINGS:
-        return f"Contributions go from replica to replica (simulate.exchange: {load.way}), not by the exchange."
+        return f"Contributions go from replica to replica (simulate.exchange: {load.way}), not through the exchange."
     if load.way == "store":
         return (
-            "Contributions go by store.url: members upload and download them there. The exchange reads each one twice, "
-            "to check it and to audit the round."
+            "Contributions go through store.url: members upload and download them there. The exchange "
+            "reads each one twice, to check it and to audit the round."
         )
     if load.relayed_links:
         return (
-            "Stage links are relayed where neither stage has an address (listen) that the other can dial. Times of "
-            "steps do not include the relay."
+            "Stage links are relayed if neither stage has an address (listen) that the other can dial. "
+            "Times of steps do not include the relay."
         )
     return ""
 
@@ -76,21 +76,23 @@ def _way(load: ExchangeLoad) -> str:
 def _joining(load: ExchangeLoad) -> str:
     largest, first = format_bytes(load.largest_snapshot_bytes), format_bytes(load.first_snapshot_bytes)
     return (
-        f"Beside that it sends snapshots: up to {largest} to each member that joins, {first} to all members when the "
-        "run begins."
+        f"It also sends snapshots: up to {largest} to each member that joins, and {first} to all members "
+        "at the start of the run."
     )
 
 
 def _needs(load: ExchangeLoad) -> str:
     memory, cpu = load.memory_bytes, load.cpu_seconds
     costs = (
-        f"Assumed CPU: {TRANSFER_SECONDS_A_GIGABYTE:g} s a GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} s a GB relayed, "
-        f"{format_seconds(CALL_SECONDS)} a call, {1e9 * VALUE_SECONDS:g} ns a value decoded and "
-        f"{1e9 * POSITION_SECONDS:g} ns its position (benchmarks/exchange_load.py)"
+        f"Assumed CPU time: {TRANSFER_SECONDS_A_GIGABYTE:g} s per GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} "
+        f"s per GB relayed, {format_seconds(CALL_SECONDS)} per call, {1e9 * VALUE_SECONDS:g} ns "
+        f"per decoded value and {1e9 * POSITION_SECONDS:g} ns for its position "
+        "(benchmarks/exchange_load.py)"
     )
     return (
-        f"Its process needs about {format_bytes(sum(memory.values()))} of memory ({_parts(memory, format_bytes)}) and "
-        f"{format_duration(sum(cpu.values()))} of CPU a round ({_parts(cpu, format_duration)}). {costs}."
+        f"Its process needs about {format_bytes(sum(memory.values()))} of memory "
+        f"({_parts(memory, format_bytes)}) and {format_duration(sum(cpu.values()))} of CPU time per round "
+        f"({_parts(cpu, format_duration)}). {costs}."
     )
 
 
@@ -104,10 +106,10 @@ def _warning(load: ExchangeLoad) -> str:
     sends = carried.sent >= carried.received
     what = f"sends {format_bytes(carried.sent)}" if sends else f"receives {format_bytes(carried.received)}"
     seconds = format_duration(max(took.received, took.sent))
-    lacks, remedy = "no line given", "give exchange.line"
+    lacks, remedy = "no line is set", "set exchange.line"
     if load.line is not None:
-        lacks, remedy = f"its line `{load.line}` has no bandwidth", f"give lines.{load.line}.bandwidth"
+        lacks, remedy = f"its line `{load.line}` has no bandwidth", f"set lines.{load.line}.bandwidth"
     return (
-        f"exchange: {lacks}, so its bandwidth is taken as unlimited; it {what} a round: at "
+        f"exchange: {lacks}, so its bandwidth is assumed to be unlimited; it {what} per round: at "
         f"{format_bits_per_second(ASSUMED_LINE)} that takes {seconds}; {remedy}"
     )

@@ -42,20 +42,20 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     step, round_, outer = map(format_seconds, times)
     steps, rounds = spec.config.inner.length, format_count(round(prediction.rounds), "outer round")
-    say(console, f"A step takes {step}; a round of {steps} takes {round_}, of which the outer round {outer}.")
+    say(console, f"A step takes {step}; a round of {steps} takes {round_}, including {outer} for the outer round.")
     say(
         console,
-        f"Members train {format_percent(use['absolute'])} of the time, {format_percent(use['relative'])} of what links "
-        "that cost nothing would allow.",
+        f"Members train {format_percent(use['absolute'])} of the time, {format_percent(use['relative'])} "
+        "of the share that free links allow.",
     )
     say(
         console,
-        f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in "
+        f"{prediction.tokens_per_second:,.0f} tokens per second: {prediction.tokens:,} tokens in "
         f"{format_duration(prediction.days * 86400)}; {_accelerator_time(prediction.accelerator_hours)}.",
     )
     say(
         console,
-        f"In {rounds} a replica sends {format_bytes(prediction.sent_bytes)} and receives "
+        f"In {rounds}, a replica sends {format_bytes(prediction.sent_bytes)} and receives "
         f"{format_bytes(prediction.received_bytes)}.",
     )
     classes = _classes(spec, prediction)
@@ -121,12 +121,14 @@ def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> N
         table.add_row(label, *lost, *trained, *times, *shares)
     console.print(table)
     explained = [
-        "steps, tokens: of one replica in a round",
+        "steps, tokens: per replica and round",
         "inner loop, of a round: time of a round's inner steps, and its share of the round",
-        "bubble: share of the inner loop in which stages wait for each other though links cost nothing",
+        "bubble: share of the inner loop in which stages wait for each other, even with free links",
         "waits: share of the inner loop that links add (exposed communication)",
     ]
-    _explain(console, [*(["lost: replicas that a member leaves within the round"] if has_losses else []), *explained])
+    _explain(
+        console, [*(["lost: replicas with a member that leaves within the round"] if has_losses else []), *explained]
+    )
 
 
 def _explain(console: Console, columns: Sequence[str]) -> None:
@@ -152,7 +154,7 @@ def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> No
         console,
         [
             "trains: share of the round in forward, backward and optimizer",
-            "sends, receives: contributions of a round, and how long they occupy the member's link",
+            "sends, receives: contributions per round, and the time for which they occupy the member's link",
         ],
     )
 
@@ -181,8 +183,9 @@ def _print_folded(console: Console, spec: RunSpec) -> None:
     if folded:
         say(
             console,
-            "Rows with ranges stand for replicas that differ; `--json FILE` has each replica. To draw many replicas "
-            "from ranges of bandwidth and speed instead of listing them, use simulate.fleets.",
+            "Rows with ranges are for replicas that differ; `--json FILE` lists each replica. To draw "
+            "many replicas from ranges of bandwidth and speed instead of listing them, use "
+            "simulate.fleets.",
             style="dim",
         )
 
@@ -202,9 +205,9 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
         )
     console.print(table)
     if any(link.has_lines for link in spec.links.values()):
-        _explain(console, ["busy –: the link has no limit of its own; the lines that it passes follow"])
+        _explain(console, ["busy –: the link itself has no limit; the table of lines has the limits of its lines"])
     else:
-        _explain(console, ["busy: share of the round in which the link carries bytes; –: it has no limit"])
+        _explain(console, ["busy: share of the round in which the link carries bytes; –: the link has no limit"])
 
 
 def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> None:
@@ -228,7 +231,7 @@ def print_sweep(
     for curve, predictions in found.items():
         if curves is not None:
             say(console, title := f"{curves.key} = {curve}", bold=title)
-        columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens/s", "in all"]
+        columns = ["a step", "a round", "outer", "trains", "relative", "tokens/s", "in total"]
         table = PlainTable([sweep.key], [*columns, "sends", "receives"])
         for value, prediction in predictions.items():
             table.add_row(_short(value), *_row(prediction))
@@ -237,9 +240,9 @@ def print_sweep(
     _explain(
         console,
         [
-            "outer: the outer round, a part of the round",
-            "trains: share of the time in which members train; of the possible: of what free links would allow",
-            "in all: time of all rounds; sends, receives: a replica in all rounds",
+            "outer: outer round, a part of the round",
+            "trains: share of the time in which members train; relative: relative to free links",
+            "in total: time of all rounds; sends, receives: per replica, in all rounds",
         ],
     )
     _print_without_effect(console, sweep, curves, found)
@@ -262,8 +265,8 @@ def _print_without_effect(
     shown = {curve: {value: _row(one) for value, one in of.items()} for curve, of in found.items()}
     in_vain = _without_effect(sweep, curves, plain)
     for varied in _without_effect(sweep, curves, shown):
-        what = "nothing that is predicted" if varied in in_vain else "little, and none of these numbers"
-        say(console, f"{varied.title} changes {what}: its {len(varied.values)} values come to the same.")
+        what = "no predicted number" if varied in in_vain else "almost nothing, and none of these numbers"
+        say(console, f"{varied.title} changes {what}: its {len(varied.values)} values give the same.")
 
 
 def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, object]]) -> list[Sweep]:

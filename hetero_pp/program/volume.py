@@ -50,7 +50,7 @@ def print_volume(run: str, json_path: Path | None) -> None:
     rounds = sorted(log.records())
     found = [one for round_ in rounds if (one := _round(spec, log, round_)) is not None]
     if not found:
-        told = "found no round with all of its contributions, expected at least one"
+        told = "found no complete round, expected at least one with all of its contributions"
         raise ConfigError((), f"{log.store.url()}: {told}")
     if json_path is not None:
         told_rounds = [asdict(one) for one in found]
@@ -69,7 +69,7 @@ def _round(spec: RunSpec, log: ContributionLog, round_: int) -> RoundSent | None
     except FileNotFoundError as error:
         if spec.latest.store.history == "recent":
             return None
-        raise DamagedFile(f"{error.filename or error}: a contribution of round {round_} is lost") from None
+        raise DamagedFile(f"{error.filename or error}: a contribution to round {round_} is missing") from None
     replicas = [entry.replica for entry in record.contributions]
     return None if measured is None else RoundSent(round_, replicas, measured, expected_volume(spec, len(replicas)))
 
@@ -99,9 +99,9 @@ def _print(spec: RunSpec, found: Sequence[RoundSent], rounds: int) -> None:
     console = standard_output()
     counts = sorted({len(one.replicas) for one in found})
     replicas = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    of_all = "" if len(found) == rounds else f" of {rounds} (the contributions of the others are removed)"
+    of_all = "" if len(found) == rounds else f" of {rounds} (other contributions were removed)"
     counted = format_count(len(found), "round")
-    say(console, f"{spec.config.name}: what one of {replicas} sends, the mean over {counted}{of_all}")
+    say(console, f"{spec.config.name}: bytes sent by one of {replicas}, mean over {counted}{of_all}")
     table = PlainTable(["exchanged by"], ["a round", "by formula", "ratio", "all rounds"], ["what is sent"])
     for way, what in WAYS.items():
         pairs = [(asdict(one.measured)[way], asdict(one.by_formula)[way]) for one in found]

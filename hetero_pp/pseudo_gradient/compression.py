@@ -17,29 +17,33 @@ _Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
 class CompressionSettings(Settings):
     """Settings of a pseudo-gradient's compression."""
 
-    density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept, k / chunk")
+    density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept (k / chunk)")
     tile: tuple[_Length, _Length] = Field((64, 64), description="rows and columns of a chunk of a matrix")
     transform: Literal["none", "dct"] = Field(
-        "none", description="dct: what is kept, sent and averaged are the coefficients of each chunk's cosine transform"
+        "none", description="`dct`: keep, send and average the coefficients of each chunk's cosine transform"
     )
-    selection: Literal["top_k", "random_k"] = Field("top_k", description="which values of a chunk are kept")
+    selection: Literal["top_k", "random_k"] = Field("top_k", description="choice of the values to keep in a chunk")
     quantiser: Literal["levels", "signs"] = Field(
-        "signs", description="signs: 1 bit, and one magnitude a chunk; levels: 2^value_bits values a tensor"
+        "signs",
+        description="`signs`: 1 bit per value and one magnitude per chunk; `levels`: 2^value_bits values per tensor",
     )
     value_bits: Literal[1, 2, 3, 4, 8, 32] = Field(
-        1, description="bits of a kept value; 32 sends it as it is. More than 1 bit: `quantiser: levels`"
+        1, description="bits of a kept value; 32: not quantised. More than 1 bit requires `quantiser: levels`"
     )
     memory: Literal["error_feedback", "momentum"] = Field(
         "error_feedback",
-        description="what a replica keeps of its rounds: what it has not sent; or a momentum of its own, which it "
-        "sends with each difference (DiLoCo-LOM)",
+        description="memory of a replica between rounds: `error_feedback` keeps values that were not "
+        "sent; `momentum` keeps a momentum of the replica, which is sent with each "
+        "difference (DiLoCo-LOM)",
     )
     memory_drops: Ratio = Field(
-        0.0, ge=0, le=1, description="share of each chunk of that momentum, the largest, that it does not keep (Sub-k)"
+        0.0, ge=0, le=1, description="share of the largest momentum values in each chunk that are dropped (Sub-k)"
     )
-    error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper, of either memory")
+    error_feedback_decay: float = Field(0.95, ge=0, le=1, description="decay of the memory (beta in the papers)")
     accelerator: Annotated[Literal["torch", "numba", "compile"], NotPartOf.EITHER] = Field(
-        "torch", description="what selects: numba (`pip install hetero-pp[numba]`) on a CPU, torch.compile on a GPU"
+        "torch",
+        description="implementation of the selection: numba (`pip install "
+        "hetero-pp[numba]`) on a CPU, torch.compile on a GPU",
     )
 
     @model_validator(mode="before")

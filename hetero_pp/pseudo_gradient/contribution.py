@@ -204,7 +204,7 @@ def _checked_body(data: bytes, what: str) -> memoryview:
         raise reader.error(f"found format version {version}, expected {FORMAT_VERSION}")
     digest, body = reader.take_bytes(hashlib.sha256().digest_size), memoryview(data)[BEFORE_BODY:]
     if hashlib.sha256(body).digest() != digest:
-        raise reader.error("the digest is not that of the content")
+        raise reader.error("the digest does not match the content")
     return body
 
 
@@ -223,7 +223,7 @@ def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str,
     while True:
         (more,) = reader.take("B")
         if more not in (0, 1):
-            raise reader.error(f"found {more} where a tensor begins with 1 or the blob ends with 0")
+            raise reader.error(f"found {more} at the start of a tensor or the end of the blob, expected 1 or 0")
         if not more:
             break
         name = reader.take_text()

@@ -32,7 +32,7 @@ from hetero_pp.pseudo_gradient.random_k import random_positions
 
 @dataclass(frozen=True)
 class Selection:
-    """What is sent of one tensor: positions [n, k] per group, ascending within chunks, and their values."""
+    """Sent values of one tensor: positions [n, k] per group, ascending within chunks, and their values."""
 
     positions: tuple[Tensor, ...]
     indices: Tensor

@@ -20,7 +20,7 @@ from hetero_pp.pseudo_gradient.two_level import MAGNITUDE, choose, find_among, g
 def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) -> Tensor:
     """Update error <- decay error + delta in a band; return positions [count, k] of each chunk's k largest, ascending.
 
-    Of equal magnitudes the lower position is kept, as in the other implementations.
+    For equal magnitudes, the lower position is kept, as in the other implementations.
     """
     own, added = (band.part(as_matrix(tensor)) for tensor in (error, delta))
     height = group_height(band, kept)

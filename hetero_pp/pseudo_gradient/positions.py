@@ -90,7 +90,7 @@ def read_positions(reader: Reader, group: Group, kept: int) -> Tensor:
     stream = np.frombuffer(reader.take_stream(count, most), dtype=np.uint8)
     high = _from_bytes(stream)
     if high is None or len(high) != count:
-        raise reader.error("the gaps of positions are not those of the kept values")
+        raise reader.error("the gaps of positions do not match the kept values")
     gaps = high if low == 0 else (high << low) | bits.unpack(np.frombuffer(packed, dtype=np.uint8), low, count)
     positions = np.cumsum(gaps.reshape(group.count, kept) + 1, axis=1) - 1
     if int(positions[:, -1].max(initial=0)) >= group.size:

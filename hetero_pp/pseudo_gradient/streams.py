@@ -65,7 +65,7 @@ class Reader:
     def take_bytes(self, count: int) -> memoryview:
         """Read `count` bytes, without a copy."""
         if count > len(self._rest):
-            raise self.error(f"found {len(self._rest)} bytes where {count} were announced")
+            raise self.error(f"found {len(self._rest)} bytes, expected the announced {count}")
         taken, self._rest = self._rest[:count], self._rest[count:]
         return taken
 
@@ -89,7 +89,7 @@ class Reader:
     def end(self) -> None:
         """Raise an error if bytes are left."""
         if len(self._rest):
-            raise self.error(f"found {len(self._rest)} bytes behind the end")
+            raise self.error(f"found {len(self._rest)} bytes after the end")
 
     def error(self, reason: str) -> MalformedContribution:
         """Return the exception for a reason."""
@@ -98,13 +98,13 @@ class Reader:
     def _size_of_frame(self, coding: int, coded: memoryview) -> int:
         """Return the size that a frame declares, which the decompressor trusts despite any bound."""
         if coding != ZSTD:
-            raise self.error(f"found a stream coded by way {coding}, expected {AS_IT_IS} or {ZSTD}")
+            raise self.error(f"found a stream with coding {coding}, expected {AS_IT_IS} or {ZSTD}")
         try:
             size = zstandard.frame_content_size(coded)
         except zstandard.ZstdError:
             raise self.error("a stream is no zstd frame") from None
         if size < 0:
-            raise self.error("a zstd frame does not say its size")
+            raise self.error("a zstd frame does not give its size")
         return size
 
     def _decompressed(self, coded: memoryview, size: int) -> memoryview:

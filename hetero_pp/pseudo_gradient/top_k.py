@@ -9,7 +9,7 @@ from torch import Tensor
 def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
     """Return positions [n, k] of the k largest magnitudes of each row of [n, size], ascending.
 
-    Of equal magnitudes the lower index is kept. torch.topk leaves that open, so rows with a tie at the edge are
+    For equal magnitudes, the lower index is kept. torch.topk leaves that open, so rows with a tie at the edge are
     selected again.
     """
     if kept == chunks.shape[1]:

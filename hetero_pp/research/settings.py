@@ -15,9 +15,11 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 class PeerSettings(Settings):
     """Published boundary method in place of the subspace; `rank` and `bits` or `dtype` of the boundary set its size."""
 
-    method: Literal["resbm", "mapl", "tah_quant"] = Field(description="see hetero_pp.research.peers")
-    four_bits: Ratio = Field(0.8, description="TAH-Quant: the share of the tiles that get 4 bits, not 3")
-    gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: of gradients")
+    method: Literal["resbm", "mapl", "tah_quant"] = Field(
+        description="published method that replaces the subspace (see hetero_pp.research.peers)"
+    )
+    four_bits: Ratio = Field(0.8, description="TAH-Quant: share of the tiles that use 4 bits; the others use 3")
+    gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: bits per value of a gradient")
 
 
 class AblationSettings(Settings):
@@ -25,37 +27,39 @@ class AblationSettings(Settings):
 
     embedding: Literal["free", "coefficients", "projected"] = Field(
         "free",
-        description="how T_S trains: freely (it leaves the subspace until the next split), as coefficients C of "
-        "T_S = C U^T, or projected after each step",
+        description="training of T_S: `free` (leaves the subspace until the next split), "
+        "`coefficients` (C of T_S = C U^T), or `projected` (back onto the subspace after "
+        "each step)",
     )
     adaptation: Literal["on", "stale", "discarded"] = Field(
         "on",
-        description="after an outer round: split the embedding again, keep the first T_perp, or drop what of T_S left "
-        "the subspace (replicas then differ between rounds)",
+        description="treatment of the embedding after an outer round: `on` splits it again, `stale` "
+        "keeps the first T_perp, `discarded` drops the part of T_S that left the "
+        "subspace (replicas then differ between rounds)",
     )
     weight_projection: Literal[False, "w_p1", "both"] = Field(
-        False, description="onto the subspace, after each step: W_p1 (attention), or W_p1 and W_p2 (feed forward)"
+        False,
+        description="matrices that are projected onto the subspace after each step: `w_p1` "
+        "(attention), or `both` W_p1 and W_p2 (feed-forward)",
     )
     modified_adamw: bool = Field(
-        False, description="second moments shared across the width, so that an update stays in the subspace"
+        False, description="share second moments across the width, so that an update stays in the subspace"
     )
     grassmann_every: int | None = Field(None, ge=1, description="outer rounds between updates of U along the gradients")
-    grassmann_step: float = Field(0.1, gt=0, description="size of such an update: its largest angle's tangent")
-    peer: PeerSettings | None = Field(None, description="another's boundary instead")
+    grassmann_step: float = Field(0.1, gt=0, description="size of an update of U: tangent of its largest angle")
+    peer: PeerSettings | None = Field(None, description="published boundary in place of the subspace")
 
 
 class ResearchSettings(Settings):
     """Settings of a row beside those of a run."""
 
-    missed: Ratio = Field(
-        0.0, ge=0, lt=1, description="share of the contributions that no round includes, drawn at random"
-    )
+    missed: Ratio = Field(0.0, ge=0, lt=1, description="share of contributions that rounds exclude at random")
     averages_moments: bool = Field(
         False,
-        description="average the moments of replicas' inner AdamW each round, too, which is three times as much to "
-        "send (DiLoCo, section 6.1)",
+        description="average the moments of the inner AdamW in each round, too, which triples the bytes "
+        "(DiLoCo, section 6.1)",
     )
-    ablations: AblationSettings = Field(AblationSettings(), description="of all groups of participants")
+    ablations: AblationSettings = Field(AblationSettings(), description="ablations of all groups of participants")
 
 
 class ResearchConfig(RunConfig):

@@ -146,7 +146,7 @@ class Admission(AdmissionServicer):
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
         if request.version != PROTOCOL_VERSION:
             found = f"found version {request.version} of the protocol, expected {PROTOCOL_VERSION}"
-            raise Refused(f"{found}: install the version of hetero-pp that the run has")
+            raise Refused(f"{found}: install the hetero-pp version of the run")
         ticket, key = self._callers.of(context).ticket, requested_key(request.request)
         assert ticket is not None
         holder = self._seat(ticket, digest_of(key))
@@ -185,9 +185,11 @@ class Admission(AdmissionServicer):
             return found
         run = json.loads(self._told.configuration)["name"]
         if free:
-            found_free = f"every stage of a group is taken; {', '.join(free)} is free, for a ticket that names it"
-            raise Refused(f"{found_free}: ask who serves the run for `hetero-pp invite {run} --place {free[0]}`")
-        ask = f"ask who serves the run to free one (`hetero-pp revoke {run} SLOT`), or to add a replica to its YAML"
+            found_free = f"every stage of a group is taken; {', '.join(free)} is free for a ticket that names it"
+            raise Refused(f"{found_free}: ask the operator of the run for `hetero-pp invite {run} --place {free[0]}`")
+        ask = (
+            f"ask the operator of the run to free one (`hetero-pp revoke {run} SLOT`), or to add a replica to its YAML"
+        )
         raise Refused(f"every slot of the run is taken: {ask}")
 
     def _require_going_on(self, ticket: str) -> None:
@@ -232,7 +234,7 @@ class Admission(AdmissionServicer):
 
     def Give(self, request: pb.GiveRequest, context: grpc.ServicerContext) -> pb.GiveReply:
         caller = self._callers.of(context)
-        self._host.end(caller.name, caller.holder, "it was given back")
+        self._host.end(caller.name, caller.holder, "its slot was returned")
         self._places.died(caller.name, "it has left", caller.term)
         return pb.GiveReply()
 

@@ -98,5 +98,5 @@ def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route
     if error.code() is grpc.StatusCode.INTERNAL:
         return StoreError(str(error.details()))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return Refused(f"the exchange at {address} lets nobody in by a ticket")
+        return Refused(f"the exchange at {address} does not admit hosts by tickets")
     return Refused(str(error.details()))

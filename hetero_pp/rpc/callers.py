@@ -84,7 +84,7 @@ class Callers:
         ticket = ticket_of(found.name)
         if ticket is None and found.name not in self._members:
             if found.holder:
-                raise Refused(f"{found.name} is no longer a place of this run")
+                raise Refused(f"{found.name} is no longer a slot of this run")
             raise WrongToken(_STRANGER)
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members

@@ -140,7 +140,7 @@ def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
             return key
     except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion):
         pass
-    raise MalformedMessage("found no request for a certificate of a key of P-256")
+    raise MalformedMessage("found no certificate request with a P-256 key")
 
 
 def certified_key(pem: bytes) -> ec.EllipticCurvePublicKey:
@@ -164,7 +164,7 @@ def key_from_text(text: str) -> ec.EllipticCurvePrivateKey:
     """A key from PEM. Raises ValueError for another."""
     key = load_pem_private_key(text.encode(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("expected a key of P-256")
+        raise ValueError("expected a P-256 key")
     return key
 
 

@@ -112,7 +112,9 @@ def make_server(
         else:
             port = server.add_secure_port(listen, _server_credentials(identity))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {listen}: the address is in use or not of this machine") from error
+        raise OSError(
+            f"cannot listen on {listen}: the address is in use, or does not belong to this machine"
+        ) from error
     server.start()
     return server, port
 

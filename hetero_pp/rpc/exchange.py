@@ -346,7 +346,7 @@ class _Servicer(ExchangeServicer):
         if max(len(request.rounds), len(request.damaged)) > STATES_MAX:
             raise MalformedMessage(f"found more than {STATES_MAX} states in a request to join")
         if (seconds := self._joins.refused_for(self._member(context))) > 0:
-            raise TooMuch(f"{self._member(context)} joins too often; it may again in {seconds:.0f} s")
+            raise TooMuch(f"{self._member(context)} joins too often; it may try again in {seconds:.0f} s")
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
         caller, is_asked = self.callers.of(context), self._is_asked(context)
@@ -440,7 +440,7 @@ class _Servicer(ExchangeServicer):
         """Count a snapshot that is being sent. Raises TooMuch if others are: each is a whole model in memory."""
         with self._counting:
             if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_IN_MEMORY_MAX:
-                raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; ask again in a moment")
+                raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; try again later")
             self._sent[round_] += 1
         try:
             yield
@@ -451,7 +451,7 @@ class _Servicer(ExchangeServicer):
 
     def _snapshot(self, names: Sequence[str], round_: int, context: grpc.ServicerContext) -> Iterator[bytes]:
         if len(names) != len(set(names)):
-            raise MalformedMessage("found a tensor named twice, expected each at most once")
+            raise MalformedMessage("found a tensor named twice, expected unique names")
         tensors = self.exchange.snapshot(names, round_)
         header = pb.SnapshotHeader(names=names)
         for name in names:
@@ -489,7 +489,7 @@ class _Servicer(ExchangeServicer):
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         if request.exchange not in ("", self.process):
             raise ExchangeLost(
-                "this exchange does not have the contributions that the one before received; sending them again"
+                "this exchange does not have the contributions that the previous one received; sending them again"
             )
         return self.exchange.record(request.round, self._member(context), self._term(context), self._is_asked(context))
 

@@ -265,12 +265,12 @@ class ExchangeClient:
     def _require_store(self, url: str) -> None:
         """Raise StoreError unless a URL is of this run's store: an exchange sends its members nowhere else."""
         if not is_of(url, self._stores):
-            raise StoreError(f"{without_signature(url)} is not of {' or '.join(self._stores)}")
+            raise StoreError(f"found {without_signature(url)}, expected a URL of {' or '.join(self._stores)}")
 
     def _do_without(self, error: StoreError) -> None:
         """From now on blobs go by the exchange: the store is where this member does not reach."""
         self._reaches_store = False
-        print(f"{error}; from now on contributions pass through the exchange", file=sys.stderr, flush=True)
+        print(f"{error}; contributions are sent through the exchange from now on", file=sys.stderr, flush=True)
 
     def _send(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply:
         try:
@@ -285,7 +285,7 @@ class ExchangeClient:
         """
         told, self._told = self._told, set()
         if len(told) > 1:
-            raise ExchangeLost(f"the exchange at {self.address} went away during round {round_}")
+            raise ExchangeLost(f"the exchange at {self.address} disconnected during round {round_}")
         request = pb.RecordRequest(round=round_, exchange="".join(told))
         while True:
             try:
@@ -380,7 +380,7 @@ class ExchangeClient:
         return None
 
     def _new_run(self) -> Refused:
-        return new_run(self.address, "token", "bring the new token to this host")
+        return new_run(self.address, "token", "copy the new token to this host")
 
     def _does_not_answer(self, seconds: float) -> LinkTimeout:
         within = f"{format_seconds(seconds)}{self._wires.route.note}"

@@ -13,7 +13,7 @@ from hetero_pp.rpc.certificates import Identity, Shown, read_certificate
 from hetero_pp.rpc.tickets import ticket_of
 
 _SECONDS = 5.0
-_SAME = "`exchange.insecure` has to be the same on all hosts"
+_SAME = "`exchange.insecure` has to be equal on all hosts"
 
 
 def require_trust(address: str, identity: Identity | None, route: Route = DIRECT) -> None:
@@ -42,23 +42,23 @@ def require_trust(address: str, identity: Identity | None, route: Route = DIRECT
         raise _of_another_run(address, identity, route) from None
     except ssl.SSLError:
         if identity is not None:
-            raise Refused(f"{address} does not use TLS, and this host does: {_SAME}") from None
+            raise Refused(f"{address} does not use TLS, but this host does: {_SAME}") from None
     except OSError:
         pass
     else:
         if identity is None:
-            raise Refused(f"{address} uses TLS, and this host does not: {_SAME}")
+            raise Refused(f"{address} uses TLS, but this host does not: {_SAME}")
 
 
 def new_run(address: str, yours: str, instead: str) -> NewRun:
     """The error for a process whose exchange has begun a new run; `yours` is what it shows, `instead` what to do."""
-    return NewRun(f"a new run has begun at {address}; your {yours} belongs to the earlier one; {instead}")
+    return NewRun(f"a new run has started at {address}; your {yours} belongs to the previous run; {instead}")
 
 
 def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
     """The error for a certificate that the authority of this process's run did not sign."""
     if not _shows_exchange(address, route):
-        return Refused(f"{address}: another program answers there, or an exchange of another version")
+        return Refused(f"{address}: another program answers at this address, or an exchange of another version")
     if ticket_of(identity.shown.name) is not None:
         return new_run(address, "ticket", "ask for a new ticket")
     if identity.shown.holder:
@@ -86,8 +86,8 @@ def _require_holds(own: Shown) -> None:
             "join with a new ticket"
         )
     if time.time() < own.since:
-        found = f"the certificate of this host holds from {_moment(own.since)} on"
-        raise Refused(f"{found}: check the clock of this host, which says {_moment(time.time())}")
+        found = f"the certificate of this host is valid from {_moment(own.since)}"
+        raise Refused(f"{found}: check the clock of this host, which shows {_moment(time.time())}")
 
 
 def _moment(seconds: float) -> str:

@@ -191,7 +191,7 @@ class GrpcLinkEnd:
             self._changed.notify_all()
             received = self._received
         if before is not None:
-            before.stop("another stream has taken its place")
+            before.stop("another stream has replaced this one")
             before.hang_up()
         return received
 
@@ -259,7 +259,7 @@ class GrpcLinkEnd:
         try:
             for frame in frames:
                 self._take(stream, frame)
-            self.cut(stream, "the peer hung up")
+            self.cut(stream, "the peer closed the stream")
         except MalformedMessage as error:
             self.accuse(str(error))
         except LinkClosed as error:
@@ -306,7 +306,7 @@ class GrpcLinkEnd:
                 self._is_delivered = self._has_ended and not self._outbox
                 self._changed.notify_all()
             else:
-                raise MalformedMessage(f"found the control byte {frame!r} where it has no meaning")
+                raise MalformedMessage(f"found the control byte {frame!r} in the wrong state")
 
     def _tell(self, stream: LinkStream) -> None:
         """Say how many messages have come whole."""
@@ -324,9 +324,9 @@ class GrpcLinkEnd:
     def _fail(self, stream: LinkStream, error: grpc.RpcError) -> None:
         """gRPC says that a stream is broken; or the peer that it has aborted, which no other stream mends."""
         if not isinstance(error, grpc.Call):
-            self.cut(stream, "the peer hung up")
+            self.cut(stream, "the peer closed the stream")
         elif error.code() is not grpc.StatusCode.ABORTED:
-            self.cut(stream, f"the peer is gone ({error.details()})")
+            self.cut(stream, f"the peer disconnected ({error.details()})")
         elif self._is_present(stream):
             self.lost(f"the peer aborted: {error.details()}")
 

@@ -61,7 +61,7 @@ class Neighbour:
 
     def dial(self, address: str, epoch: int) -> GrpcLinkEnd:
         """Where it says that it listens, or else through the relay. Raises as StageLinkDialer.dial."""
-        self.server.give_up(epoch, f"this member is at epoch {epoch}")
+        self.server.give_up(epoch, f"this member is at generation {epoch}")
         if self._from_relay is not None:  # two that wait to be found would find each other
             self._from_relay.close()
             self._from_relay = None
@@ -81,7 +81,7 @@ class Neighbour:
 
     def be_found(self, epoch: int) -> None:
         """It is about to dial this member."""
-        self._dialer.give_up(epoch, f"this member is at epoch {epoch}")
+        self._dialer.give_up(epoch, f"this member is at generation {epoch}")
         if self._to_relay is not None:
             self._to_relay.close()
             self._to_relay = None

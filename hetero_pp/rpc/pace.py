@@ -21,7 +21,7 @@ class Pace:
     def due_in(self, caller: str, count: int) -> float:
         """Seconds to wait before so much is taken in. Raises TooMuch for more than a burst."""
         if count > self._burst:
-            raise TooMuch(f"{caller} has told {count} at once, expected at most {self._burst}")
+            raise TooMuch(f"{caller} has sent {count} at once, expected at most {self._burst}")
         with self._lock:
             now = self._clock()
             since = self._empty_until[caller] = self._empty_after(caller, count, now)

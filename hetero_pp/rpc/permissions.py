@@ -14,12 +14,12 @@ from hetero_pp.run.spec import Roster
 class Whose(Enum):
     """What a caller needs."""
 
-    RUN = "is of the run"
+    RUN = "belongs to the run"
     TICKET = "shows a ticket"
-    INVITED = "holds a place by a ticket"
-    PROCESS = "is the member's process, or has started it"
-    PLACE = "is a member, for its own place"
-    TERM = "is a member, for its own place, and says which term it holds"
+    INVITED = "holds a slot by a ticket"
+    PROCESS = "is the member's process, or started it"
+    PLACE = "is a member, for its own slot"
+    TERM = "is a member, for its own slot, and sends its incarnation"
 
 
 CALLS: Mapping[str, Whose] = {

@@ -25,7 +25,7 @@ PROBE_BYTES = 1 << 20
 PROBE_SECONDS = 20.0
 """After which it is over in any case."""
 
-BUSY = "another line is measured"
+BUSY = "another line is being measured"
 """What who asks meanwhile is told."""
 
 _FRAME_BYTES = 64 << 10
@@ -83,7 +83,7 @@ def be_probed(address: str, identity: Identity) -> str:
                     ends.put(frame[-_LAST_WORD:])
         except grpc.RpcError as error:
             is_ended = error.code() is grpc.StatusCode.CANCELLED
-            return "the exchange ended the measurement of this line" if is_ended else str(error.details())
+            return "the exchange stopped measuring this line" if is_ended else str(error.details())
         finally:
             ends.put(b"")
         return ""

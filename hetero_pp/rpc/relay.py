@@ -106,7 +106,7 @@ class Relay(RelayServicer):
         link = dict(context.invocation_metadata()).get(LINK, "")
         dialler, listener = (self._counts.get((str(link), direction)) for direction in ("forward", "backward"))
         if dialler == listener or caller not in (dialler, listener):
-            raise Forbidden(f"{caller} is not at either end of the link that it asks for")
+            raise Forbidden(f"{caller} is not an end of the requested link")
         return caller, str(link), caller == dialler
 
     def _be_found(self, half: _Half) -> None:
@@ -121,7 +121,7 @@ class Relay(RelayServicer):
             if half.peer is None:
                 if half in waiting:
                     waiting.remove(half)
-                raise half.complaint or AskAgain(f"nobody dialled {half.link}")
+                raise half.complaint or AskAgain(f"no member dialled {half.link}")
 
     def _find(self, half: _Half) -> None:
         """Meet who waits to be dialled: the last that came is the likeliest to be there."""
@@ -129,7 +129,7 @@ class Relay(RelayServicer):
             waiting = self._waiting[half.link]
             self._changed.wait_for(lambda: waiting or half.is_closed, LONGEST_WAIT)
             if half.is_closed or not waiting:
-                raise half.complaint or AskAgain(f"the other end of {half.link} is not there")
+                raise half.complaint or AskAgain(f"the other end of {half.link} is not connected")
             other = waiting.pop()
             other.peer, half.peer = half, other
             self._changed.notify_all()
@@ -208,14 +208,14 @@ class _Half:
         if self.is_closed:
             return False
         if peer is None:
-            raise MalformedMessage("found a frame before the other end was there, expected none")
+            raise MalformedMessage("found a frame before the other end was connected, expected none")
         return peer.put(frame)
 
     def put(self, frame: bytes) -> bool:
         """Keep a frame for it; returns False if it is gone. Raises MalformedMessage beyond the sender's credit."""
         with self._changed:
             if self._held + cost_of(frame) > CREDIT:
-                raise MalformedMessage(f"found more than {CREDIT} bytes at once, expected what there is credit for")
+                raise MalformedMessage(f"found more than {CREDIT} bytes at once, expected at most the credit")
             if not self.is_closed:
                 self._held += cost_of(frame)
                 self._frames.append(frame)

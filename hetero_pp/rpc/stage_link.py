@@ -83,7 +83,7 @@ class StageLinkDialer:
         One of this epoch is over, too. Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if
         this epoch is over, for the neighbour or here; Refused if the two do not belong together.
         """
-        self._epochs.drop(epoch, f"this member is at epoch {epoch}")
+        self._epochs.drop(epoch, f"this member is at generation {epoch}")
         self._epochs.come(epoch, self._make_end)
         end = self._epochs.take(epoch, 0.0)
         try:
@@ -240,7 +240,7 @@ class StageLinkServer:
         if expected is None or hello.epoch < expected.epoch:
             return
         if hello.epoch > expected.epoch:  # the neighbour may have been told a moment ago: it dials again
-            why = f"found generation {hello.epoch}, and this member was told of {expected.epoch}"
+            why = f"found generation {hello.epoch}, expected {expected.epoch}"
             context.abort(grpc.StatusCode.UNAVAILABLE, why)
         holder = self._introduction.holder_of(context)
         if expected.holder is not None and holder != expected.holder:
@@ -251,7 +251,7 @@ class StageLinkServer:
         """This member's end of the link that a neighbour asks for; ends the call if it gets none."""
         session, present = hello.session, self._epochs.of(hello.epoch)
         if hello.goes_on and (present is None or present.session != session):
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link that goes on, expected a new one")
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link to be continued, expected a new one")
         try:
             return self._epochs.come(
                 hello.epoch, lambda: self._make_end(session), lambda end: session != b"" and end.session == session

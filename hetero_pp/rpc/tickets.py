@@ -64,7 +64,7 @@ class Ticket:
             ticket = cls._of(parse_json(_inflated(data)))
             ticket.id  # noqa: B018 (its certificate can be read)
         except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
-            raise Refused("the ticket is not whole: copy all of it, in one line") from None
+            raise Refused("the ticket is incomplete: copy all of it, as one line") from None
         return ticket
 
     @classmethod
@@ -88,7 +88,7 @@ class Ticket:
         """By which the exchange knows it. Raises ValueError for a certificate that is no ticket's."""
         found = ticket_of(self.identity.shown.name)
         if found is None:
-            raise ValueError("no ticket's")
+            raise ValueError("not issued for a ticket")
         return found
 
     @property
@@ -99,7 +99,7 @@ class Ticket:
     def require_good(self) -> None:
         """Raise Refused for one that is over."""
         if self.is_over:
-            raise Refused("the ticket is over: ask for another (or is the clock of this host wrong?)")
+            raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
 
 
 def make_ticket(

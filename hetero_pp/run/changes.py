@@ -153,7 +153,7 @@ def _with_count(before: Any, count: int, place: Key) -> Any:
         key for key, values in own.items() if key not in _NAMED_STAGES or (key == "line" and len(values) > 1)
     ):
         where, keys = ".".join(map(str, place)), ", ".join(f"`{key}`" for key in lost)
-        told = f"found a number for `{where}`, whose entries set {keys} of their own"
+        told = f"found a number for `{where}`, but its entries set {keys}"
         raise ConfigError((), f"{told}, expected a list of stages, or `{{count: {count}}}` to drop these settings")
     line = before[0].get("line") if before else None
     return count if line is None else CommentedMap(count=count, line=line)
@@ -170,9 +170,9 @@ def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
         if is_there and entry[-1] not in _texts(dumped):
             close = difflib.get_close_matches(entry[-1], section, n=1)
             hint = f"; did you mean `{close[0]}`?" if close else ""
-            none = f"one that some setting names, as the file has no {'.'.join(entry[:-1])}"
+            none = f"a name that another setting uses, as the file has no {'.'.join(entry[:-1])}"
             known = f"one of {', '.join(section)}" if section else none
-            raise ConfigError(entry, f"found a name that no setting refers to, expected {known}{hint}")
+            raise ConfigError(entry, f"found a name that no setting uses, expected {known}{hint}")
 
 
 def _has(root: Any, key: Sequence[str]) -> bool:

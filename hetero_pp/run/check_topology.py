@@ -67,7 +67,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> No
     if replica.nodes > 1 and replica.rendezvous is None:
         raise ConfigError(
             (*here, "rendezvous"),
-            f"found nothing, expected HOST:PORT, at which the {replica.nodes} nodes of the replica meet",
+            f"found nothing, expected HOST:PORT for the rendezvous of the {replica.nodes} nodes",
         )
     titan = replica.torchtitan
     if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
@@ -81,7 +81,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> No
         raise ConfigError(
             (*here, "batch_size"),
             f"found micro-batches of {rows} sequences, expected a multiple of {replica.data_parallel}: "
-            "every rank takes equal parts",
+            "all ranks take equal parts",
         )
     stage = replica.deepspeed.get("zero_optimization", {}).get("stage", 0)
     if any(replica.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")) and stage == 0:
@@ -93,7 +93,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> No
         if key in replica.deepspeed:
             raise ConfigError(
                 (*here, "deepspeed", key),
-                "found a key that hetero-pp sets from the rest of this file, expected it left out",
+                "found a key that hetero-pp sets itself, expected no such key",
             )
 
 
@@ -112,7 +112,7 @@ def _check_group(
 ) -> None:
     count = replica.stage_count
     if not 1 <= count <= layers:
-        raise ConfigError((*here, "stages"), f"found {count} stages, expected from 1 to the model's {layers} layers")
+        raise ConfigError((*here, "stages"), f"found {count} stages, expected 1 to the model's {layers} layers")
     total = sum(map(len, replica.layer_ranges(layers)))
     if total != layers:
         raise ConfigError(

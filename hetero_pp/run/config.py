@@ -45,7 +45,7 @@ class SnapshotSettings(Settings):
         10, ge=1, description="rounds between snapshots; the last round always has one"
     )
     keep: Annotated[int, NotPartOf.EITHER] = Field(
-        2, ge=2, description="how many snapshots stay, the newest, beside the one that the run began with"
+        2, ge=2, description="number of newest snapshots to keep, in addition to the first one of the run"
     )
 
 
@@ -53,25 +53,28 @@ class StateSettings(Settings):
     """Schedule and location of member checkpoints: each member's own state, which no snapshot has."""
 
     every: Annotated[int | None, NotPartOf.EITHER] = Field(
-        None, ge=1, description="rounds between states that are saved; by default `snapshots.every`"
+        None, ge=1, description="rounds between member checkpoints; by default `snapshots.every`"
     )
     to: Annotated[Literal["folder", "store"], NotPartOf.EITHER] = Field(
         "folder",
-        description="`store`: copies of states go to `store.url`, too, in the background, for a machine that takes the "
-        "place of one that is gone",
+        description="`store`: copy member checkpoints to `store.url` in the background, too, so that "
+        "a replacement machine can restore them",
     )
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
         True,
-        description="copy Adam's moments to CPU memory where a round starts, 8 bytes a parameter, for a replica that "
-        "has to take the round again; else it goes on with those that it has by then, and a datacenter replica may "
-        "send twice what it was sending",
+        description="copy Adam's moments to CPU memory at the start of each round (8 bytes per "
+        "parameter), so that a replica can repeat the round. Without it, a replica that "
+        "repeats a round continues with its current moments, and a datacenter replica "
+        "may send twice the difference",
     )
 
 
 class RestartSettings(Settings):
     """Restarts by `launch` of a process that ends unexpectedly on its machine."""
 
-    count: int = Field(3, ge=0, description="of each process; then the run goes on without it")
+    count: int = Field(
+        3, ge=0, description="restarts per process within `within`; afterwards the run continues without it"
+    )
     within: Duration = Field(600.0, gt=0)
 
 
@@ -81,27 +84,28 @@ class RunConfig(Settings):
     name: Annotated[
         str, BeforeValidator(_run_name), WithJsonSchema({"type": "string", "pattern": _RUN_NAME}), NotPartOf.OUTCOME
     ] = Field(
-        description=f"the run's folder under runs/: at most {LONGEST_RUN_NAME} letters, digits, `-`, `_` and `.`",
+        description=f"name of the run's folder under runs/: at most {LONGEST_RUN_NAME} letters, "
+        "digits, `-`, `_` and `.`",
     )
     seed: int = Field(0, ge=0)
     threads: Annotated[int, NotPartOf.EITHER] = Field(
-        1, ge=1, description="threads of each process; results depend on it in the last bits"
+        1, ge=1, description="threads per process; results depend on it in the last bits"
     )
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     inner: InnerSettings = InnerSettings()
     outer: OuterSettings
     links: Annotated[dict[str, LinkSettings], NotPartOf.OUTCOME] = Field(
-        default_factory=dict, description="kinds of links by name"
+        default_factory=dict, description="kinds of links, by name"
     )
     lines: Annotated[dict[str, LineSettings], NotPartOf.EITHER] = Field(
-        default_factory=dict, description="kinds of access lines by name: what all links of a machine share"
+        default_factory=dict, description="kinds of access lines, by name; all links of a machine share its line"
     )
     sites: Annotated[dict[str, SiteSettings], NotPartOf.EITHER, WhomItConcerns()] = Field(
-        default_factory=dict, description="members behind one line, by the site's name"
+        default_factory=dict, description="members that share one access line, by name of the site"
     )
     replicas: Annotated[list[ReplicaSettings], BeforeValidator(counted)] = Field(
-        [], description="at least one, unless `plan` has participants to group"
+        [], description="at least one replica, unless `plan` has participants to group"
     )
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
@@ -167,7 +171,7 @@ class RunConfig(Settings):
         """Raise ConfigError for more replicas than exist."""
         for since, count in self.outer.taking_part.items():
             if count > len(self.replicas):
-                found = f"found {count}, expected at most the {len(self.replicas)} replicas that there are"
+                found = f"found {count}, expected at most the number of replicas, {len(self.replicas)}"
                 raise ConfigError(("outer", "taking_part", since), found)
 
     @property
@@ -180,7 +184,7 @@ class RunConfig(Settings):
         if self.plan.participants:
             raise ConfigError(
                 ("plan", "participants"),
-                f"found {len(self.plan.participants)} participants that are not grouped yet, expected none: "
+                f"found {len(self.plan.participants)} participants without a group, expected none: "
                 "`hetero-pp plan --write FILE` groups them",
             )
 

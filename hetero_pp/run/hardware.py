@@ -42,7 +42,9 @@ CATALOG: Mapping[str, Hardware] = {
     "l40s": _entry("362 TFLOP/s", "48 GB", "864 GB/s", 0.35, "NVIDIA L40S data sheet, without sparsity"),
     "rtx-4090": _entry("165 TFLOP/s", "24 GB", "1008 GB/s", 0.4, "NVIDIA Ada white paper, fp32 accumulation"),
     "rtx-3090": _entry("71 TFLOP/s", "24 GB", "936 GB/s", 0.4, "NVIDIA GA102 white paper, fp32 accumulation"),
-    "cpu-core": _entry("45 GFLOP/s", "4 GB", "10 GB/s", 0.5, "one core of a 2020s server, fp32; see `calibrate`"),
+    "cpu-core": _entry(
+        "45 GFLOP/s", "4 GB", "10 GB/s", 0.5, "one core of a 2020s server, fp32; `calibrate` measures yours"
+    ),
 }
 """Peaks are from the vendors. The MFU is an assumption: what tuned training code reaches at these models' sizes."""
 

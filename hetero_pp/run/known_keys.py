@@ -109,12 +109,12 @@ def _entries(entries: Sequence[Any], here: Key, part: str | int) -> tuple[list[i
     if named:
         meanings = [f"entry {_called(index, entries[index])}" for index in named] + ["a key of replicas"] * bool(having)
         told = f"found `{part}`, which is {' and '.join(meanings)} of {where}"
-        raise ConfigError((), f"{told}, expected a number or a name that is one entry's: {there}")
+        raise ConfigError((), f"{told}, expected a number, or a name that only one entry has: {there}")
     if not entries:
         raise ConfigError((), f"found no entry `{part}` in {where}, which has no entries")
     close = difflib.get_close_matches(str(part), [name for entry in entries if (name := _name_of(entry))], n=1)
     hint = f"; did you mean `{close[0]}`?" if close else ""
-    keys = ", or a key that replicas have, such as `batch_size`" if here == ("replicas",) else ""
+    keys = ", or a key of replicas, such as `batch_size`" if here == ("replicas",) else ""
     raise ConfigError((), f"found no entry `{part}` in {where}, expected one of {there}{keys}{hint}")
 
 

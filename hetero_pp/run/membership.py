@@ -39,7 +39,7 @@ def wanted_replicas(config: RunConfig, now: list[Any]) -> list[Any]:
     found = [entries[name] for name in dict.fromkeys(order)]
     if found != now and not config.data.repeat:
         names, expected = ", ".join(entries), ", ".join(entry["name"] for entry in now)
-        why = "with `data.repeat: false` the replicas cannot change, as each has its share of the text"
+        why = "with `data.repeat: false` the replicas cannot change, because each has its share of the text"
         raise ConfigError((REPLICAS,), f"found {names}, expected {expected}: {why}")
     return found
 
@@ -51,9 +51,11 @@ def require_known_basis(spec: RunSpec) -> None:
         if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1:
             rank = replica.boundary.dimensions(spec.shape.width)
             if rank is not None and (most is None or rank > most):
-                expected = "`full`, as nothing was compressed" if most is None else f"at most {most}, the largest rank"
+                expected = (
+                    ("`full`, because nothing was compressed") if most is None else f"at most {most}, the largest rank"
+                )
                 key = (REPLICAS, index, "boundary", "rank")
-                raise ConfigError(key, f"found {rank}, expected {expected} when the run began")
+                raise ConfigError(key, f"found {rank}, expected {expected} at the start of the run")
 
 
 def described(before: list[Any], after: list[Any]) -> str:
@@ -63,6 +65,8 @@ def described(before: list[Any], after: list[Any]) -> str:
         "with": [name for name in now if name not in was],
         "without": [name for name in was if name not in now],
         "needing": [name for name in now if name in was and now[name] != was[name] and not now[name].get(_OPTIONAL)],
-        "not needing": [name for name in now if name in was and now[name] != was[name] and now[name].get(_OPTIONAL)],
+        "without requiring": [
+            name for name in now if name in was and now[name] != was[name] and now[name].get(_OPTIONAL)
+        ],
     }
     return " and ".join(f"{how} {', '.join(names)}" for how, names in found.items() if names)

@@ -17,10 +17,12 @@ class LooseParticipant(Settings):
     """Machine that is to become a stage of a group."""
 
     name: str = Field(description="unique; letters, digits, `-` and `_`")
-    site: str | None = Field(None, description="where it stands; `pairs` may name sites")
-    hardware: str | None = Field(None, description="from the catalog, or from `simulate.hardware`")
-    uplink: str | None = Field(None, description="the kind of link to the exchange, from `links`")
-    line: str | None = Field(None, description="the kind of line of its machine, from `lines`; all at a site share one")
+    site: str | None = Field(None, description="name of the site; `pairs` may refer to it")
+    hardware: str | None = Field(None, description="hardware, from the catalog or from `simulate.hardware`")
+    uplink: str | None = Field(None, description="kind of link to the exchange, from `links`")
+    line: str | None = Field(
+        None, description="kind of access line of the machine, from `lines`; machines at one site share it"
+    )
 
 
 class PairSettings(LinkSettings):
@@ -33,17 +35,19 @@ class PlanSettings(Settings):
     """Input of `hetero-pp plan` beyond the replicas in the YAML."""
 
     participants: list[LooseParticipant] = Field([], description="machines to group")
-    pairs: list[PairSettings] = Field([], description="links between them; the entry that names most participants wins")
+    pairs: list[PairSettings] = Field(
+        [], description="links between participants; the entry that names the most participants applies"
+    )
     default: LinkSettings | None = Field(
-        None, description="between all other pairs; without it, through the uplinks of both, or their lines"
+        None, description="link between all other pairs; by default, through the uplinks or access lines of both"
     )
-    stages: int = Field(4, ge=1, description="participants of a group")
-    batch_size: int = Field(8, ge=1, description="of a group: sequences per inner step")
+    stages: int = Field(4, ge=1, description="participants per group")
+    batch_size: int = Field(8, ge=1, description="sequences per inner step of a group")
     balance: Ratio = Field(
-        0.9, gt=0, le=1, description="share of the best speed that groups keep when better links are chosen"
+        0.9, gt=0, le=1, description="share of the best speed that must remain when better links are preferred"
     )
-    few_bits: bool = Field(True, description="whether boundaries may use 4 bits a number; else the papers' bf16 alone")
-    smallest_micro_batch: int = Field(1, ge=1, description="sequences, of a group and of every replica that is planned")
+    few_bits: bool = Field(True, description="allow boundaries with 4 bits per number; otherwise only the papers' bf16")
+    smallest_micro_batch: int = Field(1, ge=1, description="sequences per micro-batch, for groups and planned replicas")
 
 
 def check_participants(
@@ -57,7 +61,7 @@ def check_participants(
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", one.name):
             raise ConfigError((*here, index, "name"), f"found `{one.name}`, expected letters, digits, `-` and `_`")
         if one.name in seen or one.name in sites:
-            raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected a name that is no other's")
+            raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected unique names")
         seen.add(one.name)
         if one.uplink is not None and one.uplink not in kinds:
             known = ", ".join(kinds) or "none are defined"

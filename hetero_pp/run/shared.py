@@ -79,8 +79,8 @@ def own_configuration(
         reason = " ".join(str(error).split())
         raise ConfigError(
             (),
-            f"the run's configuration does not fit this version of hetero-pp ({reason}); install the version "
-            "that the run has",
+            f"the run's configuration does not fit this version of hetero-pp ({reason}); install the "
+            "version of the run",
         ) from None
     _require_nothing_to_accept(config, member)
     return config.model_copy(
@@ -108,14 +108,16 @@ def _require_nothing_to_accept(config: RunConfig, member: str) -> None:
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, DatacenterReplica) or replica.name != member:
             continue
-        own = f"start {member} with `hetero-pp launch --only {member}` and a YAML of your own"
+        own = f"start {member} with `hetero-pp launch --only {member}` and your own YAML"
         if replica.nodes > 1 or replica.rendezvous is not None:
             key = "nodes" if replica.nodes > 1 else "rendezvous"
-            found = f"found `{getattr(replica, key)}`, expected one host, as a ticket lets in one"
-            raise ConfigError(("replicas", index, key), f"{found}, and its exchange names no address of it: {own}")
+            found = f"found `{getattr(replica, key)}`, expected one host, because a ticket admits one host"
+            raise ConfigError(("replicas", index, key), f"{found}, and the exchange sets no address for it: {own}")
         untold = untold_deepspeed_key(replica.deepspeed)
         if untold is not None:
-            found = "found it in what the exchange tells, expected only keys that name no file, address or code"
+            found = (
+                "found it in the configuration from the exchange, expected only keys without files, addresses or code"
+            )
             raise ConfigError(("replicas", index, "deepspeed", *untold), f"{found}: {own}")
 
 
@@ -126,7 +128,9 @@ def _own_data(config: RunConfig, data: str | None, tokenizer: Path | None) -> Da
     else:
         corpus = own.corpus if _means_the_same_everywhere(config) else Path(own.corpus).name
     if tokenizer is None and own.tokenizer != "bytes":
-        raise ConfigError((), "the exchange sent no tokenizer; give the path of the run's with --tokenizer PATH")
+        raise ConfigError(
+            (), "the exchange sent no tokenizer; give the path of the run's tokenizer with --tokenizer PATH"
+        )
     path = own.tokenizer if tokenizer is None else str(tokenizer.absolute())
     return DataSettings.model_validate(own.model_dump() | {"corpus": corpus, "tokenizer": path})
 
@@ -145,4 +149,4 @@ def require_data(config: RunConfig, member: str, data: str | None) -> None:
     """Raise ConfigError if a member reads text, and this host has no path for it."""
     reads = any(member in (replica.name, replica.members[0]) for replica in config.replicas)
     if reads and data is None and not _means_the_same_everywhere(config):
-        raise ConfigError((), f"{member} reads the run's text; give its path on this host with --data PATH")
+        raise ConfigError((), f"{member} reads the run's text; give the path of the text on this host with --data PATH")

@@ -14,12 +14,12 @@ from hetero_pp.units import parse_any
 class MeasuredCost(Settings):
     """Measured cost of one member, as `calibrate` writes it; replaces the estimate from its hardware."""
 
-    forward: Duration = Field(ge=0, description="one micro-batch, with encoding and decoding of messages")
+    forward: Duration = Field(ge=0, description="one micro-batch, including encoding and decoding of messages")
     backward: Duration = Field(ge=0)
     update: Duration = Field(ge=0, description="one optimizer step")
-    contribute: Duration = Field(ge=0, description="compressing the pseudo-gradient")
-    apply: Duration = Field(ge=0, description="decoding and applying what others sent")
-    evaluate: Duration = Field(ge=0, description="forward of one validation batch")
+    contribute: Duration = Field(ge=0, description="compression of the pseudo-gradient")
+    apply: Duration = Field(ge=0, description="decoding and application of the other contributions")
+    evaluate: Duration = Field(ge=0, description="forward pass of one validation batch")
 
 
 class FleetSettings(Settings):
@@ -27,19 +27,23 @@ class FleetSettings(Settings):
 
     count: int = Field(ge=1)
     bandwidth: tuple[Bandwidth, Bandwidth] | None = Field(
-        None, description="between stages, from and to: drawn evenly on a logarithmic scale, one for each hop"
+        None,
+        description="smallest and largest bandwidth between stages: drawn uniformly on a "
+        "logarithmic scale for each hop",
     )
-    uplink: tuple[Bandwidth, Bandwidth] | None = Field(None, description="to the exchange, likewise for each member")
+    uplink: tuple[Bandwidth, Bandwidth] | None = Field(
+        None, description="smallest and largest bandwidth to the exchange, drawn likewise for each member"
+    )
     stragglers: Ratio = Field(0.0, ge=0, le=1, description="share of members that are slow")
-    slowdown: float = Field(3.0, ge=1, description="how many times slower stragglers compute")
+    slowdown: float = Field(3.0, ge=1, description="factor by which slow members are slower")
     churn: Ratio = Field(0.0, ge=0, lt=1, description="share of members that leave within a round")
 
 
 class SiteSettings(Settings):
     """Members behind one link to the exchange, which replaces their own uplinks."""
 
-    members: list[str] = Field(min_length=1, description="members, or replicas with all of theirs")
-    uplink: str = Field(description="the kind of link that they share, from `links`")
+    members: list[str] = Field(min_length=1, description="members, or replicas with all of their members")
+    uplink: str = Field(description="kind of link that they share, from `links`")
 
 
 Figure = Annotated[
@@ -52,12 +56,12 @@ Figure = Annotated[
 class PublishedNumber(Settings):
     """Number from a paper, shown beside the prediction."""
 
-    what: str = Field(description="which number of `--json`: `outer_seconds`, `replicas.home.step_seconds`")
+    what: str = Field(description="number of `--json` to compare: `outer_seconds`, `replicas.home.step_seconds`")
     value: Figure = Field(gt=0)
-    bound: Literal["equal", "at least", "at most"] = Field("equal", description="what the paper says of the number")
-    where: str = Field(description="the paper, and where in it")
+    bound: Literal["equal", "at least", "at most"] = Field("equal", description="relation that the paper states")
+    where: str = Field(description="paper, with table or section")
     when: dict[str, Any] = Field(
-        default_factory=dict, description="keys of this file and their values: only compared where they have them"
+        default_factory=dict, description="keys of this file and the values at which the number applies"
     )
 
 
@@ -68,35 +72,39 @@ class SimulateSettings(Settings):
     """Machines, fleets and the exchange in a prediction."""
 
     machine: str = Field(ASSUMED, description="hardware of members that name none")
-    hardware: dict[str, Hardware] = Field(default_factory=dict, description="entries beside the catalog's")
+    hardware: dict[str, Hardware] = Field(default_factory=dict, description="additional entries for the catalog")
     measured: Annotated[dict[str, MeasuredCost], WhomItConcerns()] = Field(
-        default_factory=dict, description="by member"
+        default_factory=dict, description="measured costs, by member"
     )
     fleets: Annotated[dict[str, FleetSettings], WhomItConcerns()] = Field(
-        default_factory=dict, description="by replica"
+        default_factory=dict, description="randomly drawn replicas, by replica"
     )
     exchange: ExchangeKind = Field(
         "gather",
-        description="how contributions are exchanged: `gather` is what `launch` does, and an object store; the others "
-        "are predicted only",
+        description="exchange of contributions: `gather` is what `launch` and an object store do; "
+        "the others are only predicted",
     )
     aggregate: Literal["union", "dense"] = Field(
-        "union", description="what a parameter server sends back: what any replica sent, or every parameter"
+        "union", description="answer of a parameter server: every value that any replica sent, or all parameters"
     )
     exchange_bandwidth: Bandwidth | None = Field(
-        None, gt=0, description="of the exchange itself, each way, shared by all members; unlimited by default"
+        None,
+        gt=0,
+        description="bandwidth of the exchange in each direction, shared by all members; unlimited by default",
     )
     sites: Annotated[dict[str, SiteSettings], WhomItConcerns()] = Field(
-        default_factory=dict, description="members that share an uplink"
+        default_factory=dict, description="members that share an uplink, by name of the site"
     )
-    published: list[PublishedNumber] = Field(default_factory=list, description="numbers of papers, shown beside ours")
+    published: list[PublishedNumber] = Field(
+        default_factory=list, description="numbers from papers, shown beside the prediction"
+    )
     rows: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="by name, keys of this file and values: a prediction with each, as a sweep"
+        default_factory=dict, description="rows of predictions: values of keys of this file, by name of the row"
     )
     sweep: str | None = Field(None, description="KEY=FROM..TO or KEY=A,B: predict at these values, as --sweep does")
-    curves: str | None = Field(None, description="KEY=A,B: a curve of the sweep for each, as --curves does")
-    tokens: int | None = Field(None, ge=1, description="token budget; by default that of the run")
-    seed: int = Field(0, ge=0, description="of jitter and fleets")
+    curves: str | None = Field(None, description="KEY=A,B: draw one curve of the sweep for each, as --curves does")
+    tokens: int | None = Field(None, ge=1, description="token budget; by default the run's")
+    seed: int = Field(0, ge=0, description="seed of jitter and fleets")
 
     @model_validator(mode="after")
     def _one_sweep(self) -> SimulateSettings:

@@ -106,7 +106,7 @@ class RunSpec:
         if config.outer.counts and len(changes.replicas_since) > 1:
             told = f"found other replicas from round {changes.replicas_since[1]} on, expected the same"
             raise ConfigError(
-                ("replicas",), f"{told}: `outer.taking_part` and `outer.pretraining` count replicas by their order"
+                ("replicas",), f"{told}: `outer.taking_part` and `outer.pretraining` refer to replicas by their order"
             )
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
@@ -132,7 +132,7 @@ class RunSpec:
     @property
     def inner_steps(self) -> int:
         """H. Raises ConfigError if a round lasts a given time."""
-        return self.config.inner.require_steps("how many fit into a round is not known")
+        return self.config.inner.require_steps("the number of steps per round is not known in advance")
 
     def with_changes(self, changes: Changes) -> RunSpec:
         """Return the same run with other changes."""
@@ -200,7 +200,7 @@ class RunSpec:
 
     def steps_planned_in(self, round_: int) -> int:
         """Return the inner steps of the whole run as planned when this round was trained."""
-        assert self.config.inner.steps is not None, "a round is time"
+        assert self.config.inner.steps is not None, "a round has a fixed duration"
         return self.at(round_).outer.rounds * self.config.inner.steps
 
     def rates_in(self, round_: int, first: int, expected: int | None) -> LearningRates:

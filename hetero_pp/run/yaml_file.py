@@ -58,7 +58,7 @@ class ConfigFile:
         is_kept = self.path.stem.startswith("config") and any((folder / name).exists() for name in _OF_A_RUN)
         if not is_kept or not str(error).startswith(str(self.path)):
             return error
-        why = "hetero-pp wrote this file when the run began, and it was cut off or edited since"
+        why = "hetero-pp wrote this file at the start of the run, and it has been truncated or edited since"
         return ConfigError((), f"{error}; {why}: restore it from a copy")
 
     @property

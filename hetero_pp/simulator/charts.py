@@ -87,7 +87,7 @@ def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
         is_limited = any(link.shape(way).bandwidth is not None for way in DIRECTIONS)
         sizes = f"→ {_bytes(one.forward_bytes for one in same)}  ← {_bytes(one.backward_bytes for one in same)}"
         busy = [fmean(one.forward_busy for one in same), fmean(one.backward_busy for one in same)]
-        why = "limited by its lines" if link.has_lines else "no limit"
+        why = "limited by its access lines" if link.has_lines else "no limit"
         yield _Row(
             range_of([one.name for one in same]), busy if is_limited else [], sizes + f" ({why})" * (not is_limited)
         )
@@ -183,7 +183,7 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
         numbers = [sweep.number(value) for value in predictions]
         places = [number[0] if number and unit else value for number, value in zip(numbers, predictions, strict=True)]
         relative = [100 * one.utilization["relative"] for one in predictions.values()]
-        left.plot(places, relative, marker=".", label=name or "of what free links allow")
+        left.plot(places, relative, marker=".", label=name or "relative to free links")
         for place, prediction in zip(places, predictions.values(), strict=True):
             for one in prediction.published:
                 if one.what == "utilization.relative":
@@ -191,9 +191,9 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
                     published[one.bound] = one.where
         if curves is None:
             absolute = [100 * one.utilization["absolute"] for one in predictions.values()]
-            left.plot(places, absolute, marker=".", label="of all time")
+            left.plot(places, absolute, marker=".", label="of the total time")
         right.plot(places, [one.round_seconds for one in predictions.values()], marker=".", label=name or None)
-    left.set(ylabel="members train, % of what free links allow" if curves is not None else "members train, %")
+    left.set(ylabel="members train, % relative to free links" if curves is not None else "members train, %")
     left.set_ylim(0, 105)
     right.set(ylabel="time of a round", yscale="log")
     rounds = [one.round_seconds for of in found.values() for one in of.values()]
@@ -238,7 +238,7 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
     volumes.barh([row - 0.2 for row in places], [one.sent_bytes for one in predictions], 0.4, label="sent")
     volumes.barh([row + 0.2 for row in places], [one.received_bytes for one in predictions], 0.4, label="received")
     least = min(min(one.sent_bytes, one.received_bytes) for one in predictions)
-    volumes.set(xlabel="a replica in all rounds", xscale="log", xlim=(least / 3 or 1, None))
+    volumes.set(xlabel="per replica in all rounds", xscale="log", xlim=(least / 3 or 1, None))
     _scale(volumes.xaxis, "B", [size for one in predictions for size in (one.sent_bytes, one.received_bytes) if size])
     for axes in others:
         _draw_ratios(axes, predictions)

@@ -104,14 +104,14 @@ def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
         if name not in names:
             raise ConfigError(
                 ("simulate", "fleets", name),
-                f"found `{name}`, which is no replica of this run, expected one of {', '.join(names)}",
+                f"found `{name}`, which is not a replica of this run, expected one of {', '.join(names)}",
             )
     for name in spec.config.simulate.measured:
         if name not in spec.members:
             raise ConfigError(
                 ("simulate", "measured", name),
-                f"found costs of `{name}`, which is no member of this run: they were measured for another topology; "
-                "measure this one with `hetero-pp calibrate`",
+                f"found costs of `{name}`, which is not a member of this run; measure this topology with "
+                "`hetero-pp calibrate`",
             )
     check_exchange(spec)
     for replicas in equal_replicas(spec):

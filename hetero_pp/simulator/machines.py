@@ -13,7 +13,7 @@ from hetero_pp.units import format_bytes
 SHOWN = 5
 """Largest number of names in a message."""
 
-HOW_TO_NAME = "name it with `hardware: h100` of the replica, or for all with `--set simulate.machine=h100`"
+HOW_TO_NAME = "set `hardware: h100` of the replica, or of all members with `--set simulate.machine=h100`"
 
 
 def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
@@ -36,7 +36,7 @@ def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
     core = hardware_named(ASSUMED, settings.hardware, ("simulate", "machine"))
     speed = f"{core.achieved_flops / 1e9:.3g} GFLOP/s in training, {format_bytes(core.memory)}"
     names = ", ".join(unnamed[:SHOWN]) + (f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else "")
-    return f"no hardware is named for {names}, so a CPU core each is assumed ({speed}): {HOW_TO_NAME}"
+    return f"no hardware is set for {names}, so one CPU core each is assumed ({speed}): {HOW_TO_NAME}"
 
 
 def assumed_in(spec: RunSpec) -> str:

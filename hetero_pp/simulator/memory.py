@@ -57,21 +57,23 @@ def _micro_batches_in_flight(member: MemberSpec) -> int:
 def memory_assumptions(config: RunConfig) -> list[str]:
     """State the assumptions of the predicted memory, a sentence for each kind."""
     groups = any(isinstance(one, ParticipantsReplica) and one.stage_count > 1 for one in config.replicas)
-    extra = ": a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
+    extra = "; a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
     found = [
-        "weights and gradients: fp32, 4 bytes a parameter each; moments: AdamW's two, 8 bytes a parameter",
-        "outer state: error feedback and the start of the round, 8 bytes a parameter; tables: what boundaries keep",
-        "activations: bf16; a layer keeps 10 x width + 4 x feed-forward values a token for each micro-batch in "
-        f"flight{extra}; fp32, as stages and the engine torch compute, takes twice as much",
-        "a backward pass also holds the larger of: 4 x vocabulary fp32 values a token for logits, log-softmax and "
-        "the gradients of both; 2 x width + 2 x feed-forward values for gradients of a layer, and what it recomputes",
+        "weights and gradients: fp32, 4 bytes per parameter each; moments: AdamW's two, 8 bytes per parameter",
+        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: tables "
+        "of the boundaries",
+        "activations: bf16; a layer keeps 10 x width + 4 x feed-forward values per token for each "
+        f"micro-batch in flight{extra}; fp32, as in stages and the engine torch, takes twice as much",
+        "a backward pass also needs the larger of two amounts: 4 x vocabulary fp32 values per token "
+        "(logits, log-softmax and the gradients of both), or 2 x width + 2 x feed-forward values "
+        "(gradients of a layer) and recomputed activations",
     ]
     if any(checkpointing_of(one) != "none" for one in config.replicas):
         found.append(
-            "activation_checkpointing: full keeps 1 x width values a layer and token, selective 5 x width + "
-            "1 x feed-forward (4 x width on a CPU); either recomputes one layer at a time"
+            "activation_checkpointing: full keeps 1 x width values per layer and token, selective 5 x "
+            "width + 1 x feed-forward (4 x width on a CPU); both recompute one layer at a time"
         )
-    return [*found, "not counted: CUDA and the framework, fragmentation, buffers of collectives"]
+    return [*found, "not included: CUDA and the framework, fragmentation, buffers of collectives"]
 
 
 def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float], capacity: float) -> None:
@@ -82,8 +84,8 @@ def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float],
     largest = sorted(by_kind(held).items(), key=lambda one: -one[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
     found = (
-        f"{member.name} needs {format_bytes(needed)} of memory and has {format_bytes(capacity)}: "
-        f"{format_bytes(needed - capacity)} too much ({parts})"
+        f"{member.name} needs {format_bytes(needed)} of memory, expected at most "
+        f"{format_bytes(capacity)}: {format_bytes(needed - capacity)} too much ({parts})"
     )
     remedy = _remedy(spec, member, needed, capacity)
     assumed = assumption(spec.config.simulate, unnamed([member]))
@@ -111,11 +113,11 @@ def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -
     ]
     useful = [(change, size) for change, size in saved if size >= _LEAST_SAVING * needed]
     if not useful:
-        return "parameters and moments decide: machines with more memory, or more of them, would help"
+        return "parameters and moments take the most; use machines with more memory, or more machines"
     enough = [(change, size) for change, size in useful if needed - size <= capacity]
     best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
     key = f"--set replicas.{member.replica.name}.{best.key}={best.value}"
-    return f"{key} would save {format_bytes(size)}" + ("" if enough else ", which is not enough")
+    return f"{key} saves {format_bytes(size)}" + ("" if enough else ", which is not enough")
 
 
 def _changes(replica: ReplicaSettings) -> Iterator[_Change]:

@@ -4,8 +4,8 @@ Shapes: S stages, G groups of equal shape. Every event ends at max(what it waits
 step's events, in an order that all groups share, gives exact times for all of them; nothing is sampled or averaged.
 
 The events are those of stages.worker. Computations follow the order of the schedule. Sends return at once, and each
-direction of a link is a queue of its own. The optimizer step runs as soon as the norm of the whole replica is known: on
-the first stage at the end of a step, elsewhere with the next step's first activation, or with the flush.
+direction of a link is a queue of its own. The optimizer step runs as soon as the norm of the whole replica is known. On
+the first stage this is at the end of a step, elsewhere with the next step's first activation, or with the flush.
 
 If links share lines, the times themselves decide which of two messages leaves first. Then every group is timed
 separately, event by event (hetero_pp.simulator.fluid).
@@ -159,7 +159,7 @@ def _merged(events_of_stages: Sequence[Sequence[Event]]) -> Sequence[tuple[int, 
                 event = events.pop()
                 sent.add((event.action, stage, event.micro_batch))
                 order.append((stage, event))
-        assert len(order) > before, "the schedule waits for itself"
+        assert len(order) > before, "the schedule has a deadlock"
     return order
 
 

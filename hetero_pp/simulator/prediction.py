@@ -181,7 +181,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
         cell = "taking_part" if spec.config.outer.taking_part else "pretraining"
         raise ConfigError(
             ("outer", cell),
-            "found rounds in which only some replicas take part, expected all: predictions assume equal rounds",
+            "found rounds with only some of the replicas, expected all: predictions assume equal rounds",
         )
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))

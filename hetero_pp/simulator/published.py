@@ -58,7 +58,8 @@ def _compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comp
         found = _at(prediction, number.what, (*key, "what"), "a number of `--json` such as `outer_seconds`")
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise ConfigError(
-                (*key, "what"), f"found `{number.what}`, expected the path of a number in what `simulate --json` writes"
+                (*key, "what"),
+                f"found `{number.what}`, expected the path of a number in the output of `simulate --json`",
             )
         yield Comparison(number.what, number.where, number.bound, number.value, float(found))
 

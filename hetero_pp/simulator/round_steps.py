@@ -80,7 +80,8 @@ def round_lengths(
         if not np.all(a_step > 0):
             raise ConfigError(
                 ("inner", "seconds"),
-                "found steps that take 0 s, expected a machine on which they take time: a round has a number of them",
+                "found steps that take 0 s, expected a machine with a finite speed: `inner.seconds` has "
+                "to give a number of steps",
             )
         found.append(SoMuchTime(inner.seconds, ends[0], a_step))
     return found

@@ -106,19 +106,22 @@ def _check_shared(spec: RunSpec, line: LineSpec) -> None:
         if len(line.members) > 1 and fleet is not None and fleet.count > 1:
             raise ConfigError(
                 ("sites", line.name, "members"),
-                f"found {member.name}, one of {fleet.count} of its kind in simulate.fleets, expected a single replica",
+                f"found {member.name}, one of {fleet.count} replicas in simulate.fleets, expected a single replica",
             )
 
 
 def _check_ring(spec: RunSpec) -> None:
     simulate, key = spec.config.simulate, ("simulate", "exchange")
     if any(len(replica.members) > 1 for replica in spec.config.replicas):
-        raise ConfigError(key, f"found `{simulate.exchange}` with participant groups, expected whole replicas")
+        raise ConfigError(
+            key, f"found `{simulate.exchange}` with participant groups, expected datacenter replicas only"
+        )
     if simulate.exchange == "ring_all_reduce" and spec.config.outer.compression.density < 1:
         raise ConfigError(
             key,
-            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: sums of "
-            "sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` passes them on as they are",
+            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: "
+            "sums of sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` "
+            "forwards them unchanged",
         )
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
     if simulate.sites or shared or simulate.exchange_bandwidth is not None:

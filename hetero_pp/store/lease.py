@@ -75,7 +75,7 @@ def _locked(path: Path, store: Store) -> Iterator[None]:
 def _taken(store: Store, who: str = "") -> ConfigError:
     by = f" ({who})" if who else ""
     return ConfigError(
-        (), f"{store.url()}: another launch uses the log of this run{by}; wait until it has ended, or end it"
+        (), f"{store.url()}: another launch uses the log of this run{by}; wait until it has ended, or stop it"
     )
 
 
@@ -136,7 +136,7 @@ class _Lease:
                 self._beat(count)
                 last = self._last()
                 if last > self._number:
-                    on_lost(f"{self._store.url()}: another launch ({self._told(last).who}) has taken this run over")
+                    on_lost(f"{self._store.url()}: another launch ({self._told(last).who}) has taken over this run")
                     return
 
     def _beat(self, count: int) -> None:

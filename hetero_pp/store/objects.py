@@ -87,7 +87,9 @@ class ObjectStore:
             for page in self._pages(folder):
                 found += page
                 if len(found) > KEYS_MAX:
-                    raise StoreError(f"{self.url(folder)}: lists more than {KEYS_MAX:,} objects; the listing was ended")
+                    raise StoreError(
+                        f"{self.url(folder)}: found more than {KEYS_MAX:,} objects in the list; stopped reading it"
+                    )
             return sorted(found)
 
     def names(self, folder: str = "") -> list[str]:
@@ -173,7 +175,7 @@ class ObjectStore:
             while not (await asyncio.wait([asked], timeout=LISTING_CHECK_SECONDS))[0]:
                 if process.memory_info().rss > most:
                     asked.cancel()
-                    told = f"takes more than {format_bytes(LISTING_BYTES_MAX)}; it was ended"
+                    told = f"is longer than {format_bytes(LISTING_BYTES_MAX)}; stopped reading it"
                     raise StoreError(f"{self.url(prefix or '')}: its list of objects {told}")
             return asked.result()
 
@@ -189,7 +191,7 @@ class ObjectStore:
             pause = SILENT_SECONDS
             while not answered.wait(pause):
                 silent = time.monotonic() - since
-                print(f"{self.url(key)}: the store has been silent for {silent:.0f} s", file=sys.stderr, flush=True)
+                print(f"{self.url(key)}: the store did not answer for {silent:.0f} s", file=sys.stderr, flush=True)
                 pause = max(silent, SILENT_SECONDS)
 
         watcher = threading.Thread(target=watch, name="silence", daemon=True)
@@ -256,7 +258,7 @@ def _reason(error: Exception) -> str:
     """Shorten an error of many lines to the server's message, the system's message, or its first line."""
     text = str(error)
     if "169.254.169.254" in text:  # metadata service of cloud machines, the last source of credentials that is tried
-        return "found no credentials: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        return "found no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     said = re.search(r"<Message>(.+?)</Message>", text, re.DOTALL) or re.search(r'\bmessage: "(.+?)"', text)
     first = text.split("\n", 1)[0]
     return without_controls(" ".join((said[1] if said else first.rpartition(" - ")[2]).split()).rstrip("."))

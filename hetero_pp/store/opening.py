@@ -36,7 +36,9 @@ def open_store(url: str, endpoint: str | None = None, region: str | None = None,
     try:
         from hetero_pp.store.objects import ObjectStore
     except ModuleNotFoundError:
-        raise ConfigError((), f"{bare}: such a store needs an extra: pip install 'hetero-pp[objects]'") from None
+        raise ConfigError(
+            (), f"{bare}: this kind of store needs an optional package: pip install 'hetero-pp[objects]'"
+        ) from None
     options = {key: value for key, value in (("endpoint", endpoint), ("region", region)) if value is not None} | asked
     if bare.startswith("s3:"):
         options |= credentials_from_file()
@@ -62,11 +64,13 @@ def parsed(url: str) -> tuple[str, dict[str, str]]:
         return "memory:", {}
     bare = parts._replace(query="", fragment="").geturl().rstrip("/")
     if "@" in parts.netloc:
-        raise ConfigError((), f"{parts.scheme}://: found credentials in a URL, expected them in variables or a file")
+        raise ConfigError(
+            (), f"{parts.scheme}://: found credentials in a URL, expected them in environment variables or a file"
+        )
     if not parts.netloc:
         raise ConfigError((), f"{url}: found no bucket, expected {parts.scheme}://BUCKET/FOLDER")
     asked = dict(parse_qsl(parts.query, keep_blank_values=True))
     unknown = sorted(asked.keys() - set(OPTIONS))
     if unknown:
-        raise ConfigError((), f"{bare}: found `{unknown[0]}`, expected {' or '.join(OPTIONS)} behind the question mark")
+        raise ConfigError((), f"{bare}: found `{unknown[0]}`, expected {' or '.join(OPTIONS)} after the question mark")
     return bare, asked

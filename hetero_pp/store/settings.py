@@ -26,19 +26,21 @@ class StoreSettings(Settings):
 
     url: str | None = Field(
         None,
-        description="a folder, or s3://BUCKET/FOLDER, gs://..., az://...: the log lies there under the run's name; "
-        "by default in the run's own folder, on the host of the exchange",
+        description="a folder, or s3://BUCKET/FOLDER, gs://..., az://...: location of the run log, "
+        "in a folder with the run's name; by default the run's own folder on the host of "
+        "the exchange",
         examples=["s3://runs/mine"],
     )
     endpoint: str | None = Field(
-        None, description="where a service that is not Amazon's speaks S3", examples=["http://127.0.0.1:8333"]
+        None, description="address of an S3 service other than Amazon's", examples=["http://127.0.0.1:8333"]
     )
     history: Literal["whole", "recent"] = Field(
         "whole",
-        description="`recent`: contributions that are older than the snapshots that stay are removed; nobody can "
-        "replay their rounds, and who was away for longer begins with an empty error feedback",
+        description="`recent`: delete contributions older than the kept snapshots. Their rounds can "
+        "then no longer be replayed, and a member that was absent for longer starts with "
+        "an empty error feedback",
     )
-    region: str | None = Field(None, description="of an S3 bucket", examples=["eu-central-1"])
+    region: str | None = Field(None, description="region of an S3 bucket", examples=["eu-central-1"])
 
     @field_validator("url")
     @classmethod

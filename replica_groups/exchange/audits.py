@@ -44,8 +44,8 @@ def write_audit(store: Store, round_: int, record: bytes, parameters: bytes) -> 
     known = read_audit(store, round_)
     if known != audit:
         raise HeteroPPError(
-            f"{store.url(audit_key(round_))}: the parameters after round {round_} were {known.parameters_sha256}, "
-            f"and are {audit.parameters_sha256} now"
+            f"{store.url(audit_key(round_))}: found parameters after round {round_} with sha256 "
+            f"{audit.parameters_sha256}, expected {known.parameters_sha256} as audited before"
         )
 
 

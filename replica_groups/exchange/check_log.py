@@ -110,7 +110,9 @@ class LogCheck:
         if self._theta is None:
             self._begin(snapshot)
         elif (replayed := self.snapshot(round_)) is None or _sha256(replayed.tensors()) != _sha256(snapshot.tensors()):
-            self._damaged.append(f"{self._log.store.url(snapshot_key(round_))} is not what the log gives")
+            self._damaged.append(
+                f"{self._log.store.url(snapshot_key(round_))} differs from the parameters that the log gives"
+            )
             return False
         return True
 

@@ -236,7 +236,7 @@ class Decisions:
             self.changed.wait_for(lambda: self.failure is not None or condition() or not is_asked())
             self.require_alive()
             if not is_asked() and not condition():
-                raise AskAgain("who has asked is gone, or has waited as long as a call may")
+                raise AskAgain("the caller disconnected, or has waited for the longest time of a call")
 
     def wake(self) -> None:
         """Who has asked may be gone."""
@@ -251,7 +251,7 @@ class Decisions:
                 lambda: (place, process) in self._welcomed or (own.applicant != process and not own.claiming), is_asked
             )
             if (place, process) not in self._welcomed:
-                raise Refused(f"{place}: another process has asked for this place in the meantime")
+                raise Refused(f"{place}: another process has requested this slot in the meantime")
             return self._welcomed[place, process]
 
     def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
@@ -304,7 +304,7 @@ class Decisions:
     def require_term(self, place: str, term: int) -> None:
         """Raise TermOver if a term does not act any more."""
         if not self.coordinator.holds(place, term):
-            raise TermOver(f"{place}: another process holds this place now (incarnation {term} has ended)")
+            raise TermOver(f"{place}: another process holds this slot now (incarnation {term} has ended)")
 
     # ---- time ----
 

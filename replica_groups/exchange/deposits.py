@@ -128,7 +128,9 @@ class Deposits:
 
     def _expect_address(self, member: str, address: BlobAddress) -> None:
         if self._roster.members[member] != address.replica or address.block not in self._roster.blocks[member]:
-            raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's", Kind.FORBIDDEN)
+            raise self._refused(
+                member, f"`{address.block}` of {address.replica} does not belong to this member", Kind.FORBIDDEN
+            )
         if address.run != self._run:
             raise self._refused(member, "a contribution to another run", Kind.UNEXPECTED)
 
@@ -144,7 +146,7 @@ class Deposits:
             reason = f"found round {round_}, expected {last_round + 1}"
             raise self._refused(offer.member, reason, Kind.UNEXPECTED)
         if round_ > last_round and offer.epoch != current:
-            raise Suspended(f"{replica} was formed again in the meantime")
+            raise Suspended(f"{replica} has a new generation")
         return round_ > last_round
 
     def _begins_to_keep(self, offer: Offer) -> bool:

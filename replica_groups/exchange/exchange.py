@@ -221,7 +221,7 @@ class Exchange:
         if self._goes_on:
             self.last_round()
         if self.coordinator.rounds is None:
-            raise self._refused(member, "the run has not begun: not all members have joined")
+            raise self._refused(member, "the run has not started: some members have not joined")
 
     def last_round(self, is_asked: IsAsked = always) -> int:
         """See ExchangeService."""
@@ -258,14 +258,14 @@ class Exchange:
         tensors = self._snapshot("a member", self._newest if round_ is None else round_).tensors()
         unknown = [name for name in names if name not in tensors]
         if unknown:
-            more = f" and of {len(unknown) - 1} other names" if len(unknown) > 1 else ""
-            raise self._refused("a member", f"no tensors of the name {unknown[0]:.80}{more} in the snapshot")
+            more = f" and {len(unknown) - 1} other names" if len(unknown) > 1 else ""
+            raise self._refused("a member", f"found no tensor named {unknown[0]:.80}{more} in the snapshot")
         return {name: tensors[name] for name in names}
 
     def _snapshot(self, sender: str, round_: int) -> Snapshot:
         """After a round, from the log unless it is the one that was asked for last."""
         if self._held is None:
-            raise self._refused(sender, "the run has not begun: not all members have joined")
+            raise self._refused(sender, "the run has not started: some members have not joined")
         with self._reading:  # not the lock of everything else: this may take minutes
             if self._held.round != round_:
                 try:
@@ -366,12 +366,12 @@ class Exchange:
         except (ValueError, RecursionError):
             told = None
         if not isinstance(told, dict):
-            raise self._refused(member, "a configuration that is no JSON object", Kind.MALFORMED)
+            raise self._refused(member, "a configuration that is not a JSON object", Kind.MALFORMED)
         complaint = "" if self._agreement is None else self._agreement.complaint(told)
         if complaint:
             raise self._refused(member, f"was started with another configuration than the exchange: {complaint}")
         if tokens and not is_digest(tokens):
-            raise self._refused(member, "a digest of tokens that is none", Kind.MALFORMED)
+            raise self._refused(member, "an invalid digest of tokens", Kind.MALFORMED)
         with self._taking:
             self._tokens[member] = tokens
             self._require_same_text(member)
@@ -459,7 +459,7 @@ class Exchange:
     def _ends(self, member: str, epoch: int, term: int, blamed: str) -> Sequence[HeldBy]:
         """The link between a member and one that it blames, with the holders that its group was formed of."""
         if blamed not in self._beside(member):
-            raise self._refused(member, f"blames {blamed}, which is no stage beside it", Kind.FORBIDDEN)
+            raise self._refused(member, f"blames {blamed}, which is not a neighbouring stage", Kind.FORBIDDEN)
         with self._changed:
             formed = self._formed.get(member)
             if formed is None or formed.epoch != epoch or formed.members[member].term != term:
@@ -645,9 +645,9 @@ class Exchange:
         if not 1 <= round_ <= self._rounds or not sha256.keys() <= self._names:
             raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
         if member != EXCHANGE and not {block_of(name) for name in sha256} <= self.roster.holds(member):
-            raise self._refused(member, "hashes of parameters that are another's", Kind.FORBIDDEN)
+            raise self._refused(member, "hashes of another member's parameters", Kind.FORBIDDEN)
         if any(len(digest) != DIGEST_BYTES for digest in sha256.values()):
-            raise self._refused(member, f"a hash that is not of {DIGEST_BYTES} bytes", Kind.MALFORMED)
+            raise self._refused(member, f"a hash that does not have {DIGEST_BYTES} bytes", Kind.MALFORMED)
         if member == EXCHANGE:
             self.decisions.tell(e.Audited(round_, sha256))
         elif round_ <= self.coordinator.last_round:  # later ones would take the place of those that wait
@@ -669,7 +669,7 @@ class Exchange:
             hashes = {name: value for one in members for name, value in confirmed[one].items()}
         missing = self._names - hashes.keys()
         if missing:
-            raise self._refused(member, f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
+            raise self._refused(member, f"no member of {replica} confirmed {sorted(missing)} in round {round_}")
         verified = RoundVerified(round=round_, replica=replica, parameters_sha256=parameters_sha256(hashes))
         self.report([Report(member=EXCHANGE, round_verified=verified)])
 
@@ -822,7 +822,7 @@ class Exchange:
 
     def _expect_member(self, member: str) -> None:
         if member not in self.roster.members:
-            raise self._refused(member, "is no member of this run", Kind.FORBIDDEN)
+            raise self._refused(member, "is not a member of this run", Kind.FORBIDDEN)
 
     def _is_over(self, member: str, term: int | None) -> bool:
         """Whether a term does not act, of a member that has named it."""

@@ -165,7 +165,8 @@ def _require_unchanged(wanted: Values) -> None:
     if others:
         keys = ", ".join(f"`{key}`" for key in others)
         raise UnderWay(
-            f"{keys}: members of the run still train with the old value; end them before the change, or leave it out"
+            f"{keys}: members of the run still train with the old value; stop them before the change, or "
+            "undo the change"
         )
 
 
@@ -230,7 +231,7 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
     if start.snapshot.round > rounds:
         raise HeteroPPError(
-            f"outer.rounds: found {rounds}, expected at least {start.snapshot.round}, as so many rounds are done"
+            f"outer.rounds: found {rounds}, expected at least {start.snapshot.round}, the number of finished rounds"
         )
     return start
 

@@ -119,7 +119,7 @@ class Lobby:
         with self._lock:
             self._forget()
             if ticket in self._probes or ticket in self._guests:
-                raise Forbidden(f"a line is measured once in {PROBE_AGAIN_SECONDS:g} seconds")
+                raise Forbidden(f"a line is measured at most once in {PROBE_AGAIN_SECONDS:g} seconds")
             self._probes[ticket] = self._answered[ticket] = self._clock()
             self._probing[ticket] = end
 
@@ -148,7 +148,7 @@ class Lobby:
         with self._lock:
             self._forget()
             if not free:
-                raise Refused("no place of the run is free")
+                raise Refused("no slot of the run is free")
             if ticket in self._promised and self._promised[ticket][0] not in free:
                 del self._promised[ticket]
             if ticket not in self._promised:

@@ -127,7 +127,7 @@ class ContributionLog:
         found = before_gap(rounds | ({0} if rounds else set()))
         for stray in sorted(rounds - set(found))[-1:]:
             if self.has_record(stray):
-                told = f"no round between {found[-1]} and {stray} is there; move it out of the log"
+                told = f"the rounds between {found[-1]} and {stray} are missing; move it out of the log"
                 raise DamagedFile(f"{self.store.url(round_key(stray))} does not belong to this run: {told}")
         return [round_ for round_ in found if round_]
 

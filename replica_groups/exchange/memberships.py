@@ -122,11 +122,11 @@ class Memberships:
         """The place that a ticket names. Raises as `enrol`."""
         place, until, used, revoked = self._ticket(ticket)
         if revoked:
-            raise Forbidden("the ticket was taken back")
+            raise Forbidden("the ticket was revoked")
         if used not in (None, key):
-            raise Forbidden("the ticket was used already: it lets one process in")
+            raise Forbidden("the ticket was used already: it admits one process")
         if used is None and self._clock() > until:
-            raise Forbidden("the ticket is over: ask for another")
+            raise Forbidden("the ticket has expired: ask for another")
         return place
 
     def _has_place(self, ticket: str) -> bool:
@@ -137,19 +137,19 @@ class Memberships:
         found = self._database.execute("SELECT place, until, key, revoked FROM tickets WHERE id = ?", (ticket,))
         row: tuple[str | None, float, bytes | None, int] | None = found.fetchone()
         if row is None:
-            raise Refused("the ticket is not of this run")
+            raise Refused("the ticket does not belong to this run")
         return row
 
     def _place_for(self, wanted: str | None, vacant: Collection[str]) -> str:
         if wanted is not None:
             if self._is_taken(wanted):
-                ask = "ask who serves the run to free it (`hetero-pp revoke`), or for a ticket to another slot"
+                ask = "ask the operator of the run to free it (`hetero-pp revoke`), or for a ticket to another slot"
                 raise Refused(f"{wanted} is taken by another host: {ask}")
             return wanted
         held = {holder.place for holder in self.holders() if self._is_in(holder)}
         free = [place for place in vacant if place not in held]
         if not free:
-            raise Refused("no place of the run is free")
+            raise Refused("no slot of the run is free")
         return free[0]
 
     def _let_in(self, ticket: str, key: bytes, place: str, seconds: float) -> None:
@@ -167,7 +167,7 @@ class Memberships:
                 (self._clock() + seconds, place, number, key),
             )
             if changed.rowcount != 1:
-                raise Forbidden("a certificate is renewed for the key that it began with")
+                raise Forbidden("a certificate can only be renewed for its original key")
             found = self._newest(place)
             assert found is not None
             return found
@@ -225,13 +225,13 @@ class Memberships:
                 "SELECT ticket FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL", (what, what)
             ).fetchall()
             if not tickets and not holders:
-                raise Refused(f"found nobody that was invited to {what}, and no ticket of that name")
+                raise Refused(f"found no host that was invited to {what}, and no ticket with this id")
             self._database.executemany("UPDATE tickets SET revoked = 1 WHERE id = ?", [*tickets, *used])
             self._database.executemany(
                 "UPDATE holders SET ended = 'it was taken back' WHERE place = ? AND holder = ?", holders
             )
         return [f"the ticket {ticket}" for (ticket,) in tickets] + [
-            f"{place} from its holder number {number}" for place, number in holders
+            f"{place} (holder number {number})" for place, number in holders
         ]
 
     def require_in(self, place: str, number: int) -> None:
@@ -243,7 +243,7 @@ class Memberships:
         """Raise Refused for a ticket that lets nobody in, whatever its key."""
         with self._lock:
             if self._ticket(ticket)[3]:
-                raise Refused("the ticket was taken back")
+                raise Refused("the ticket was revoked")
 
     def held_by(self, place: str) -> Holder | None:
         """Who holds a place; None if nobody does that was invited."""
@@ -261,9 +261,9 @@ class Memberships:
     def _require_in(self, place: str, number: int) -> None:
         newest = self._newest(place)
         if newest is None or number > newest.number:
-            raise Refused(f"{place} was given to nobody of this number")
+            raise Refused(f"{place} has had no holder of this number")
         if number < newest.number:
-            raise Refused(f"{place} was given to another holder since")
+            raise Refused(f"{place} has been given to another holder since")
         if newest.ended is not None:
             raise Refused(f"{place}: {newest.ended}")
         if not self._is_in(newest):
@@ -271,7 +271,7 @@ class Memberships:
 
     def _require_free(self, place: str) -> None:
         if self._is_taken(place):
-            raise Refused(f"{place} is taken: `hetero-pp revoke` takes it back")
+            raise Refused(f"{place} is taken: `hetero-pp revoke` frees it")
 
     def _is_taken(self, place: str) -> bool:
         newest = self._newest(place)

@@ -43,7 +43,7 @@ class Obstacles:
             if is_due:
                 known.told = now
         if is_due:
-            print(f"{EXCHANGE}: {why}; trying again", file=sys.stderr, flush=True)
+            print(f"{EXCHANGE}: {why}; retrying", file=sys.stderr, flush=True)
 
     def over(self, operation: Hashable) -> None:
         """An operation was done, or is not needed any more."""

@@ -35,5 +35,5 @@ def require_unused(log: ContributionLog) -> None:
     if log.last_record() or log.snapshots():
         raise ConfigError(
             ("store", "url"),
-            f"found a run in {log.store.url()}, expected none there; resume it with --resume, or give another `name`",
+            f"found a run in {log.store.url()}, expected none; resume it with --resume, or use another `name`",
         )

@@ -106,7 +106,7 @@ class Patience:
         if now - last < self._limit:
             return None
         waiting = self._waiting(expected, now)
-        return f"gave up {whom(waiting)}: nothing came within {format_seconds(self._limit)} (`exchange.timeout`)"
+        return f"gave up {whom(waiting)}: received nothing for {format_seconds(self._limit)} (`exchange.timeout`)"
 
     def _waiting(self, expected: Expected, now: float) -> Waiting:
         waiting = Waiting(awaited=expected.awaited, round=expected.round, seconds=now - self._since)
@@ -142,7 +142,7 @@ def listed(names: Sequence[str]) -> str:
 def _named(missing: Missing) -> str:
     if not missing.HasField("silent_seconds"):
         return missing.member
-    return f"{missing.member} (heard {format_seconds(max(1, round(missing.silent_seconds)))} ago)"
+    return f"{missing.member} (last heartbeat {format_seconds(max(1, round(missing.silent_seconds)))} ago)"
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Pulse:
                 self._say(EVERY_EPOCH, str(error))  # it is over; whoever waits for a neighbour hears why
                 return
             if found.is_over or found.suspended == epoch:
-                self._say(epoch + 1, found.cause or "its term is over")
+                self._say(epoch + 1, found.cause or "its incarnation is over")
 
     def _say(self, before: int, cause: str) -> None:
         if not self._finished:

@@ -49,7 +49,7 @@ def _fetch_all(
         data = fetch(entry.replica, block)
         named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
         if hashlib.sha256(data).digest() != named:
-            raise MalformedContribution(f"{entry.replica}, {block}: not the blob that the round record names")
+            raise MalformedContribution(f"{entry.replica}, {block}: differs from the blob in the round record")
         address = BlobAddress(run, record.round, entry.replica, block)
         yield entry, ReceivedBlob(data, address, shapes, settings)
 

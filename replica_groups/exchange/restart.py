@@ -116,7 +116,9 @@ def _newest_of_log(
         older = [f"{name} {_saved(available[name].rounds, round_)}" for name in behind]
         return Restart(snapshot, tuple(dict.fromkeys(damaged)), note="; ".join(older))
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
-    complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
+    complaint = (
+        f"found no round that all members have saved and that the log (up to round {last}) can restore: {holders}"
+    )
     complaint += " (states are saved every `snapshots.every` rounds)"
     raise HeteroPPError("; ".join([complaint, *dict.fromkeys(damaged)]))
 
@@ -144,7 +146,7 @@ def snapshot_after(
             raise FileNotFoundError(f"the log in {where} ends before round {number}") from None
         except (DamagedFile, MalformedContribution) as error:
             damaged.append(str(error) if isinstance(error, DamagedFile) else f"{where}, round {number}: {error}")
-            raise FileNotFoundError(f"the log in {where} cannot be read beyond round {number - 1}") from None
+            raise FileNotFoundError(f"the log in {where} cannot be read after round {number - 1}") from None
     momentum = optimizer.state if snapshot.round < round_ else snapshot.momentum
     return Snapshot(round_, theta, snapshot.basis, momentum)
 
@@ -177,4 +179,4 @@ def _saved(rounds: frozenset[int], round_: int) -> str:
 
 
 def _listed(rounds: frozenset[int]) -> str:
-    return f"holds {', '.join(map(str, sorted(rounds)))}" if rounds else "holds none"
+    return "has none" if rounds else "holds none"

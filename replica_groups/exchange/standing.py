@@ -46,7 +46,7 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
             over = Over(round=round_, rounds=rounds, finishing=finishing)
             yield Report(member=EXCHANGE, over=over)
         case e.Heal(place, term, round_, parameter):
-            cause = f"held another {parameter} than the log gives"
+            cause = f"held another {parameter} than the run log"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
         case e.Excluded(place, term, round_, until):
             yield _report(EXCLUDED, place=place, replica=replicas[place], term=term, round=round_, cause=str(until))
@@ -57,7 +57,7 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
 
 def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
     """Why no round can close."""
-    return f"{len(there)} of {replicas} replicas are there, {needed} are needed"
+    return f"{len(there)} of {replicas} replicas are present, {needed} are required"
 
 
 def _report(

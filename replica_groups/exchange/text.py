@@ -101,7 +101,7 @@ def _kept(path: Path) -> _Told | None:
     except FileNotFoundError:
         return None
     except DamagedFile as error:
-        print(f"{error}; the next member that joins decides again which text the run has", file=sys.stderr, flush=True)
+        print(f"{error}; the next member that joins determines the text of the run", file=sys.stderr, flush=True)
         return None
 
 

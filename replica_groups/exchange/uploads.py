@@ -48,6 +48,6 @@ def _copied(log: ContributionLog, key: str, sha256: bytes, most: int) -> bytes:
         try:
             return log.read_blob(key, sha256)
         except DamagedFile:
-            complaint = "uploaded something else than it has said"
+            complaint = "uploaded other data than announced"
     log.store.delete([key])
     raise MalformedContribution(complaint)

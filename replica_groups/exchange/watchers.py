@@ -39,7 +39,7 @@ class _Watcher:
     def get(self) -> Report | None:
         """Raises queue.Empty after a while, TooMuch for who is cut."""
         if self.is_cut:
-            raise TooMuch(f"found {self._most} reports that were not read, expected fewer")
+            raise TooMuch(f"found {self._most} unread reports, expected fewer")
         found = self._reports.get(timeout=SECONDS_BETWEEN_LOOKS)
         return Report.FromString(found) if isinstance(found, bytes) else found
 

@@ -236,7 +236,7 @@ class Coordinator:
         place = self.places[event.place]
         if event.term > place.term:
             if place.held:
-                yield from self._end_term(place, "another exchange has given this place to another process")
+                yield from self._end_term(place, "another exchange has given this slot to another process")
             place.take(event.term, None, now, self.rules)
             place.presumed = True
 
@@ -470,7 +470,7 @@ class Coordinator:
             yield from self._adopt(place, event.round, has_trained=True)
         found, expected = (event.round, event.epoch), (replica.round, replica.epoch)
         if self.open is None or event.round != self.open.number or found != expected:
-            reason = f"found (round, epoch) {found}, expected {expected}"
+            reason = f"found (round, generation) {found}, expected {expected}"
             yield e.Refused(place.name, reason, term=event.term, is_over=True)
             return
         self.open.taking_part.add(replica.name)
@@ -614,7 +614,7 @@ class Coordinator:
         differing.add(place.replica)
         own = {name for name in {*self.alive, *differing} if not self.replicas[name].has_guests}
         if len(own) > 1 and own <= differing:
-            yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold another {parameter} than the log gives")
+            yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold another {parameter} than the run log")
             return
         if not place.differs:  # told once until it recovers: a member may confirm one round again and again
             place.differs = True

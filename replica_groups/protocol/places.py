@@ -85,7 +85,7 @@ class Place:
         """Return the cause of the end in words."""
         if self.ends_at() < self.silence.since + self._silence_allowed:
             return f"it made no progress for {self.stillness.lease:.0f} s"
-        return f"no heartbeat came for {self._silence_allowed:.0f} s"
+        return f"no heartbeat arrived for {self._silence_allowed:.0f} s"
 
     @property
     def _silence_allowed(self) -> float:

@@ -50,7 +50,10 @@ class OpenRound:
             return f"`{block}`: {complaint}"
         known = self.deposits.get(replica)
         if known is not None and known.epoch != epoch and replica in self.whole:
-            return f"a contribution to round {self.number} of epoch {epoch}, after a whole one of epoch {known.epoch}"
+            return (
+                f"a contribution to round {self.number} of generation {epoch}, after a complete one of "
+                f"generation {known.epoch}"
+            )
         if known is None or known.epoch != epoch:
             known = self.deposits[replica] = Deposits(epoch, steps)
         if known.blobs.get(block, entry) != entry:

@@ -21,7 +21,7 @@ STUBS = "hetero_pp.messages.messages_pb2_grpc"
 RESEARCH = "hetero_pp.research"
 COMMAND_LINE = "hetero_pp.program.cli"
 FACES = {"hetero_pp.__main__", "hetero_pp.__init__", "hetero_pp.Run"}
-"""What of the package is the program's: how it is started, and what it is to a notebook."""
+"""Modules of the package that belong to the program: its start, and its interface for notebooks."""
 HEAVY_EXTRAS = {"torchtitan", "deepspeed", "torchx", "obstore", "numba", "transformers", "datasets"}
 
 
@@ -174,7 +174,7 @@ def test_the_map_of_the_way_of_the_data_is_true() -> None:
 
 
 def _described() -> dict[str, str]:
-    """What docs/architecture.md says of every file, or of a folder (its name ends in `/`), by path."""
+    """Return the line of docs/architecture.md for each file or folder (its name ends in `/`), by path."""
     listing = (ROOT / "docs" / "architecture.md").read_text().split("```text\n")[1].split("```")[0]
     matches = [re.match(r"(\S+) +(\S.*)", line) for line in listing.splitlines() if line]
     assert all(matches)

@@ -1,4 +1,4 @@
-"""Which entries of the YAML do nothing unless something names them: what may not be added in vain."""
+"""Entries of the YAML that have no effect unless a setting refers to them are refused if none does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a configuration names its run, and what of it decides what the run comes to: fields say so themselves."""
+"""Marks of fields determine which part of a configuration identifies the run, and which determines its outcome."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_value_beside_the_yaml_is_that_value_in_the_yaml(mixed: Path, key: str
     except (TypeError, IndexError, KeyError):  # the YAML has a single value or an entry less there
         assert "found " in _error(mixed, f"{key}={value}") or "single value" in _error(mixed, f"{key}={value}")
         return
-    added = "found a name that no setting refers to"
+    added = "found a name that no setting uses"
     found = _outcome(mixed, f"{key}={value}")
     assert found == _outcome(written) or str(found).startswith(added)
 
@@ -153,7 +153,7 @@ def test_a_number_instead_of_a_list_keeps_its_common_line(mixed: Path) -> None:
     own = "replicas.2.stages.0.uplink=null"
     told = _error(mixed, own, "replicas.office.stages=4")
     assert told.startswith("--set replicas.office.stages=4: found a number for `replicas.2.stages`")
-    assert "`uplink` of their own" in told
+    assert "but its entries set `uplink`" in told
     assert _config(mixed, own, "replicas.office.stages={count: 4}")["replicas"][2]["stages"]["line"] is None
 
 
@@ -240,7 +240,7 @@ def test_a_file_that_another_option_gave_is_named(mixed: Path, tmp_path: Path) -
     assert asked.stderr.startswith(
         f"hetero-pp: --calibration {other}: simulate.measured.elsewhere: found costs of `elsewhere`"
     ), asked.stderr
-    assert "they were measured for another topology; measure this one with" in asked.stderr
+    assert "which is not a member of this run; measure this topology with" in asked.stderr
     asked = CliRunner().invoke(app, ["launch", str(mixed), "--from", str(other)])
     assert asked.stderr.startswith(f"hetero-pp: --from {other}: "), asked.stderr
 

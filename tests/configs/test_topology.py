@@ -1,4 +1,4 @@
-"""What follows from the ranks of boundaries and from kinds of links, by hand."""
+"""Numbers that follow from ranks of boundaries and kinds of links, computed by hand."""
 
 from __future__ import annotations
 

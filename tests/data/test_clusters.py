@@ -159,14 +159,16 @@ def test_many_clusters_of_a_sample(store: TokenStore, monkeypatch: pytest.Monkey
     monkeypatch.setattr(of_windows, "_TOKENS", 500 * (LENGTH + 1))
     found = find_clusters(store, LENGTH, 200, seed=1)
     assert set(found.labels) == set(range(200))
-    with pytest.raises(ConfigError, match="found 501, expected at most the 500 of 500 windows of text that differ"):
+    with pytest.raises(
+        ConfigError, match=("found 501, expected at most the 500 distinct windows of text in a sample of 500")
+    ):
         find_clusters(store, LENGTH, 501, seed=1)
 
 
 def test_text_that_is_all_the_same_has_no_clusters(tmp_path: Path) -> None:
     (tmp_path / "same.txt").write_text("abcd" * 1000)
     store = prepare_tokens(DataSettings(corpus=str(tmp_path / "same.txt"), validation_share=0.1), tmp_path / "cache")
-    with pytest.raises(ConfigError, match="found 2, expected at most the 1 windows of text that differ") as error:
+    with pytest.raises(ConfigError, match="found 2, expected at most the 1 distinct windows of text") as error:
         find_clusters(store, 7, 2, seed=1)
     assert error.value.key == ("data", "clusters")
 

@@ -73,7 +73,7 @@ def test_it_is_read_in_another_order_than_a_run_has_that_began_so() -> None:
 
 @pytest.mark.parametrize("first_step", [12, None], ids=["rounds of steps", "rounds of time"])
 def test_a_replica_goes_on_to_the_same_batches_after_a_change(first_step: int | None, tmp_path: Path) -> None:
-    """Where a round is time, which step was the first is in the state alone."""
+    """Where a round has a fixed duration, which step was the first is in the state alone."""
     shared, share = _shared(1), _later(1, first_step=first_step)
     shared.take(share, 12)
     expected = [shared.train(step) for step in range(15, 20)]

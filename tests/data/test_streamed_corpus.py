@@ -365,7 +365,7 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
 
 def test_without_the_extra(dclm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"which needs an extra: pip install 'hetero-pp\[datasets\]'"):
+    with pytest.raises(ConfigError, match=r"which needs an optional package: pip install 'hetero-pp\[datasets\]'"):
         StreamedCorpus(settings_of(dclm))
 
 

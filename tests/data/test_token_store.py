@@ -132,7 +132,10 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_share_that_leaves_a_part_empty(tmp_path: Path) -> None:
     settings = write_texts(tmp_path / "corpus", ["tiny"])
     for share in (0.01, 0.99):
-        with pytest.raises(ConfigError, match=f"found {share}, expected at least one of the 5 tokens on either side"):
+        with pytest.raises(
+            ConfigError,
+            match=(f"found {share}, expected at least one of the 5 tokens for training and one for validation"),
+        ):
             prepare_tokens(settings.model_copy(update={"validation_share": share}), tmp_path / "cache")
 
 

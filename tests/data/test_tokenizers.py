@@ -48,8 +48,9 @@ def test_added_tokens_beyond_the_vocabulary_are_mentioned(tmp_path: Path) -> Non
     assert changed.encode_batch(["<a>"])[0].tolist() != []
     assert changed.vocabulary == size
     assert changed.notes == (
-        f"data.tokenizer: {path}: 2 of {size} tokens get another id than in the file, because the file's ids do not "
-        f"follow its vocabulary: <a> {size + 4998} -> {size - 2}, <b> {size + 4999} -> {size - 1}",
+        f"data.tokenizer: {path}: 2 of {size} tokens have other ids than in the file, because the "
+        "ids in the file are not "
+        f"in the order of its vocabulary: <a> {size + 4998} -> {size - 2}, <b> {size + 4999} -> {size - 1}",
     )
     corpus = tmp_path / "a.txt"
     corpus.write_text("the theme of <b> these themes")
@@ -213,9 +214,9 @@ def _nested(levels: int) -> dict[str, Any]:
         (_rules(normalizer=_nested(20)), "more than 16 levels deep"),
         (_rules(pre_tokenizer=_split("(" * 3000 + "a" + ")" * 3000)), "found a rule with more than 100 groups"),
         (_rules(pre_tokenizer=_split("[" * 3000 + "a" + "]" * 3000)), "found a rule with more than 100 groups"),
-        (_rules(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "the library failed: "),
-        (_rules(added_tokens=[7]), "added_tokens: found something else than a list of tokens"),
-        (_rules(added_tokens={"a": 1}), "added_tokens: found something else than a list of tokens"),
+        (_rules(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "the tokenizers library failed: "),
+        (_rules(added_tokens=[7]), "added_tokens: found another type than a list of tokens"),
+        (_rules(added_tokens={"a": 1}), "added_tokens: found another type than a list of tokens"),
         ([], "found a JSON list, expected an object"),
         (_rules(model=None), "expected a readable tokenizer.json"),
     ],
@@ -230,7 +231,7 @@ def test_rules_that_would_end_the_process_are_refused(rules: object, told: str, 
 def test_a_text_on_which_rules_fail_is_an_error_that_can_be_caught(tmp_path: Path) -> None:
     """The library panics where an expression tries too many ways, which is no Exception in Python."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(pre_tokenizer=_split("(a+)+$x"))))
-    with pytest.raises(ConfigError, match=r"cannot encode the text \(the library failed: "):
+    with pytest.raises(ConfigError, match=r"cannot encode the text \(the tokenizers library failed: "):
         FileTokenizer(tmp_path / "tokenizer.json").encode_batch(["a" * 100_000])
 
 

@@ -159,7 +159,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # the superuser may list every folder
-    with pytest.raises(ConfigError, match=r": cannot be read \(Permission denied\), expected files that this user"):
+    with pytest.raises(
+        ConfigError, match=r": cannot be read \(Permission denied\), expected files that the current user"
+    ):
         read(tmp_path)
 
 

@@ -1,5 +1,6 @@
-"""What the documents show can be done: every command is run somewhere, every link and path leads somewhere, every YAML
-is valid. A command that is added to a page has to be quick, or be named here with the test that runs it, or with the
+"""Examples in the documents work: commands run, links and paths exist, and YAML is valid.
+
+A command that is added to a page has to be quick. Otherwise it is listed here with the test that runs it, or with the
 reason why none does.
 """
 
@@ -147,7 +148,7 @@ def _prose(page: Path) -> str:
 
 
 def _codes(page: Path) -> list[str]:
-    """What stands in backticks, within lines or across them."""
+    """Return the texts in backticks, including texts that span lines."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", _prose(page)))
     return [code for paragraph in paragraphs for code in re.findall(r"`([^`]+)`", paragraph)]
 
@@ -198,7 +199,7 @@ def _path(content: dict[str, Any], text: str) -> str:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where one stands who follows a page from its top: the repository's files, and the page's YAMLs by their names."""
+    """Folder of a reader after the commands of a page: the repository's files, and the page's YAMLs by their names."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for name, text in _saved(request.getfixturevalue("page")).items():
@@ -234,7 +235,7 @@ def test_no_command_is_named_here_that_no_page_shows() -> None:
 
 @pytest.mark.parametrize(("command", "test"), RUN_BY.items(), ids=list(RUN_BY))
 def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, test: str) -> None:
-    """Of its subcommand or its configuration, and of all its options."""
+    """The test names the subcommand or the configuration, and all options of the command."""
     path, _, function = test.partition("::")
     text = (ROOT / path).read_text()
     assert not function or re.search(rf"^def {function}\(", text, re.MULTILINE)
@@ -335,7 +336,7 @@ def test_there_is_yaml_of_every_kind() -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub names them."""
+    """Return the anchors of a page's headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -17,7 +17,7 @@ NO_IDEAS = {
     "only activations are compressed",
     "only gradients are compressed",
 }
-"""What ideas stand beside, and what says where the loss comes from."""
+"""Baselines of the ideas, and runs that show where the loss comes from."""
 
 
 def test_ideas_have_the_figures_of_the_benchmark() -> None:

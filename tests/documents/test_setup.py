@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _make(folder: Path, *arguments: str) -> list[str]:
-    """What it would run, where nothing is set up."""
+    """Return the commands that make would run if nothing was set up."""
     command = ["make", "--dry-run", "demo", f"VENV={folder}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 

@@ -191,13 +191,13 @@ def test_a_ticket_names_no_file_of_the_host_that_reads_it(served: Served) -> Non
 
 @pytest.mark.parametrize("address", ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1"])
 def test_a_ticket_names_only_host_and_port(served: Served, address: object) -> None:
-    with pytest.raises(Refused, match="the ticket is not whole"):
+    with pytest.raises(Refused, match="the ticket is incomplete"):
         Ticket.from_text(_sealed(json.dumps(asdict(served.ticket()) | {"address": address}).encode()))
 
 
 @pytest.mark.parametrize("content", [b"[" * 15_000, b"[]", b"7", b'{"run": 1}', b"{" * 9, b"\xff", b"9" * 5000])
 def test_a_ticket_that_holds_anything_else_is_refused(content: bytes) -> None:
-    with pytest.raises(Refused, match="the ticket is not whole"):
+    with pytest.raises(Refused, match="the ticket is incomplete"):
         Ticket.from_text(_sealed(content))
 
 
@@ -258,7 +258,7 @@ def test_who_was_given_a_place_goes_on_after_its_ticket_is_over(
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * HOUR)
     assert served.takes(ticket) == first
-    with pytest.raises(Refused, match="the ticket is over"):
+    with pytest.raises(Refused, match="the ticket has expired"):
         served.takes(ticket, "another host")
 
 
@@ -286,12 +286,12 @@ def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
     ticket = served.ticket()
     request = bytearray(signing_request(new_key()))
     request[-1] ^= 1  # another's request, or one whose key was put in by somebody else
-    with pytest.raises(Refused, match="found no request for a certificate"):
+    with pytest.raises(Refused, match="found no certificate request"):
         enrol(served.address, ticket.identity, bytes(request))
-    with pytest.raises(Refused, match="found no request for a certificate"):
+    with pytest.raises(Refused, match="found no certificate request"):
         enrol(served.address, ticket.identity, b"made up")
     version = b"\x02\x01"  # an INTEGER of one byte
-    with pytest.raises(Refused, match="found no request for a certificate"):
+    with pytest.raises(Refused, match="found no certificate request"):
         other = signing_request(new_key()).replace(version + b"\x00", version + b"\x04", 1)
         enrol(served.address, ticket.identity, other)
     key = new_key()
@@ -349,7 +349,7 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
 def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     give(membership.address, membership.identity)
-    with pytest.raises(Refused, match="it was given back"):
+    with pytest.raises(Refused, match="its slot was returned"):
         served.client(membership.credentials).agree("b", "{}")
     assert served.takes(served.ticket("b"), "another host").place == "b"
 
@@ -434,7 +434,7 @@ def test_a_run_without_tickets(tmp_path: Path) -> None:
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
     ticket = make_ticket("run", f"127.0.0.1:{port}", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
-    with pytest.raises(HeteroPPError, match="lets nobody in by a ticket"):
+    with pytest.raises(HeteroPPError, match="does not admit hosts by tickets"):
         take_place(ticket, tmp_path / "host")
     server.stop(None).wait(TIMEOUT)
 
@@ -458,7 +458,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         status_of(served.folder / "anna", "run", None, None)
         said = capsys.readouterr().out
         assert re.search(r"run: this host waits for a group to form, for .*: 1 of 2 are here, 1 more needed\n", said)
-        assert "run: the run is after round 0 of 9; the exchange answered " in said
+        assert "run: the run has finished round 0 of 9; the exchange answered " in said
         asked = served.client(SECRET.credentials("a", encrypted=True))
         reply = status(served.address, SECRET.authority.identity("a"))
         assert (reply.in_lobby, reply.needed_in_lobby, len(reply.guests)) == (1, 2, 1)
@@ -491,7 +491,7 @@ def test_one_line_is_measured_at_a_time(served: Served) -> None:
             next(answers)
     served.wait_until(lambda: not served.admission._probing.locked())
     assert lines == []
-    assert be_probed(served.address, ticket.identity) == "a line is measured once in 120 seconds"
+    assert be_probed(served.address, ticket.identity) == "a line is measured at most once in 120 seconds"
     assert be_probed(served.address, served.ticket().identity) == ""
 
 
@@ -598,15 +598,15 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
         told = threads.submit(served.lobby.wait_until_told, TIMEOUT)
         served.run.exchange.coordinator.last_round = 9
         served.run.exchange.coordinator.open = None
-        with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); nothing was left to train"):
+        with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
             waits.result(TIMEOUT)
         assert told.result(2 * TIMEOUT)
     assert served.lobby.here == 0
     assert be_probed(served.address, served.ticket().identity).startswith("the run is over")
     join(served.ticket().to_text(), Here(served.folder / "late"))  # ends well
-    assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); nothing was left to train\n")
+    assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); no round was left to train\n")
     status_of(served.folder / "late", "run", None, None)
-    assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), heard 20")
+    assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), as reported 20")
 
 
 def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
@@ -627,8 +627,8 @@ def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
         waits.result(TIMEOUT)  # ends well: exit code 0
         stalls.set()
     said = capsys.readouterr().out.splitlines()
-    ended = "run: the exchange ended the measurement of this line"
-    assert said[-2:] == [ended, "run: the run is over (round 9 of 9); nothing was left to train"]
+    ended = "run: the exchange stopped measuring this line"
+    assert said[-2:] == [ended, "run: the run is over (round 9 of 9); no round was left to train"]
 
 
 def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served) -> None:
@@ -654,12 +654,12 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
     served.unnamed = frozenset({"b"})
     served.serve_again()
     assert served.takes(served.ticket()).place == "b"
-    free = r"every stage of a group is taken; a is free, for a ticket that names it: "
-    with pytest.raises(Refused, match=free + "ask who serves the run for `hetero-pp invite run --place a`"):
+    free = r"every stage of a group is taken; a is free for a ticket that names it: "
+    with pytest.raises(Refused, match=free + "ask the operator of the run for `hetero-pp invite run --place a`"):
         served.takes(served.ticket(), "another host")
     assert served.takes(served.ticket("a"), "datacenter").place == "a"
-    with pytest.raises(Refused, match=r"every slot of the run is taken: ask who serves the run to free one"):
+    with pytest.raises(Refused, match=r"every slot of the run is taken: ask the operator of the run to free one"):
         served.takes(served.ticket(), "another host")
     ticket = make_ticket("run", served.address, SECRET.authority, served.spare, time.time() + HOUR)
-    with pytest.raises(Refused, match=r"a is taken by another host: ask who serves the run to free it"):
+    with pytest.raises(Refused, match=r"a is taken by another host: ask the operator of the run to free it"):
         served.takes(ticket, "a second datacenter")

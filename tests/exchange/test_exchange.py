@@ -68,7 +68,7 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture
 def exchange(snapshot: Snapshot, tmp_path: Path) -> Iterator[Exchange]:
-    """Every member trains round 1."""
+    """Every member training round 1."""
     log = ContributionLog(FolderStore(tmp_path / "log"))
     tokens = {"home": 100, "dc": 300}
     exchange = Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER), tokens_a_step=tokens)
@@ -210,12 +210,12 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
     for match, member, address, data in (
         ("round 2", "dc", replace(good, round=2), _blob(snapshot, replace(good, round=2))),
         ("round 0", "dc", replace(good, round=0), _blob(snapshot, replace(good, round=0))),
-        ("not this member's", "home.0", good, blob),
-        ("not this member's", "home.0", _address("home", "norm"), _blob(snapshot, _address("home", "norm"))),
-        ("not this member's", "dc", replace(good, block="layers.9"), blob),
-        ("no member", "stranger", good, blob),
+        ("not belong to this member", "home.0", good, blob),
+        ("not belong to this member", "home.0", _address("home", "norm"), _blob(snapshot, _address("home", "norm"))),
+        ("not belong to this member", "dc", replace(good, block="layers.9"), blob),
+        ("not a member", "stranger", good, blob),
         ("not a blob", "dc", good, b"\xff" * 40),
-        ("digest is not that of the content", "dc", good, blob[:-1]),
+        ("digest does not match the content", "dc", good, blob[:-1]),
         ("announced", "dc", good, b""),
         (r"replica='home'.*expected.*replica='dc'", "dc", good, _blob(snapshot, _address("home", "norm"))),
         (r"round=2.*expected.*round=1", "dc", good, _blob(snapshot, _address("dc", "norm", round_=2))),
@@ -874,7 +874,7 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange:
         exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
     auditor.start()
     auditor.join()
-    _expect_failure(exchange, r"after round 1, dc, home hold another \S+ than the log gives")
+    _expect_failure(exchange, r"after round 1, dc, home hold another \S+ than the run log")
     assert not snapshot_path(exchange.log, 1).exists()
 
 

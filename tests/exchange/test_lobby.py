@@ -186,7 +186,7 @@ def test_who_waited_and_was_forgotten_is_measured_again_at_once(waiting: Waiting
 
 def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:
     waiting.free = []
-    with pytest.raises(Refused, match="no place of the run is free"):
+    with pytest.raises(Refused, match="no slot of the run is free"):
         waiting.ask("anna")
 
 

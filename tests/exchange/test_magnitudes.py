@@ -124,7 +124,7 @@ def test_something_is_always_counted() -> None:
 
 
 def test_more_steps_come_to_more() -> None:
-    """Where a round is time a fast replica takes ten times as many steps as a slow one."""
+    """Where a round has a fixed duration a fast replica takes ten times as many steps as a slow one."""
     fast = _entry("y", 30.0, steps=100)
     assert _bounded(_record(_entry("x", 1.0), fast, _entry("z", 1.0)))[0]["y"] == 1.0
 

@@ -238,7 +238,7 @@ def test_a_revoked_place_is_vacant_at_the_next_heartbeat_of_its_neighbour(group:
 
 def test_a_member_is_blamed_once_a_generation_and_by_its_neighbours_alone(group: Group) -> None:
     (work, _) = group.forms()
-    with pytest.raises(Refused, match="blames dc, which is no stage beside it"):
+    with pytest.raises(Refused, match="blames dc, which is not a neighbouring stage"):
         group.clients["home.1"].broken("home.1", work.epoch, "a cause", "dc")
     for _ in range(MOST_BLAMED + 1):
         group.clients["home.1"].broken("home.1", work.epoch, "a cause", "home.0")

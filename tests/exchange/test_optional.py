@@ -110,7 +110,7 @@ def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None
     for place in ("one.0", "two.0"):
         run.exchange.died(place, "its host is off")
     status = run.exchange.status()
-    assert status.paused == "2 of 3 replicas are there, 3 are needed"
+    assert status.paused == "2 of 3 replicas are present, 3 are required"
     assert {place.name: place.round for place in status.places}["dc"] == 0
 
 
@@ -145,7 +145,7 @@ def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run)
     run.exchange.join("two.0", "")
     train_to_the_end(run, "dc")
     assert not run.exchange.coordinator.is_through
-    with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); nothing was left to train"):
+    with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
         run.exchange.require_going_on()
     assert run.assign(0, "one.0", "two.0") == {"one.0": 0, "two.0": 0}
     finish(run, "dc")

@@ -85,7 +85,9 @@ def test_it_gives_up_on_those_who_are_silent_only() -> None:
     assert patience.lost(expected, 100.0) is None  # one of them is there: it may be slow
     cause = patience.lost(expected, 115.0)
     assert cause is not None
-    assert "round 2 from home.0 (heard 1:00 ago), home.1: nothing came within 1:00 (`exchange.timeout`)" in cause
+    assert (
+        "round 2 from home.0 (last heartbeat 1:00 ago), home.1: received nothing for 1:00 (`exchange.timeout`)" in cause
+    )
     assert patience.lost(Expected(CONTRIBUTING, 2, [], 0), 1e9) is None
 
 

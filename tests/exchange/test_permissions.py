@@ -323,7 +323,7 @@ def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
 
 @pytest.mark.parametrize("configuration", ["", "no JSON", "[" * 100_000, "[]", "null"])
 def test_a_configuration_that_is_none(configuration: str, served: _Served) -> None:
-    with pytest.raises(Refused, match="no JSON object"):
+    with pytest.raises(Refused, match="not a JSON object"):
         served.client(SECRET.credentials("a")).agree("a", configuration)
     assert _refusals(served.run) == {Kind.MALFORMED: 1}
 

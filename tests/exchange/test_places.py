@@ -51,7 +51,7 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
         partial(run.deposit, 1, "dc", term=2),
         partial(run.exchange.record, 1, "dc", 2),
     ):
-        with pytest.raises(TermOver, match="another process holds this place now"):
+        with pytest.raises(TermOver, match="another process holds this slot now"):
             work()
     assert run.exchange.beat("dc", term=2).is_over
     assert not run.exchange.beat("dc", term=3).is_over
@@ -67,7 +67,7 @@ def test_of_two_that_wait_for_a_place_the_later_one_gets_it(run: Run) -> None:
     place = run.exchange.coordinator.places["dc"]
     run.exchange.decisions.wait_until(lambda: place.applicant == "first")
     second = in_thread(lambda: run.exchange.join("dc", "", process="second"))
-    with pytest.raises(Refused, match="dc: another process has asked for this place in the meantime"):
+    with pytest.raises(Refused, match="dc: another process has requested this slot in the meantime"):
         first.result(TIMEOUT)
     assert not second.done()
     run.passes(LEASE.least / 2 + 1, heard=("home.0", "home.1"))
@@ -84,7 +84,7 @@ def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run
     assert waits.result(TIMEOUT) == 2
     silent = [one for one in run.told() if one.what == SILENT]
     assert [(one.place, one.term) for one in silent] == [("dc", 1)]
-    assert "no heartbeat came for 15 s" in silent[0].cause
+    assert "no heartbeat arrived for 15 s" in silent[0].cause
 
 
 def test_who_is_heard_keeps_its_place_however_long_it_takes(run: Run) -> None:
@@ -134,7 +134,7 @@ def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
     standing = run.exchange.beat("home.0", term=1)
     assert (standing.is_over, standing.suspended) == (False, 2)
     run.exchange.join("home.1", "")
-    with pytest.raises(Suspended, match="home was formed again in the meantime"):
+    with pytest.raises(Suspended, match="home has a new generation"):
         run.deposit(1, "home.0", epoch=2)
     assert run.exchange.beat("dc") == Standing()
     work = assign_all(run.exchange, 0, ["home.0", "home.1"])

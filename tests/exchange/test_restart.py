@@ -156,7 +156,7 @@ def test_if_the_log_gives_none_one_line_says_who_holds_what(log: ContributionLog
         _find(log, _held(a={3, 4}, b={2}, dc=set()))
     told = str(failure.value)
     assert told == (
-        "found no round that all members hold and the log (up to round 5) can give: "
+        "found no round that all members have saved and that the log (up to round 5) can restore: "
         "a holds 3, 4; b holds 2; dc holds none (states are saved every `snapshots.every` rounds)"
     )
 

@@ -35,5 +35,5 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(before: int, after: int,
 
 def test_a_missing_rank_is_said(tmp_path: Path) -> None:
     write_part(tmp_path, Ranks(1, 2), {"error:a": torch.zeros(3, 5)})
-    with pytest.raises(HeteroPPError, match="expected a file of each rank"):
+    with pytest.raises(HeteroPPError, match="expected one file per rank"):
         read_part(tmp_path, Ranks(0, 1), SHAPES, TILE)

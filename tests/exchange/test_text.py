@@ -106,5 +106,5 @@ def test_what_was_kept_is_not_believed_if_it_is_damaged(
 
 @pytest.mark.parametrize("tokens", ["0123", "G" * 64, "0" * 63 + "\n", "A" * 64])
 def test_what_is_no_digest(exchange: Exchange, tokens: str) -> None:
-    with pytest.raises(Refused, match="dc: a digest of tokens that is none"):
+    with pytest.raises(Refused, match="dc: an invalid digest of tokens"):
         exchange.agree("dc", "{}", tokens)

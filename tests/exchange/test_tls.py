@@ -205,7 +205,7 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
         (
             SECRET.credentials("a"),
             Refused,
-            "uses TLS, and this host does not: `exchange.insecure` has to be",
+            "uses TLS, but this host does not: `exchange.insecure` has to be",
         ),
         (Credentials("a", identity=_expired()), Refused, "the certificate of this host expired at"),
         (Credentials("a", identity=_early()), Refused, "holds from .* on: check the clock of this host"),
@@ -226,8 +226,8 @@ def _let_in_by_a_ticket() -> Credentials:
 @pytest.mark.parametrize(
     ("mine", "yours"),
     [
-        (SECRET.credentials("a", encrypted=True), "token belongs to the earlier one; bring the new token to this host"),
-        (_let_in_by_a_ticket(), "certificate belongs to the earlier one; ask for a new ticket"),
+        (SECRET.credentials("a", encrypted=True), "token belongs to the previous run; copy the new token to this host"),
+        (_let_in_by_a_ticket(), "certificate belongs to the previous run; ask for a new ticket"),
     ],
 )
 def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
@@ -249,7 +249,7 @@ def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
             server.stop(None).wait(TIMEOUT)
             server, _ = serve_exchange(run.exchange, SECRET, address, encrypted=True)
 
-    found = f"a new run has begun at {address}; your {yours}"
+    found = f"a new run has started at {address}; your {yours}"
     if comes_back:
         client.wait_until_ready(TIMEOUT, on_refused=on_refused)
     else:
@@ -262,7 +262,7 @@ def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
 def test_another_program_at_the_exchanges_address_is_no_new_run() -> None:
     with _server(OTHER.authority.identity("dc")) as address:
         client = ExchangeClient(address, SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
-        with closing(client), pytest.raises(Refused, match="another program answers there"):
+        with closing(client), pytest.raises(Refused, match="another program answers at this address"):
             client.agree("a", "{}")
 
 
@@ -271,7 +271,7 @@ def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: 
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     stack.callback(lambda: server.stop(None).wait(TIMEOUT))
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
-    with closing(client), pytest.raises(Refused, match="does not use TLS, and this host does"):
+    with closing(client), pytest.raises(Refused, match="does not use TLS, but this host does"):
         client.agree("a", "{}")
 
 
@@ -360,7 +360,7 @@ def test_another_holder_of_the_same_generation_is_refused(stack: ExitStack) -> N
 
 
 def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
-    """Not who listens where that has been, though it is of the run."""
+    """Not who listens where that has been, though it belongs to the run."""
     own = _link_credentials("home.2")
     links = StageLinkServer(LINK, own, "home.1", 0)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"

@@ -220,7 +220,7 @@ def test_a_stream_that_ends_leaves_what_repeating_it_goes_on_from(
     code, out, _ = reproduce("toy/one", *options)
     assert code == 1
     told = " ".join(out.split())
-    assert "if it ends before, rows stop with a checkpoint, from which --repeat goes on" in told
+    assert "if the stream ends before, rows stop with a checkpoint, and --repeat continues from it" in told
     assert "has ended, expected true (--repeat), more text, or fewer steps; the state after round " in told
     assert _rows(tmp_path) == []
     checkpoints = sorted((tmp_path / "runs" / ".rows").iterdir())
@@ -241,11 +241,11 @@ def test_too_little_text_is_told_with_what_to_bring_before_anything_is_trained(
     options = ["toy/one", "--scale", "small", "--corpus", scale.read_text().partition("corpus: ")[2].partition(",")[0]]
     code, out, _ = reproduce(*options, "--dry-run")
     assert code == 0
-    assert "expected 65,664,000: about 65.7 M are lacking (bring more text: --corpus PATH" in " ".join(out.split())
+    assert "expected 65,664,000: about 65.7 M are missing (supply more text: --corpus PATH" in " ".join(out.split())
     code, out, errors = reproduce(*options, "--device", "cpu")
     assert code == 2
     assert errors.startswith("hetero-pp: data.corpus: toy/one-corpus0 at scale small: found ")
-    assert "--corpus hf:NAME with --tokenizer PATH, which streams it; --repeat reads this " in errors
+    assert "--corpus hf:NAME with --tokenizer PATH to stream it; --repeat reads this corpus " in errors
     assert "rows" not in out
     assert not list(tmp_path.glob("results/**/*.json*"))
 
@@ -255,7 +255,7 @@ def test_the_standard_library_is_too_little_for_the_scale_small(reproduce: Repro
     assert code == 0
     told = " ".join(out.split())
     assert "M tokens in standard-library, expected 65,664,000: about " in told
-    assert "--repeat reads this " in told
+    assert "--repeat reads this corpus " in told
     code, out, _ = reproduce("toy/one", "--scale", "small", "--corpus", "standard-library", "--dry-run", "--repeat")
     assert "are needed: they are read " in " ".join(out.split())
 
@@ -304,7 +304,7 @@ def test_the_bias_of_one_compressed_replica_needs_text_that_a_stream_has_not(
     options = ["--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe")]
     code, _, errors = reproduce("toy/one", *options)
     assert code == 2
-    assert "which is streamed, expected --corpus PATH: the bias of one compressed replica" in errors
+    assert "expected --corpus PATH: measuring the bias of one compressed replica" in errors
 
 
 # ---- the paper's scale ----
@@ -315,7 +315,9 @@ def test_the_papers_scale_says_what_to_bring(tmp_path: Path, brought: Path, repr
     text = str(next((brought / "web").iterdir()))
     code, out, _ = reproduce("toy/one", "--scale", "paper", "--dry-run", "--corpus", text)
     assert code == 0
-    told = "Bring what Het-PP (section 3, Table 9) has: --corpus hf:mlfoundations/dclm-baseline-1.0, --tokenizer PATH"
+    told = (
+        "Supply the data of Het-PP (section 3, Table 9): --corpus hf:mlfoundations/dclm-baseline-1.0, --tokenizer PATH"
+    )
     assert f"{told} of LLaMA-2's tokenizer.json of 32,000 tokens." in " ".join(out.split())
     tokenizer = str(tmp_path / "bpe")
     code, _, errors = reproduce("toy/one", "--scale", "paper", "--dry-run", "--corpus", text, "--tokenizer", tokenizer)
@@ -330,7 +332,7 @@ def test_the_papers_scale_says_what_to_bring(tmp_path: Path, brought: Path, repr
     assert code == 0, errors
     assert "toy/one-web-llama-2 at scale paper" in out
     assert "512,398,848" in out
-    assert "Bring what" not in out
+    assert "Supply the data of" not in out
 
 
 # ---- bad input ----
@@ -348,7 +350,7 @@ def test_a_stream_needs_a_tokenizer(brought: Path, reproduce: Reproduce) -> None
     for more in ([], ["--dry-run"]):
         code, _, errors = reproduce("toy/one", "--corpus", f"hf:{brought / 'web'}", *more)
         assert code == 2
-        assert errors.startswith("hetero-pp: data.tokenizer: found none, expected --tokenizer PATH of a tokenizer.json")
+        assert errors.startswith("hetero-pp: data.tokenizer: found none; use --tokenizer PATH of a tokenizer.json")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_scale_of_ones_own_is_taken_before_the_shipped_one(mine: Path) -> None
 
 
 def test_no_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none: found no folder, expected one that holds experiments"):
+    with pytest.raises(ConfigError, match="none: found no folder, expected a folder with experiments"):
         Catalog(tmp_path / "none")
 
 
@@ -82,7 +82,7 @@ WRONG = {
         SMALLEST.replace("baseline: none", "baseline: non"),
         "mine.yaml:1: found no row `non`, expected one of `none`, `all`",
     ),
-    "two rows of a name": (SMALLEST.replace("name: all", "name: none"), "found two rows of the name `none`"),
+    "two rows of a name": (SMALLEST.replace("name: all", "name: none"), "found two rows named `none`"),
     "a claim of no row": (
         SMALLEST + "claims: [{text: a, lower: [none, some]}]\n",
         "found no row `some`, expected one of `none`, `all`",
@@ -93,7 +93,7 @@ WRONG = {
     ),
     "a claim of what is not measured": (
         SMALLEST + "claims: [{text: a, of: similarity, lower: [none, all]}]\n",
-        "found a claim of the similarity without `similarity_every`, expected how often it is measured",
+        "found a claim about similarity without `similarity_every`, expected the rounds between measurements",
     ),
     "a name that leads elsewhere": (
         SMALLEST.replace("name: mine", "name: ../mine"),
@@ -130,7 +130,7 @@ CELLS = {
         SMALLEST + "    ablations: {projekt: true}\n",
         "mine.yaml:8: rows[1].ablations.projekt: found an unknown key",
     ),
-    "no cell": (SMALLEST + "    cells: {seed: 1}\n", "mine.yaml:8: rows[1].cells.seed: found a cell that a row cannot"),
+    "no cell": (SMALLEST + "    cells: {seed: 1}\n", "mine.yaml:8: rows[1].cells.seed: found a key that a row cannot"),
 }
 
 
@@ -164,7 +164,7 @@ def test_a_name_that_two_files_have_is_that_of_the_first(mine: Path) -> None:
     (mine / "again.yaml").write_text(SMALLEST)
     catalog = Catalog(mine)
     assert set(catalog.experiments) == {"mine"}
-    assert "mine.yaml:1: name: found `mine`, which another file is called" in str(catalog.broken["mine"])
+    assert "mine.yaml:1: name: found `mine`, which is the name of another file" in str(catalog.broken["mine"])
 
 
 def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
@@ -174,7 +174,7 @@ def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
     code, out, _ = reproduce("--list", "--json", str(tmp_path / "list.json"))
     assert code == 0
     said = "two.yaml:8: clams: found an unknown key, expected one of"
-    assert f"toy/two is broken: {toys / 'toy' / said}" in out
+    assert f"toy/two is invalid: {toys / 'toy' / said}" in out
     one, two = json.loads((tmp_path / "list.json").read_text())
     assert (one["name"], one["state"]) == ("toy/one", "0 of 4 rows at scale tiny")
     assert (two["name"], two["state"]) == ("toy/two", "broken")
@@ -204,5 +204,5 @@ def test_a_row_of_another_method_has_none_of_the_scales_cells(tmp_path: Path) ->
     assert (config.inner.steps, config.outer.rounds, config.outer.compression.value_bits) == (20, 20, 32)
     assert (setting.config(rows[2]).outer.rounds, setting.not_representable(rows[2])) == (57, None)
     assert (
-        setting.not_representable(Row(name="d", steps=500)) == "not representable: 400 steps are no whole rounds of 500"
+        setting.not_representable(Row(name="d", steps=500)) == "not representable: 400 steps are not a multiple of 500"
     )

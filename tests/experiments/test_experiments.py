@@ -281,7 +281,7 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
     code, said, errors = reproduce("toy/one", "--seeds", "1")
     assert code == 1
     assert "none, seed 1 failed: IsADirectoryError" in said
-    assert errors == "hetero-pp: 3 of 3 rows were not trained to their end\n"
+    assert errors == "hetero-pp: 3 of 3 rows did not finish training\n"
     assert "not run: costs" in said
 
 
@@ -379,8 +379,8 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 2000"))
     code, _, errors = reproduce("toy/one")
     assert code == 2
-    assert "are lacking (bring more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH" in errors
-    assert "; --repeat reads this " in errors
+    assert "are missing (supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH" in errors
+    assert "; --repeat reads this corpus " in errors
     scale.write_text(scale.read_text().replace("validation_sequences: 4", "validation_sequences: 4000"))
     code, _, errors = reproduce("toy/one", "--repeat")
     assert code == 2
@@ -403,7 +403,7 @@ def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Pa
         patch.setattr("torch.cuda.is_available", lambda: False)
         assert reproduce("toy/one", "--seeds", "1")[0] == 0
         rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
-        assert rows[0]["state"] == "validated only: this scale needs a GPU"
+        assert rows[0]["state"] == "only validated: this scale needs a GPU"
         code, _, errors = reproduce("toy/one", "--device", "cuda")
         assert (code, errors) == (2, "hetero-pp: --device cuda: found no GPU that torch can use\n")
         assert reproduce("toy/one", "--seeds", "1", "--device", "cpu")[0] == 0
@@ -433,4 +433,4 @@ def test_an_experiment_may_be_for_one_scale_alone(toys: Path, reproduce: Reprodu
     names = [setting.experiment.name for setting in Request(catalog, scale="micro").settings()[0]]
     assert "toy/one" in names and "toy/large" not in names
     code, _, errors = reproduce("toy/large", "--dry-run")
-    assert (code, errors) == (2, "hetero-pp: --scale tiny: toy/large is only for micro\n")
+    assert (code, errors) == (2, "hetero-pp: --scale tiny: toy/large is only defined for micro\n")

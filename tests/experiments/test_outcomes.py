@@ -122,7 +122,7 @@ DAMAGES = {
     "a merge that is not done": (lambda text: f"<<<<<<< HEAD\n{text}", ":1: found `<<<<<<< HEAD"),
     "a number": (lambda text: f"{text}\n\n7\n", ":5: found no `row`"),
     "no outcome": (lambda text: text.replace('"diverged"', '"merged"', 1), ":1: found no `diverged`"),
-    "a row twice": (lambda text: text + text.splitlines()[0], ":3: found the row a/1 again, expected it once: line 1"),
+    "a row twice": (lambda text: text + text.splitlines()[0], ":3: found the row a/1 twice, expected it once: line 1"),
 }
 
 

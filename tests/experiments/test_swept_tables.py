@@ -129,21 +129,23 @@ REFUSED = {
     "what decides nothing": (["threads=1,2"], "--sweep threads=1,2: changes no row of het-pp/table3"),
     "links, which decide nothing": (["links.dsl.bandwidth=1 Mbit/s,2 Mbit/s"], "changes no row of het-pp/table3"),
     "what it is already": (["outer.learning_rate=1.0"], "--sweep outer.learning_rate=1.0: changes no row"),
-    "one value as two": (["rank=1/4,16"], "--sweep rank=1/4,16: found 1/4 and 16, which mean the same in every row"),
-    "one value twice": (["inner.steps=5,5"], "--sweep inner.steps=5,5: found 5 and 5, which mean the same"),
-    "one cell twice": (["rank=4", "rank=8"], "--sweep rank=8: found `rank` again"),
-    "seeds": (["seed=1,2"], "--sweep seed=1: found a cell that a row cannot have, expected --seeds"),
+    "one value as two": (["rank=1/4,16"], "--sweep rank=1/4,16: found 1/4 and 16, which are equal in every row"),
+    "one value twice": (["inner.steps=5,5"], "--sweep inner.steps=5,5: found 5 and 5, which are equal"),
+    "one cell twice": (["rank=4", "rank=8"], "--sweep rank=8: found `rank` twice"),
+    "seeds": (["seed=1,2"], "--sweep seed=1: found a key that a row cannot set, expected --seeds"),
     "another corpus": (["data.corpus=docstrings"], "expected the `corpus` of the experiment, or --corpus"),
     "what is no cell": (["paper=1,2"], "--sweep paper=1,2: expected a key of a run, or one of rank, bits, compressed"),
 }
 
 
 def test_a_row_has_rounds_of_steps() -> None:
-    """Rows are compared after as many, and the fast path has no clock."""
+    """Rows are compared after as many, and the vectorized trainer has no clock."""
     setting = _swept("inner.steps=5,20")
     row = setting.experiment.rows[0]
     timed = row.model_copy(update={"cells": {"inner": {"seconds": 5}}, "swept": {"inner": "{seconds: 5}"}})
-    with pytest.raises(ConfigError, match="found 5 s, expected `steps`: rows are compared after as many steps"):
+    with pytest.raises(
+        ConfigError, match="found 5 s, expected `steps`: rows are compared after equal numbers of steps"
+    ):
         setting.config(timed)
 
 

@@ -1,4 +1,4 @@
-"""Which of some processes have not ended in time."""
+"""Finds processes that have not ended in time."""
 
 from __future__ import annotations
 

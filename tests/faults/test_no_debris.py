@@ -25,7 +25,7 @@ SECONDS_TO_END = 10
 
 
 class Launched:
-    """A run started as a user starts it, long enough never to end by itself; whoever dies ends it."""
+    """A run started as a user starts it, long enough never to end by itself; the death of any process ends it."""
 
     def __init__(self, corpus: Path, runs: Path) -> None:
         command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]
@@ -108,7 +108,7 @@ def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.
     said, errors = launched.process.communicate()
     assert launched.process.returncode == 130
     assert shlex.join(launched.command[3:]) in said.splitlines()[-1]
-    assert errors.strip().splitlines() == ["hetero-pp: interrupted; every process of the run has ended"]
+    assert errors.strip().splitlines() == ["hetero-pp: interrupted; all processes of the run have ended"]
 
 
 def test_a_killed_stage_is_named(launched: Launched) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.starts_processes
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 5
 ENDS = ["--set", "restarts.count=0", "--set", "exchange.quorum=1"]
-"""Whoever dies ends the run."""
+"""Settings with which the death of any process ends the run."""
 
 ON_RANKS = """
 name: ranks

@@ -1,6 +1,6 @@
 """A run goes on whatever dies, freezes or breaks: real processes and connections, one kind of fault a test.
 
-However it went, rounds are consecutive, all replicas hold the same weights, and so does who replays the log.
+However it went, rounds are consecutive, all replicas hold the same weights, and so does a process that replays the log.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Survived:
         self.standing = [one for line in lines if (one := json.loads(line)).get("event") == "standing"]
 
     def happened(self, what: Happened, place: str | None = None) -> list[str]:
-        """Of whom, or of one place, such a thing was told, with its cause."""
+        """Return the reported events of this kind, for all slots or one, as `slot: cause`."""
         name = Happened.Name(what).lower()
         found = [one for one in self.standing if one["what"] == name and place in (None, one["place"])]
         return [f"{one['place']}: {one['cause']}" for one in found]
@@ -148,7 +148,7 @@ def test_other_bits_of_theta_are_found_and_healed(survive: Any) -> None:
     run = survive("{corrupt: home.1, at: {round: 2}}")
     run.assert_sound()
     (healed,) = run.happened(HEALED)
-    assert re.fullmatch(r"home\.1: held another layers\.1\.\S+ than the log gives", healed)
+    assert re.fullmatch(r"home\.1: held another layers\.1\.\S+ than the run log", healed)
 
 
 class _OnASmallDisk:
@@ -246,9 +246,9 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: P
     assert "code 0" in run.said
     no_room = r"No space left on device; \S+ \w+ of 33.6 MB are free on tmpfs, mounted at .*/small"
     why = no_room if run.is_mounted else "File too large; .*"
-    told = rf"^paused: .*/small/mixed/log/\S+: cannot be \w+ \({why}\); trying again, for .* so far$"
+    told = rf"^paused: .*/small/mixed/log/\S+: cannot be \w+ \({why}\); retrying for .* so far$"
     assert re.search(told, run.said, re.MULTILINE), run.said
-    assert "mixed: resuming after a pause of " in run.said
+    assert "mixed: resuming after " in run.said
     assert not [line for line in run.said.splitlines() if line.startswith(("waiting for", "hetero-pp:"))]
     assert not [one for one in events if one.get("what") == "restarted"]
     assert sorted(one["round"] for one in events if one["event"] == "round_closed") == list(range(1, 9))

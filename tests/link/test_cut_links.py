@@ -139,9 +139,9 @@ def test_who_does_not_come_back_is_gone(stack: ExitStack) -> None:
     link.above.send(_message(0, 10))
     assert link.below.receive(SECONDS).header.step == 0
     link.proxy.close()
-    with pytest.raises(LinkClosed, match=r"the peer hung up, for 0\.3 s"):
+    with pytest.raises(LinkClosed, match=r"the peer closed the stream, for 0\.3 s"):
         link.below.receive(SECONDS)
-    with pytest.raises(LinkClosed, match=r"the peer is gone \(.*\), for 0\.3 s"):
+    with pytest.raises(LinkClosed, match=r"the peer disconnected \(.*\), for 0\.3 s"):
         link.above.receive(SECONDS)
     for end in (link.above, link.below):
         with pytest.raises(LinkClosed):
@@ -190,7 +190,7 @@ def test_a_listener_that_began_anew_does_not_go_on_with_an_old_link(stack: ExitS
     other = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1)
     other.listen("{}:{}".format(*link.proxy._target))
     stack.callback(other.close, grace=0)
-    with pytest.raises(LinkClosed, match="found a link that goes on, expected a new one"):
+    with pytest.raises(LinkClosed, match="found a link to be continued, expected a new one"):
         link.above.receive(SECONDS)
 
 
@@ -284,7 +284,7 @@ def test_a_frozen_dialer_holds_nobody_who_is_told_to_wait_no_more(stack: ExitSta
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
         above = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1).dial(address, 1, SECONDS)
-        with pytest.raises(LinkClosed, match=r"home\.0 is at epoch 1"):
+        with pytest.raises(LinkClosed, match=r"home\.0 is at generation 1"):
             waiter.result(SECONDS)
         above.send(_message(3, 10))
         assert server.accept(SECONDS, 1).receive(SECONDS).header.step == 3

@@ -122,7 +122,7 @@ def test_who_moves_on_ends_the_link_for_its_neighbour(neighbours: Neighbours) ->
 
 def test_an_epoch_that_is_over_for_the_neighbour_is_none_to_go_on_with(neighbours: Neighbours) -> None:
     newer = neighbours.above(3)
-    with pytest.raises(LinkClosed, match=r"home\.0 is at epoch 3"):
+    with pytest.raises(LinkClosed, match=r"home\.0 is at generation 3"):
         neighbours.below(2)
     assert_works(newer, neighbours.below(3))
 
@@ -153,7 +153,7 @@ def test_giving_up_what_is_over_changes_nothing(neighbours: Neighbours) -> None:
 def test_a_neighbour_of_an_older_epoch_is_refused_in_words_and_counts_as_no_stranger(over_grpc: OverGrpc) -> None:
     above, below = over_grpc.above(4), over_grpc.below(4)
     late = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1)
-    with pytest.raises(LinkClosed, match="found epoch 3, expected at least 4"):
+    with pytest.raises(LinkClosed, match="found generation 3, expected at least 4"):
         late.dial(over_grpc.address, 3, SECONDS)
     assert over_grpc.server.refusals == 0
     with pytest.raises(Refused, match=r"home\.0 is already connected"):
@@ -164,7 +164,7 @@ def test_a_neighbour_of_an_older_epoch_is_refused_in_words_and_counts_as_no_stra
 def test_of_those_that_wait_the_newest_stays(over_grpc: OverGrpc) -> None:
     waiting = over_grpc.above(1)
     newer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1).dial(over_grpc.address, 2, SECONDS)
-    with pytest.raises(LinkClosed, match=r"the peer aborted: home\.0 is at epoch 2"):
+    with pytest.raises(LinkClosed, match=r"the peer aborted: home\.0 is at generation 2"):
         waiting.receive(SECONDS)
     assert_works(newer, over_grpc.below(2))
     newer.abort("the test is over")
@@ -174,7 +174,7 @@ def test_a_member_that_is_further_ends_what_waits(over_grpc: OverGrpc) -> None:
     waiting = over_grpc.above(1)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(over_grpc.below, 2)
-        with pytest.raises(LinkClosed, match="the peer aborted: this member is at epoch 2"):
+        with pytest.raises(LinkClosed, match="the peer aborted: this member is at generation 2"):
             waiting.receive(SECONDS)
         assert_works(over_grpc.above(2), accepted.result(SECONDS))
 

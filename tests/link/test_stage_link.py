@@ -355,7 +355,7 @@ def test_an_upstream_process_that_dies(listener: Listener) -> None:
     assert downstream.receive(SECONDS).header.step == 3
     process.kill()
     process.join(SECONDS)
-    with pytest.raises(LinkClosed, match="the peer hung up"):
+    with pytest.raises(LinkClosed, match="the peer closed the stream"):
         downstream.receive(SECONDS)
     with pytest.raises(LinkClosed):
         downstream.send(Message(LinkHeader()))
@@ -378,5 +378,5 @@ def test_a_downstream_process_that_dies() -> None:
     upstream = open_stage_link(here.recv(), PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=SECONDS)
     process.kill()
     process.join(SECONDS)
-    with pytest.raises(LinkClosed, match="the peer is gone"):
+    with pytest.raises(LinkClosed, match="the peer disconnected"):
         upstream.receive(SECONDS)

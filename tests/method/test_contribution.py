@@ -358,7 +358,7 @@ def test_a_frame_is_not_unpacked_beyond_what_is_expected() -> None:
     with pytest.raises(MalformedContribution, match="268435456 bytes, expected 0 to 100"):
         Reader(writer.take(), "x").take_stream(0, 100)
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
-    with pytest.raises(MalformedContribution, match="does not say its size"):
+    with pytest.raises(MalformedContribution, match="does not give its size"):
         Reader(struct.pack("<BI", 1, len(silent)) + silent, "x").take_stream(0, 100)
     two = zstandard.ZstdCompressor().compress(bytes(100)) * 2
     with pytest.raises(MalformedContribution, match="damaged"):

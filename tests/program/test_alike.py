@@ -161,7 +161,7 @@ def test_a_chart_is_bounded_and_says_what_it_leaves_out(
     _run("simulate", _written(tmp_path, corpus, 40), "--chart", chart)
     assert "line of home-1.0 .. home-40.0" in said
     assert not any("more" in text for text in said)
-    assert any(re.fullmatch(r"→ .* kB  ← .* kB \(limited by its lines\)", text) for text in said)
+    assert any(re.fullmatch(r"→ .* kB  ← .* kB \(limited by its access lines\)", text) for text in said)
 
 
 @pytest.mark.parametrize("command", ["simulate", "check"])

@@ -161,7 +161,7 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
     edited.write_text(MIXED.read_text().replace("{rounds: 3,", "{rounds: 7,"))
     found = _train(corpus, runs, config=edited)
     assert (found["rounds"], found["changes"]["outer.rounds"]) == (6, {"1": 3, "4": 6})
-    told = "mixed: outer.rounds stays 6: a resumed run ignores the YAML's 7; to change it, give --set outer.rounds=7"
+    told = "mixed: outer.rounds stays 6: a resumed run ignores 7 in the YAML; to change it, use --set outer.rounds=7"
     assert told in capsys.readouterr().out
     changes = _train(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
     assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 8}
@@ -174,7 +174,9 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
 
 def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:
     before = RunFolder(runs / "mixed").changes.read_bytes()
-    with pytest.raises(HeteroPPError, match=r"outer\.rounds: found 5, expected at least 6, as so many rounds are done"):
+    with pytest.raises(
+        HeteroPPError, match=(r"outer\.rounds: found 5, expected at least 6, the number of finished rounds")
+    ):
         _train(corpus, runs, "outer.rounds=5")
     assert RunFolder(runs / "mixed").changes.read_bytes() == before
     assert _train(corpus, runs)["rounds"] == 6

@@ -50,7 +50,11 @@ def _schedule(text: str, folder: Path, *overrides: str) -> Schedule:
         ("{kill: dc, at: {rund: 2}}", "faults[0].at.rund", "found an unknown key, expected one of phase, round; did"),
         ("{kill: dc, at: {round: 2, phase: lunch}}", "faults[0].at.phase", "found `lunch`, expected 'training', "),
         ("{kill: dc, at: {round: 4}}", "faults[0].at.round", "found 4, expected at most the 3 of `outer.rounds`"),
-        ("{kill: dc, at: {round: 1, phase: saving}}", "faults[0].at.round", "found 1, expected one after which states"),
+        (
+            "{kill: dc, at: {round: 1, phase: saving}}",
+            "faults[0].at.round",
+            "found 1, expected a round after which states",
+        ),
         ("{kill: dc}", "faults[0]", "found neither, expected one of `at: {round: 3}` and `after: 30 s`"),
         ("{kill: dc, at: {round: 2}, after: 1 s}", "faults[0]", "found both, expected one of"),
         ("{kill: dc, rank: 0, after: 1 s}", "faults[0].rank", "found 0, expected less than dc's 0 ranks"),
@@ -74,7 +78,7 @@ def test_what_cannot_be_is_told_with_its_line(entry: str, key: str, complaint: s
 
 def test_a_round_that_could_never_close_is_refused(tmp_path: Path) -> None:
     both = "  - {miss: home, rounds: [1]}\n  - {miss: dc, rounds: [2, 1]}"
-    with pytest.raises(ConfigError, match=r"chaos.yaml:2: .*: found 1, in which 0 of 2 replicas are left; expected at"):
+    with pytest.raises(ConfigError, match=r"chaos.yaml:2: .*: found 1, for which 0 of 2 replicas remain; expected at"):
         _read(both, tmp_path)
     assert missed(_read(both.replace(", 1]", "]"), tmp_path)) == {"home": {1}, "dc": {2}}
 

@@ -47,13 +47,15 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert "never sent, fading from 50% to 90% of the run)" in fading
     timed = _check(yaml, "--set", "outer.rounds=4", "--set", "inner={seconds: 5 min}")
     assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
-    assert "a step over all replicas. " in timed
+    assert "per step over all replicas. " in timed
     assert "`a round` and `takes` are without them." in timed
 
 
 def test_it_says_how_much_text_each_shard_has(yaml: Path) -> None:
     said = _check(yaml, "--set", "data.clusters=2")
-    sizes = re.search(r"Shards: 2 clusters of alike sequences, of which there are: dc ([\d,]+), home ([\d,]+)\.", said)
+    sizes = re.search(
+        r"Shards: 2 clusters of similar sequences; sequences per shard: dc ([\d,]+), home ([\d,]+)\.", said
+    )
     tokens = re.search(r"([\d,]+) tokens to train on", said)
     assert sizes is not None
     assert tokens is not None

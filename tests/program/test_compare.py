@@ -61,7 +61,7 @@ def test_what_differs_and_what_was_reached(runs: Path, tmp_path: Path) -> None:
     assert rows["sent on the wire"][0] != rows["sent on the wire"][1]
     assert rows["tokens per second"][0] == f"{summary['tokens_per_second']:,.0f}"
     assert chart.read_bytes().startswith(b"\x89PNG")
-    assert f"Validation losses are drawn in {chart}." in " ".join(printed.split()).replace(" /", " /")
+    assert f"The validation losses are drawn in {chart}." in " ".join(printed.split()).replace(" /", " /")
 
 
 def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, corpus: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, cor
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        (["over"], "found 1 run, `over`, expected at least two to compare"),
-        (["over", "nope"], "nope: found no run, expected a name in RUNS/ or the folder of a run"),
+        (["over"], "found one run, `over`, expected at least two"),
+        (["over", "nope"], "nope: found no run, expected a name in RUNS/ or a run folder"),
         (["over", "RUNS/over"], "RUNS/over: found the run RUNS/over twice, expected different runs"),
     ],
 )

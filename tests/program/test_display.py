@@ -275,7 +275,7 @@ def test_live_view_has_a_row_for_every_link_of_a_machine_with_a_long_name() -> N
 def test_live_view_of_a_low_terminal_leaves_the_quiet_links_out() -> None:
     state = state_of(made_up_reports())
     lines = text_of(live_view(state, END, height=17)).splitlines()
-    assert "and 2 links that carried less" in lines[-1]
+    assert "and 2 links with less traffic" in lines[-1]
     assert any("home.0-1" in line for line in lines)
     assert len(lines) <= 17
 
@@ -304,8 +304,8 @@ def test_result() -> None:
     forward = rows.index("home.0-1 → 8 Mbit/s 8 kB 8.02 kB 50 %")
     assert rows[forward + 1] == "← 4 Mbit/s 4 kB 4.02 kB 25 %"
     said = " ".join(rows)
-    assert "Of the payload, 50 kB are the first snapshot and the evaluation of the initial weights." in said
-    assert "Contributions: 4 kB in all, 2,000 values kept, 16 bits per kept value." in rows
+    assert "The first snapshot and the evaluation of the initial weights account for 50 kB of the payload." in said
+    assert "Contributions: 4 kB in total, 2,000 values kept, 16 bits per kept value." in rows
     assert "All replicas hold the same weights: sha256 0202020202020202…" in rows
     assert "2 outer rounds in 22 s, 40 tokens/s over all replicas." in rows
     assert "Files: /runs/made-up (" in said

@@ -112,10 +112,10 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
 def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Path, finished: Path) -> None:
     """A new run starts over it only with --new, and moves it aside; over one that is finished as ever."""
     stopped = rf"{cut}: run mixed stopped after round {ROUNDS - 1} of {ROUNDS}; "
-    found = stopped + r"continue it with --resume, or start a new one with --new \(to continue: hpp launch --resume\)"
+    found = stopped + r"resume it with --resume, or start a new run with --new \(to resume: hpp launch --resume\)"
     with pytest.raises(ConfigError, match=f"^{found}$"):
         _train(corpus, cut.parent, typed=["hpp", "launch"])
-    with pytest.raises(ConfigError, match=r"^--new: leave out --resume"):
+    with pytest.raises(ConfigError, match=r"^--new: found --resume, too"):
         _train(corpus, cut.parent, resume=True, new=True)
     assert [path.name for path in cut.parent.glob("[!.]*")] == ["mixed"]
     assert _same(_train(corpus, cut.parent, new=True), _summary(finished / "mixed"))
@@ -139,7 +139,7 @@ def test_on_a_terminal_the_user_is_asked(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(unfinished.Prompt, "ask", ask)
     if answer in (QUIT, None):
-        with pytest.raises(ConfigError, match="continue it with --resume"):
+        with pytest.raises(ConfigError, match="resume it with --resume"):
             _train(corpus, cut.parent)
         return
     found = _train(corpus, cut.parent)
@@ -164,7 +164,7 @@ def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
         assert find_unfinished(config, cut.parent) is None  # a ticket that has expired
         memberships.invite("home.0", 3600.0)
     found = find_unfinished(config, cut.parent)
-    assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket to it is valid"
+    assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket is still valid"
 
 
 def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
@@ -178,7 +178,7 @@ def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
 
 
 def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
-    """In the run's numbers; what is recorded keeps its times."""
+    """In the run's numbers; the record keeps its times."""
     year = 365 * 24 * 3600.0
     lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
     earlier = [json.dumps(line | {"time": line["time"] - year}) for line in lines]
@@ -461,7 +461,7 @@ def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
     assert "failed" not in found
     told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
     assert len(told) == 1
-    assert "the record of the run has gaps, and the run continues" in told[0]
+    assert "the record of the run has gaps, but the run continues" in told[0]
 
 
 def test_reports_that_cannot_be_followed_are_no_success(
@@ -475,7 +475,9 @@ def test_reports_that_cannot_be_followed_are_no_success(
         apply(state, report)
 
     monkeypatch.setattr(RunState, "apply", fails)
-    with pytest.raises(RunFailed, match=r"lost the run's reports before the run was over \(KeyError: 'a bug'\)"):
+    with pytest.raises(
+        RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"
+    ):
         _train(corpus, tmp_path)
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
@@ -490,7 +492,9 @@ def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path
 
     watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", SECRET.credentials(LAUNCHER)), fails)
     exchange.refuse("a member", "a reason to report", Kind.UNEXPECTED)
-    with pytest.raises(RunFailed, match=r"lost the run's reports before the run was over \(KeyError: 'a bug'\)"):
+    with pytest.raises(
+        RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"
+    ):
         watcher.join()
     exchange.end_watching()
     server.stop(0).wait()
@@ -535,7 +539,7 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
         (None, "hetero-pp launch a.yaml --resume", "resume with: hetero-pp launch a.yaml --resume"),
         (["exchange"], "x --only exchange", "their commands): x --only exchange --resume --token-file {token}"),
         (["exchange"], "x --token-file t", "their commands): x --token-file t --resume"),
-        (["dc"], "x --only dc", "when the exchange is resumed, rejoin it with: x --only dc"),
+        (["dc"], "x --only dc", "after the exchange has been resumed, rejoin it with: x --only dc"),
     ],
 )
 def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None, typed: str, expected: str) -> None:
@@ -546,7 +550,7 @@ def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None,
     if names is None:
         shutil.rmtree(cut / "state" / "home.1")
         told = how_to_go_on(prepared, folder, typed.split())
-        saved = "no state was saved yet (one is saved every 1 round)"
+        saved = "no state has been saved yet (states are saved every 1 round)"
         again = "hetero-pp launch a.yaml --resume"
         assert told == f"{saved}; resume from the log, with new optimizer moments, with: {again}"
         shutil.rmtree(folder.log)

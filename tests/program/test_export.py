@@ -214,7 +214,7 @@ def test_damaged_checkpoints_are_refused(model: Transformer, tmp_path: Path) -> 
     assert f"no tensor `{name}`" in complaint({key: value for key, value in good.items() if key != name})
     assert "[80, 47]" in complaint(good | {name: good[name][:, 1:].contiguous()})
     bias = "model.layers.0.self_attn.q_proj.bias"
-    assert f"found a tensor `{bias}`" in complaint(good | {bias: torch.zeros(48)})
+    assert f"found the tensor `{bias}`" in complaint(good | {bias: torch.zeros(48)})
     file.write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match="no readable"):
         read_parameters(folder, _shapes())
@@ -358,9 +358,9 @@ def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> No
 
 def test_what_cannot_be_exported_is_said(run: Path, exported: Path, tmp_path: Path) -> None:
     for folder, to, words in [
-        (tmp_path, tmp_path / "new", f"{tmp_path}: found no config.yaml, expected the folder of a run"),
-        (run, exported, f"--to {exported}: found files in this folder, expected a new or an empty one"),
-        (run, run / "config.yaml" / "new", f"--to {run / 'config.yaml' / 'new'}: cannot be made (Not a directory)"),
+        (tmp_path, tmp_path / "new", f"{tmp_path}: found no config.yaml, expected a run folder"),
+        (run, exported, f"--to {exported}: found files in this folder, expected a new or empty folder"),
+        (run, run / "config.yaml" / "new", f"--to {run / 'config.yaml' / 'new'}: cannot be created (Not a directory)"),
     ]:
         code, errors = _invoke("export", folder, "--to", to)
         assert code == 2

@@ -301,7 +301,7 @@ def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest
         recorder.close()
     assert drawn == []
     for name in ("summary.json", "loss.png", "links.png"):
-        assert [line for line in told if line.startswith(f"{tmp_path / name} is not ") and "--resume" in line], told
+        assert [line for line in told if line.startswith(f"{tmp_path / name} was not ") and "--resume" in line], told
 
 
 def test_too_much_that_waits_is_dropped_and_known_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def _train(corpus: Path, runs: Path) -> dict[str, Any]:
 def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_does_not(
     number: int, undisturbed: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Members' states, the log, what is recorded, and what is left of a run's start."""
+    """Members' states, the log, the record, and what is left of a run's start."""
     with failing_disk(tmp_path / "mixed") as disk:
         disk.fail_by_chance(NOW_AND_THEN, number)
         summary = _train(corpus, tmp_path)
@@ -351,7 +351,7 @@ def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_doe
     )
     assert found - wanted == set()
     said = capfd.readouterr()
-    assert "trying again" in said.err
+    assert "retrying" in said.err
     assert "could not save its state after round" in said.out
 
 
@@ -389,8 +389,8 @@ def test_what_a_full_disk_has_kept_from_being_written_at_the_end_is_written_by_r
             patch.setattr(f"hetero_pp.program.report.recorder.{one}", lambda *_, drawn=drawn: full(drawn, b""))
         run_topology(MIXED, settings, tmp_path, in_process=True)
     said = [line for line in capfd.readouterr().out.splitlines() if "--resume" in line]
-    assert [any(f"/{name} is not " in line for line in said) for name in names] == [True] * 3
-    assert all("(--resume does that once the disk has room), the run itself is kept: " in line for line in said)
+    assert [any(f"/{name} was not " in line for line in said) for name in names] == [True] * 3
+    assert all("(--resume does that once the disk has room); the run itself is not affected: " in line for line in said)
     assert not any((tmp_path / "mixed" / name).exists() for name in names)
     run_topology(MIXED, settings, tmp_path, in_process=True, resume=True)
     assert all((tmp_path / "mixed" / name).is_file() for name in names)

@@ -197,9 +197,9 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         assert secrets == {"key.pem": 0o600, "certificate.pem": 0o600}, host
     code, said, errors = run.wait("waits")
     assert (code, errors) == (0, "")
-    assert said.endswith("homes: the run is over (round 3 of 3); nothing was left to train\n")
+    assert said.endswith("homes: the run is over (round 3 of 3); no round was left to train\n")
     assert run.ask("status").stdout.startswith("homes: over after round 3 of 3, at 20")
-    assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), heard 20")
+    assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), as reported 20")
     alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
     assert alone.returncode == 0, alone.stderr
     for found in ("parameters_sha256", "validation_loss"):
@@ -221,7 +221,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     done = run.ask("leave", host="home.1")
     assert (done.returncode, done.stdout) == (0, "homes: home.1 has left\n")
     code, said, errors = run.wait("home.1")
-    assert (code, errors) == (130, "hetero-pp: interrupted; every process of the run has ended\n")
+    assert (code, errors) == (130, "hetero-pp: interrupted; all processes of the run have ended\n")
     assert said.endswith("homes: home.1 is free again\n")
     assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
     run.join("another", run.invite())  # takes the one that is free
@@ -233,7 +233,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     relayed = {name: place["relayed_bytes"] for name, place in places.items()}
     assert relayed["home.0"] == relayed["home.1"] > relayed["dc"] == 0
 
-    assert run.ask("revoke", "home.1").stdout == "homes: took back home.1 from its holder number 2\n"
+    assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 (holder number 2)\n"
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
     run.processes["dc"].send_signal(signal.SIGUSR1)  # as Slurm, before a job's time is over; Ctrl-C does the same
@@ -253,15 +253,17 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert go_on == f"homes: resume with: hetero-pp serve {folder}/homes/config.yaml --resume --runs {folder}"
     run.serve(waits=False)  # which would lock them all out
     code, _, errors = run.wait("exchange")
-    stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; continue it with"
-    assert (code, bool(re.match(rf"{stopped} --resume, or start a new one with --new", errors))) == (2, True), errors
+    stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; resume it with"
+    assert (code, bool(re.match(rf"{stopped} --resume, or start a new run with --new", errors))) == (2, True), errors
     run.serve("--resume")  # and its members are let in by what they were given before
     run.wait_for('"event": "begun"')
     assert run.processes["home.0"].poll() is None
     run.processes["exchange"].terminate()
     run.wait("exchange")
     run.serve("--new")
-    new = "a new run has begun at 127.0.0.1:{}; your certificate belongs to the earlier one; ask for a new ticket (not"
+    new = (
+        "a new run has started at 127.0.0.1:{}; your certificate belongs to the previous run; ask for a new ticket (not"
+    )
     new = new.format(run.address.partition(":")[2])
     run.wait_until(lambda: new in run.said("home.0"))
     assert run.processes["home.0"].poll() is None  # its own run may come back
@@ -348,7 +350,7 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     (tmp_path / "run.yaml").write_text(text.replace("  - {name: second, kind: datacenter, batch_size: 4}\n", ""))
     run.serve("--resume", waits=False)
     code, _, errors = run.wait("second")
-    assert (code, "second is no longer a place of this run" in errors) == (1, True), errors
+    assert (code, "second is no longer a slot of this run" in errors) == (1, True), errors
     run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
     assert len({round_ for round_, _, _ in verified}) == len({(round_, sha256) for round_, _, sha256 in verified})
 
@@ -451,11 +453,15 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
     used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
     for text, who, told in (
         ("made up", here, r"found 'madeup'\.\.\., expected a ticket, which begins with hpp1\."),
-        (used[:-7], here, "the ticket is not whole: copy all of it, in one line"),
-        (over, here, r"the ticket is over: ask for another \(or is the clock of this host wrong\?\)"),
-        (used, here, r"home\.0 reads the run's text; give its path on this host with --data PATH"),
-        (served.invite("dc", capsys), here, "dc reads the run's text; give its path on this host with --data PATH"),
-        (used, there, "the ticket was used already: it lets one process in"),
+        (used[:-7], here, "the ticket is incomplete: copy all of it, as one line"),
+        (over, here, r"the ticket has expired: ask for another \(or is the clock of this host wrong\?\)"),
+        (used, here, r"home\.0 reads the run's text; give the path of the text on this host with --data PATH"),
+        (
+            served.invite("dc", capsys),
+            here,
+            "dc reads the run's text; give the path of the text on this host with --data PATH",
+        ),
+        (used, there, "the ticket was used already: it admits one process"),
     ):
         with pytest.raises(ConfigError, match=told):
             join(text, who)
@@ -466,7 +472,8 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     with pytest.raises(ConfigError, match=r"--place home\.2: expected one of dc, home\.0, home\.1"):
         served.invite("home.2", capsys)
     with pytest.raises(
-        ConfigError, match=r"--place home: is a group: leave out --place .*, or name a stage as home\.0"
+        ConfigError,
+        match=r"--place home: found the name of a group: leave out --place .*, or name a stage, such as home\.0",
     ):
         served.invite("home", capsys)
     with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
@@ -474,7 +481,7 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     assert seconds_of("24h") == 24 * 3600
     with pytest.raises(ConfigError, match="found no run that this host serves; start one with: hetero-pp serve CONFIG"):
         invite(tmp_path, "another", None, 1.0, None)
-    with pytest.raises(ConfigError, match=r"found nobody that was invited to home\.0, and no ticket of that name"):
+    with pytest.raises(ConfigError, match=r"found no host that was invited to home\.0, and no ticket with this id"):
         revoke(served.runs, "homes", "home.0")
     with pytest.raises(ConfigError, match="found no `hetero-pp join` of this run on this host"):
         leave(served.runs, "homes", None)
@@ -493,9 +500,9 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
         return capsys.readouterr().err.splitlines()
 
     first, dc = told(None)
-    assert first.startswith("homes: this ticket is for a stage of group home; it lets one host in until 20")
+    assert first.startswith("homes: this ticket is for a stage of group home; it admits one host until 20")
     command = "`hetero-pp invite homes --place dc`"
-    assert dc == f"homes: dc is still free, and is a datacenter's, which needs a ticket that names it: {command}"
+    assert dc == f"homes: dc is still free; a datacenter replica needs a ticket with its name: {command}"
     (one,) = told("home.1")
     assert one.startswith("homes: this ticket is for home.1, a stage of group home; ")
     (one,) = told("dc")
@@ -511,7 +518,7 @@ def test_groups_of_one_entry_are_called_by_its_name() -> None:
     slots = {f"{group}.{stage}" for group in [*(f"home-{n + 1}" for n in range(50)), "lab-2"] for stage in (0, 1)}
     assert RunSpec(config, 256).unnamed_slots == slots
     alone = _config("standard-library", replicas=[dc])
-    assert good_for(alone, None) == "the first of dc that is free then"
+    assert good_for(alone, None) == "the first of dc with a free slot"
     assert RunSpec(alone, 256).unnamed_slots == {"dc"}
 
 
@@ -530,7 +537,7 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
 
 def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
-    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` takes it back"):
+    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` frees it"):
         served.invite("home.1", capsys)
 
 
@@ -549,8 +556,8 @@ def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
     about.write_text("{")
     for run in ("homes", served.address):
         status(runs, run, None, None)
-        assert capsys.readouterr().out.startswith("homes: has not begun; waiting for members to join: ")
-    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves, or has joined"):
+        assert capsys.readouterr().out.startswith("homes: not started; waiting for members to join: ")
+    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves or joined"):
         status(runs, "127.0.0.1:1", None, None)
 
 
@@ -564,15 +571,15 @@ def test_status_says_what_a_ticket_is_good_for(
     text, here = served.invite("dc", capsys).strip(), tmp_path / "here"
     ticket = Ticket.from_text(text)
     begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
-    assert told(text, here).startswith(f"{begins}lets one host in until 20")
+    assert told(text, here).startswith(f"{begins}admits one host until 20")
     take_place(ticket, here)
     for runs in (here, served.runs):  # who has used it, and who serves the run
-        assert told(text, runs).startswith(f"{begins}was used; it was good until 20")
+        assert told(text, runs).startswith(f"{begins}was used; it was valid until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
     old = Ticket(ticket.run, ticket.address, ticket.identity)
-    assert "is for a slot that it does not name (it is of an older version); " in told(old.to_text(), here)
+    assert "is for a slot that it does not name (it was made by an older version); " in told(old.to_text(), here)
     assert told(served.invite("home.1", capsys, 0.0), here).count("; it expired 20") == 1
-    with pytest.raises(ConfigError, match="the ticket is not whole"):
+    with pytest.raises(ConfigError, match="the ticket is incomplete"):
         status(here, text[:-7], None, None)
 
 
@@ -587,7 +594,7 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
     ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
-    told = f"^a new run has begun at {served.address}; your ticket belongs to the earlier one; ask for a new ticket$"
+    told = f"^a new run has started at {served.address}; your ticket belongs to the previous run; ask for a new ticket$"
     with pytest.raises(ConfigError, match=told):
         join(ticket.to_text(), Here(tmp_path / "here"))
 
@@ -597,7 +604,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once it has waited for its own run in vain; the cause is only that if it is what ends it."""
-    cause, lines = "a new run has begun at host:1; your certificate belongs to the earlier one", list[str]()
+    cause, lines = "a new run has started at host:1; your certificate belongs to the previous run", list[str]()
 
     class Ended:
         """The processes of a host: they end with the cause that they are told."""
@@ -635,7 +642,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
         hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, lines.append)
     waits = "waiting for the exchange of this run, for up to 1:00:00"
-    assert lines == [f"{cause} (not verified, as its certificate is not of this run: {waits})"]
+    assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
 
 
 def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,7 +670,7 @@ def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest
     said = capsys.readouterr().out
     shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
     assert shown == ["g0.0", "g0.1", "g1.0", "g1.1", "g3.0", "g3.1", "g4.0", "g4.1"]
-    assert "2 more replicas that nobody has joined" in said
+    assert "2 more replicas without any member" in said
 
 
 def _config(corpus: str, **more: object) -> RunConfig:

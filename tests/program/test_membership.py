@@ -210,7 +210,7 @@ def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> 
         [False] * 3,
         [True, False, False],
     ]
-    assert described(before, replicas_of(config)) == "not needing dc"
+    assert described(before, replicas_of(config)) == "without requiring dc"
     assert described(replicas_of(config), before[:2]) == "without dc2 and needing dc"
 
 
@@ -268,7 +268,10 @@ def _other_rank(content: dict[str, Any]) -> None:
             lambda it: it["replicas"][1].update(batch_size=8),
             "--resume: replicas[1].batch_size: found 8, expected 4, as in ",
         ),
-        (_other_rank, "replicas[3].boundary.rank: found 16, expected at most 8, the largest rank when the run began"),
+        (
+            _other_rank,
+            "replicas[3].boundary.rank: found 16, expected at most 8, the largest rank at the start of the run",
+        ),
         (
             lambda it: it.update(links={"slow": {"bandwidth": "1 Mbit/s"}}),
             "links.slow: found 5 entries, expected null",
@@ -316,5 +319,5 @@ def test_a_run_whose_boundaries_are_full_has_no_basis_for_another(tmp_path: Path
     grown = config.model_copy(update={"replicas": [*config.replicas, narrow]})
     spec = RunSpec(config, 256)
     spec = RunSpec(grown, 256, spec.changes.changed(config, 2, {"replicas": replicas_of(grown)}))
-    with pytest.raises(ConfigError, match=r"found 4, expected `full`, as nothing was compressed"):
+    with pytest.raises(ConfigError, match=r"found 4, expected `full`, because nothing was compressed"):
         require_known_basis(spec)

@@ -189,9 +189,9 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
     assert all(endless.processes[part].poll() is None for part in PARTS)
     endless.processes["exchange"].terminate()
     said = endless.said("exchange")
-    assert re.search(r"^hosts: dc: no heartbeat came for \d+ s; its place is vacant$", said, re.MULTILINE), said
+    assert re.search(r"^hosts: dc: no heartbeat arrived for \d+ s; its slot is vacant$", said, re.MULTILINE), said
     assert "hosts: dc has joined again (incarnation 2)" in said
-    assert re.search(r"^round \d+/100000: .*; not counted: dc \(no heartbeat came for", said, re.MULTILINE), said
+    assert re.search(r"^round \d+/100000: .*; excluded: dc \(no heartbeat arrived for", said, re.MULTILINE), said
 
 
 def _wait_until_free(port: int | str) -> None:
@@ -295,7 +295,7 @@ def test_another_token_is_told_where_it_is(hosts: Hosts, tmp_path: Path) -> None
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, whose token is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    assert (code, f"home.1: {there}, which has the token in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     again = hosts.said("exchange").splitlines()[-1]
@@ -311,7 +311,7 @@ def test_without_tls_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path:
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, whose token is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    assert (code, f"home.1: {there}, which has the token in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.wait_for('"event": "refusal"')
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
@@ -351,7 +351,7 @@ def test_a_group_that_names_no_address_is_one_hosts(tmp_path: Path, corpus: Path
         file = _config(tmp_path, corpus, stages=f"stages: [{{layers: 1{listen}}}, {{layers: 1}}]")
         found = commands(file.config, Path("run.yaml"), [])
         assert [line.split("--only ")[1].split()[0] for line in found] == ["exchange", "dc", *members]
-    assert any("found nothing, so home.1 dials home.0" in line for line in notes(file))
+    assert any("found no address, so home.1 dials home.0" in line for line in notes(file))
     with pytest.raises(ConfigError, match=r"expected the address at which home\.1 can dial this host"):
         anywhere = _config(tmp_path, corpus, stages='stages: [{layers: 1, listen: "0.0.0.0:7"}, {layers: 1}]').config
         require_reachable(anywhere, ["home.0"])
@@ -368,12 +368,12 @@ def test_what_to_do_before_the_commands_with_key_and_line(
     assert said[0] == "# make one token, and copy it to every host: openssl rand -hex 16 > token"
     assert said[1].startswith(f"# {path}:8: exchange.listen: the exchange listens at `0.0.0.0:47600`; replace EXCHAN")
     assert said[2] == (
-        f"# {path}:16: replicas[1].stages[1].listen: found nothing, so home.1 is reached through the exchange"
+        f"# {path}:16: replicas[1].stages[1].listen: found no address, so home.1 is reached through the exchange"
     )
     assert all(line.startswith("hetero-pp launch ") for line in said[3:])
     print_commands(path, ["exchange.listen=127.0.0.1:5"])
     assert (
-        "--set exchange.listen=127.0.0.1:5: found `127.0.0.1:5`, expected an address that other hosts reach"
+        "--set exchange.listen=127.0.0.1:5: found `127.0.0.1:5`, expected an address that other hosts can reach"
         in capsys.readouterr().out
     )
     _config(tmp_path, corpus, "", stages)
@@ -390,8 +390,8 @@ def test_check_tries_the_addresses_of_this_host_only(
     monkeypatch.setenv("COLUMNS", "400")
     print_check(path, [], tmp_path / "runs")
     assert (
-        f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (another host's, not tried "
-        "here), home.1 ben.invalid:7 (another host's, not tried here)."
+        f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (on another host, not "
+        "checked here), home.1 ben.invalid:7 (on another host, not checked here)."
     ) in capsys.readouterr().out
     with taken, pytest.raises(ConfigError, match=r"--set exchange\.listen=127.*: found .* expected a free port"):
         print_check(path, [f"exchange.listen=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")

@@ -85,5 +85,5 @@ def test_rounds_of_an_earlier_start_are_one_line() -> None:
 
 def test_a_host_that_took_no_part_in_the_last_round_says_that_the_run_is_over() -> None:
     over = Report(time=START + 40, member="exchange", over=Over(round=2, rounds=2, finishing=["dc"]))
-    assert shown(["home.0"], [over]) == ["made-up: the run is over (round 2 of 2); nothing was left to train"]
+    assert shown(["home.0"], [over]) == ["made-up: the run is over (round 2 of 2); no round was left to train"]
     assert shown(["dc"], [over]) == []

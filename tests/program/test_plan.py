@@ -120,7 +120,7 @@ def test_a_plan_is_accepted_and_reaches_its_target(tmp_path: Path, corpus: Path)
     # The deciding hop, the choice, and what the next less lossy one would leave.
     [why] = [choice["why"] for choice in content["choices"] if choice["chosen"].startswith("rank")]
     assert why.startswith("home.1-2 (1 Mbit/s) decides; rank ")
-    assert "would leave" in why
+    assert "would reduce utilization to" in why
     assert "Het-PP Table 2" in why
     assert content["loss"]["paper"] > 0
     assert f"# {path}: " in written.read_text().splitlines()[0]
@@ -145,9 +145,9 @@ def test_the_next_less_lossy_boundary_would_miss_the_target(tmp_path: Path, corp
     path = _yaml(tmp_path, corpus, REPLICAS)
     content = _plan(path, 0.8)
     [why] = [choice["why"] for choice in content["choices"] if choice["chosen"].startswith("rank")]
-    spurned = why.split("; rank ")[1].split(" would leave")[0]
+    spurned = why.split("; rank ")[1].split(" would reduce")[0]
     rank, _, kind = spurned.partition(" x ")
-    said = float(why.split("would leave ")[1].split("%")[0]) / 100
+    said = float(why.split("would reduce utilization to ")[1].split("%")[0]) / 100
     how = f"bits: {kind.removesuffix(' bits')}" if kind.endswith("bits") else f"dtype: {kind}"
     written, prediction = path.with_suffix(".plan.yaml"), tmp_path / "s.json"
     code, _, errors = _invoke(
@@ -208,7 +208,7 @@ def test_a_target_out_of_reach_is_one_line_and_no_file(tmp_path: Path, corpus: P
     code, out, errors = _invoke("plan", path, "--target-utilization", "99 %", "--write", written, *slow)
     assert code == 2
     assert "rank" in out  # the best that was found is explained all the same
-    assert "a utilization of 99.0% cannot be reached: the best found is" in errors
+    assert "a utilization of 99.0% cannot be reached: the best plan reaches" in errors
     assert "limited by home.1-2 (unlimited, 3 s)" in errors
     assert len(errors.strip().splitlines()) == 1
     assert not written.exists()
@@ -233,7 +233,7 @@ def test_other_commands_ask_for_a_plan_first(tmp_path: Path, corpus: Path, comma
     path = _yaml(tmp_path, corpus, LOOSE)
     code, _, errors = _invoke(command, path)
     assert code == 2
-    assert f"{path}:12: plan.participants: found 5 participants that are not grouped yet" in errors
+    assert f"{path}:12: plan.participants: found 5 participants without a group" in errors
     assert "hetero-pp plan" in errors
 
 
@@ -263,7 +263,7 @@ def test_what_joins_two_participants(tmp_path: Path, corpus: Path) -> None:
         (["--set", "plan.participants=[]", "--set", "plan.pairs=[]"], "replicas: found nothing, expected at least"),
         (["--set", "simulate.machine=tiny", "--set",
           "simulate.hardware.tiny={flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}"],
-         "found 5 participants of whom no 2 have memory for the model's 6 layers together"),
+         "found 5 participants, but no 2 of them have enough memory for the model's 6 layers together"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(tmp_path: Path, corpus: Path, arguments: list[str], words: str) -> None:

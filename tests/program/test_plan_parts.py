@@ -126,12 +126,12 @@ def test_a_group_without_memory_for_the_model_says_which_machines_lack_how_much(
         f"{path}:7: replicas[1].stages: found 2 stages of home-1 with memory for 3 layers, expected 16 with at least 1 "
         "each: home-1.0 has 6 GB for 2 layers and needs "
     )
-    assert "(with 1 sequence a micro-batch)" in said
+    assert "(with 1 sequence per micro-batch)" in said
     [count] = re.findall(r"--set replicas\.home\.stages=(\d+) would suffice", said)
     assert not _no_schedules(path, f"replicas.home.stages={count}")
     assert _no_schedules(path, f"replicas.home.stages={int(count) - 1}")
     assert "has 2 GB for no layer" in (tiny := _no_schedules(path, "simulate.hardware.small.memory=2 GB"))
-    assert "no number of stages on such machines suffices" in tiny
+    assert "no number of stages on these machines is sufficient" in tiny
 
 
 def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> None:
@@ -146,7 +146,8 @@ def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> N
         group_participants(file.config, None)
     said = str(error.value)
     assert (
-        "found 3 participants of whom no 2 have memory for the model's 16 layers together; layers that fit each" in said
+        "found 3 participants, but no 2 of them have enough memory for the model's 16 layers "
+        "together; layers that fit each" in said
     )
     assert re.search(
         r"at most: a \(small\) \d, b \(small\) \d, c \(small\) \d; expected machines with more memory", said

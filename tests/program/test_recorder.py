@@ -235,7 +235,7 @@ def test_a_run_goes_on_over_a_record_of_reports_that_are_out_of_range(tmp_path: 
     state = RunState(spec)
     for report in reports_until(spec.config, RunFolder(tmp_path), 2, complaints.append):
         state.apply(report)
-    assert "unreadable lines of metrics.jsonl are skipped" in complaints[0]
+    assert complaints[0].startswith("skipped ") and complaints[0].endswith(" unreadable lines of metrics.jsonl")
     assert state.summary()["rounds"] == 2
     assert all(0 < loss < 10 for replica in state.replicas.values() for loss in replica.validation_loss.values())
 
@@ -249,7 +249,7 @@ def test_what_a_member_says_that_it_refused_is_shown_as_its_word(tmp_path: Path)
     reports = [refused("home.1", f"dc {number}", 1) for number in range(100)] + [refused("exchange", "home.1:1", 3)]
     for report in reports:
         teller(report)
-    assert said[:1] == ["home.1 says that it refused dc 0: "]
+    assert said[:1] == ["home.1 reports that it refused dc 0: "]
     assert said[-1] == "refused home.1: "
     assert len(said) == MOST_REFUSALS_OF_A_MEMBER + 1
     summary = record(tmp_path, reports).summary()

@@ -52,7 +52,7 @@ def test_several_nodes_meet_at_the_address_that_is_named() -> None:
         assert one.bootstrap_store_info.master_addr == "127.0.0.2"
     met[0].store.set("key", "value")
     assert met[2].store.get("key") == b"value"
-    with pytest.raises(Refused, match="found one node more than the 3 that the replica has"):
+    with pytest.raises(Refused, match="found more nodes than the 3 of the replica"):
         meet()
 
 

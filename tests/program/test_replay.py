@@ -124,7 +124,12 @@ def _other_momentum(path: Path) -> None:
         (record_key(3), Path.unlink, 3, "round-000003/record.json is missing"),
         (record_key(3), _other_weight, 3, "audited/round-000003.json belongs to another record"),
         (snapshot_key(2), _flip, 2, "snapshot-000002.safetensors is damaged: "),
-        (snapshot_key(2), _other_momentum, 2, "snapshot-000002.safetensors is not what the log gives"),
+        (
+            snapshot_key(2),
+            _other_momentum,
+            2,
+            "snapshot-000002.safetensors differs from the parameters that the log gives",
+        ),
         (snapshot_key(0), _flip, 0, "snapshot-000000.safetensors is damaged: "),
         (audit_key(3), _flip, 3, "audited/round-000003.json is damaged: "),
         (audit_key(3), _other_parameters, 3, f"audited/round-000003.json has {'00' * 32}, the log gives "),
@@ -150,14 +155,14 @@ def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
     assert [one["sha256"] is not None for one in found] == [True, False, True, True, True]
     assert [one["is_audited"] for one in found] == [False, False, True, True, True]
     assert [len(one["damaged"]) for one in found] == [0, 1, 1, 0, 0]
-    assert "2 files are damaged, lost, or differ from what the log records" in errors
+    assert "2 files are damaged, missing, or differ from the log" in errors
 
 
 def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     for arguments, words in [
-        ((tmp_path,), f"{tmp_path}: found no config.yaml, expected the folder of a run"),
-        ((run, "--round", 5), f"--round 5: the log in {run / 'log'} has rounds 0 to 4"),
+        ((tmp_path,), f"{tmp_path}: found no config.yaml, expected a run folder"),
+        ((run, "--round", 5), f"--round 5: found a round that the log in {run / 'log'} does not have, expected 0 to 4"),
         ((run, "--to", tmp_path / "there"), f"--to {tmp_path / 'there'}: found a file, expected a new name"),
     ]:
         code, _, errors = _invoke("replay", *arguments)
@@ -208,7 +213,7 @@ def test_a_round_that_no_other_leads_to_is_named_and_not_counted_up_to(run: Path
     stray = run / "log" / "round-999999999"
     stray.mkdir()
     (stray / "record.json").write_text("{}")
-    told = f"hetero-pp: {stray} does not belong to this run: no round between 4 and 999999999 is there; "
+    told = f"hetero-pp: {stray} does not belong to this run: the rounds between 4 and 999999999 are missing; "
     found = _all(run, finished)
     assert found["replay"] == found["volume"] == (1, f"{told}move it out of the log\n")
     sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS + 1}", "outer.momentum=0.5", "snapshots.every=2"]
@@ -220,8 +225,12 @@ def test_a_round_that_no_other_leads_to_is_named_and_not_counted_up_to(run: Path
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("config.yaml", None, "hetero-pp wrote this file when the run began, and it was cut off or edited since: "),
-        ("changes.yaml", "a.b: {1: 5}", "changes of the run: a.b: found a key that cannot change in a run"),
+        (
+            "config.yaml",
+            None,
+            "hetero-pp wrote this file at the start of the run, and it has been truncated or edited since: ",
+        ),
+        ("changes.yaml", "a.b: {1: 5}", "changes of the run: a.b: found a key that cannot change during a run"),
         ("changes.yaml", "replicas: {1: 5}", "changes of the run: a value does not fit"),
         ("changes.yaml", "a: [", "cannot be read .*; hetero-pp writes this file itself: restore it from a copy"),
         ("changes.yaml", "a: " + "[" * 3000, "lists and mappings more than 64 levels deep"),

@@ -47,7 +47,7 @@ replicas:
 simulate:
   measured:
 """
-UNKNOWN = "found a name that no setting refers to"
+UNKNOWN = "found a name that no setting uses"
 MACHINE = "{flops: 1 TFLOP/s, memory: 1 GB, memory_bandwidth: 1 GB/s}"
 COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
 
@@ -155,7 +155,7 @@ def test_stages_of_a_group_have_one_accelerator_each_unless_said(yaml: Path) -> 
     assert more.accelerator_hours == pytest.approx(9 * 24 * more.days)
 
 
-CORE = "so a CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): name it with `hardware: h100` of the replica"
+CORE = "so one CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): set `hardware: h100` of the replica"
 
 
 def test_what_is_assumed_is_told(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_is_assumed_is_told(tmp_path: Path) -> None:
     path.write_text(YAML + f"    dc: {COST}\n")
     code, out, _ = _invoke(str(path))
     assert code == 0
-    assert f"Note: no hardware is named for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
+    assert f"Note: no hardware is set for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
     for named in ("simulate.machine=h100", "replicas.1.hardware=h100"):
         assert "Note" not in _invoke(str(path), "--set", named)[1]
 
@@ -174,7 +174,7 @@ def test_too_little_memory_says_whose_it_would_be(name: str) -> None:
     path = str(CONFIGS / "paper" / f"{name}.yaml")
     code, _, errors = _invoke(path)
     assert code == 2
-    assert "of memory and has 4 GB" in errors
+    assert "of memory, expected at most 4 GB" in errors
     assert CORE in errors
     code, _, errors = _invoke(path, "--set", "simulate.machine=rtx-3090", "--set", "replicas.0.batch_size=3200")
     assert code == 2
@@ -247,14 +247,14 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ((), ["east needs 4.68 TB of memory and has 640 GB: 4.04 TB too much (activations 4.65 TB, ",
-              "--set replicas.east.micro_batches=8 would save 4.07 TB"]),
+        ((), ["east needs 4.68 TB of memory, expected at most 640 GB: 4.04 TB too much (activations 4.65 TB, ",
+              "--set replicas.east.micro_batches=8 saves 4.07 TB"]),
         (("replicas.0.micro_batches=128", "replicas.1.hardware=small", "simulate.hardware.small.memory=19 GB"),
          ["home-1.0 needs",
-          "--set replicas.home.extra_in_flight=0 would save 1.74 GB"]),
+          "--set replicas.home.extra_in_flight=0 saves 1.74 GB"]),
         (("replicas.0.micro_batches=1024", "replicas.0.hardware=small", "replicas.0.ranks=1"),
-         ["east needs 33.5 GB of memory and has 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
-          "--set replicas.east.torchtitan.activation_checkpointing=full would save 3.36 GB, which is not enough"]),
+         ["east needs 33.5 GB of memory, expected at most 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
+          "--set replicas.east.torchtitan.activation_checkpointing=full saves 3.36 GB, which is not enough"]),
     ],
 )  # fmt: skip
 def test_too_little_memory_says_of_what_and_which_key_helps(
@@ -267,7 +267,7 @@ def test_too_little_memory_says_of_what_and_which_key_helps(
     assert code == 2
     for words in told:
         assert words in errors
-    if "would save" in told[-1] and "not enough" not in told[-1]:
+    if " saves " in told[-1] and "not enough" not in told[-1]:
         change = told[-1].split()[1]
         done = _invoke(str(path), *(word for one in (*changes, change) for word in ("--set", one)))
         assert done[0] == 0, done[2]
@@ -283,7 +283,7 @@ def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
         )
         assert code == 0, errors
         said[chosen] = " ".join(out.split())
-    for words in ("fp32, 4 bytes a parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
+    for words in ("fp32, 4 bytes per parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
         assert words in said["none"]
     assert "activation_checkpointing: full keeps 1 x width" in said["full"]
     assert "activation_checkpointing" not in said["none"]
@@ -368,7 +368,7 @@ def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:
     options = ["--json", paths["json"], "--timeline", paths["pftrace"], "--chart", paths["png"]]
     code, out, errors = _invoke(str(yaml), *map(str, options))
     assert code == 0, errors
-    assert "tokens a second" in out
+    assert "tokens per second" in out
     content: dict[str, Any] = json.loads(paths["json"].read_text())
     assert content["round_seconds"] > content["step_seconds"] > 0
     assert set(content["utilization"]) == {"absolute", "relative"}
@@ -428,7 +428,7 @@ def test_a_sweep_of_the_yaml_with_curves(yaml: Path, tmp_path: Path) -> None:
         (["--set", "links.home.bandwidth=0 Mbit/s"], "hetero-pp: --set links.home.bandwidth=0 Mbit/s: found"),
         (["--set", "replicas.1.hardware=abacus"], "replicas.1.hardware=abacus: found `abacus`, expected one of h200"),
         (["--set", "simulate.fleets={homes: {count: 2}}"], (
-            "found `homes`, which is no replica of this run, "
+            "found `homes`, which is not a replica of this run, "
             "expected one of dc, home"
         )),
         (["--set", "simulate.hardware={tiny: {flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}}",
@@ -461,7 +461,7 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
         (
             "--set",
             f"simulate.hardware.mine={MACHINE}",
-            f"{MACHINE}: {UNKNOWN}, expected one that some setting names, as",
+            f"{MACHINE}: {UNKNOWN}, expected a name that another setting uses, as",
         ),
         (
             "--sweep",
@@ -469,7 +469,7 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
             "bandwith=1Mbit/s: found an unknown key, expected one of backward",
         ),
         ("--sweep", "inner.stpes=1,2", "--sweep inner.stpes=1: found an unknown key, expected one of betas, clip_norm"),
-        ("--sweep", "replicas.hone.batch_size=8,16", "expected one of 0 (dc), 1 (home), or a key that replicas have"),
+        ("--sweep", "replicas.hone.batch_size=8,16", "expected one of 0 (dc), 1 (home), or a key of replicas"),
         ("--sweep", "replicas.2.batch_size=8,16", "found no entry `2` in `replicas`, expected one of 0 (dc), 1 (home)"),
         ("--set", "inner.steps.x=1", "`inner.steps` is a single value, and has no key `x`"),
     ],
@@ -514,7 +514,7 @@ def _sweep(path: Path, *arguments: str) -> str:
     return " ".join(out.split())
 
 
-SAME = "changes nothing that is predicted: its 2 values come to the same."
+SAME = "changes no predicted number: its 2 values give the same."
 
 
 def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
@@ -523,24 +523,24 @@ def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
     assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle)
     published = "simulate.published=[{what: days, value: 3, where: there, when: {outer.learning_rate: 1.0}}]"
     assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle, "--set", published)
-    assert "come to the same" not in _sweep(yaml, "--sweep", busy)
-    assert "come to the same" not in _sweep(yaml, "--sweep", "inner.steps=3")
+    assert "give the same" not in _sweep(yaml, "--sweep", busy)
+    assert "give the same" not in _sweep(yaml, "--sweep", "inner.steps=3")
     both = _sweep(yaml, "--sweep", busy, "--curves", idle)
     assert f"`outer.learning_rate` {SAME}" in both
     assert "`inner.steps` changes" not in both
     only_with_links = ("--sweep", "links.home.latency=0ms,100ms", "--curves", "replicas.1.link=null,home")
-    assert "come to the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
+    assert "give the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
 
 
 def test_rows_that_change_nothing_say_so(yaml: Path) -> None:
     rows = "simulate.rows={a: {}, b: {inner.learning_rate: 0.1}}"
     assert f"The choice of a row {SAME}" in _sweep(yaml, "--set", rows)
-    assert "come to the same" not in _sweep(yaml, "--set", rows.replace("learning_rate: 0.1", "steps: 1"))
+    assert "give the same" not in _sweep(yaml, "--set", rows.replace("learning_rate: 0.1", "steps: 1"))
 
 
 def test_a_sweep_that_no_number_shows_says_so(yaml: Path) -> None:
     said = _sweep(yaml, "--sweep", "links.home.latency=10ms,10.0001ms")
-    assert "`links.home.latency` changes little, and none of these numbers: its 2 values come to the same." in said
+    assert "`links.home.latency` changes almost nothing, and none of these numbers: its 2 values give the same." in said
 
 
 def test_ten_thousand_members_are_predicted() -> None:
@@ -568,4 +568,4 @@ def test_a_calibration_is_measured_and_used(tmp_path: Path) -> None:
     used = ("--set", "simulate.machine=this-machine")
     assert _invoke(str(path), "--calibration", str(out), *used)[0] == 0
     out.write_text("a: 1\n")
-    assert "expected what `hetero-pp calibrate --write` wrote" in _invoke(str(path), "--calibration", str(out))[2]
+    assert "expected the output of `hetero-pp calibrate --write`" in _invoke(str(path), "--calibration", str(out))[2]

@@ -232,7 +232,11 @@ def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        (AT_ONE_SITE, ["simulate.exchange=ring_all_gather"], "with participant groups, expected whole replicas"),
+        (
+            AT_ONE_SITE,
+            ["simulate.exchange=ring_all_gather"],
+            "with participant groups, expected datacenter replicas only",
+        ),
         (WHOLE, ["simulate.exchange=ring_all_reduce"], "at density 0.0312, expected 1"),
         (WHOLE, ["simulate.exchange=ring_all_gather", "simulate.exchange_bandwidth=1 Gbit/s"], "expected no sites"),
         (WHOLE, ["simulate.sites={a: {members: [home], uplink: home}}"], "found `home`, expected members or replicas"),
@@ -332,7 +336,7 @@ def test_in_a_ring_nothing_crosses_the_exchange_and_it_is_given_no_line(tmp_path
     load = exchange_load(spec)
     assert (load.contributions.received, load.contributions.sent) == (0, 0)
     assert load.memory_bytes["one block of all contributions"] == load.cpu_seconds["transfer"] == 0
-    assert "give exchange.line" not in _said_of_exchange(spec)
+    assert "set exchange.line" not in _said_of_exchange(spec)
 
 
 EXCHANGE_LOAD = json.loads(next((ROOT / "benchmarks" / "results").glob("exchange-load_*.json")).read_text())
@@ -381,13 +385,15 @@ def test_a_missing_line_of_the_exchange_is_said(command: str, tmp_path: Path, co
         return " ".join(result.stdout.split())
 
     without = said()
-    expected = r"exchange: no line given, so its bandwidth is taken as unlimited; it sends [\d.]+ [kM]B a round: at "
-    assert re.search(expected + r"1 Gbit/s that takes [\d.]+ m?s; give exchange.line", without)
+    expected = (
+        r"exchange: no line is set, so its bandwidth is assumed to be unlimited; it sends [\d.]+ [kM]B per round: at "
+    )
+    assert re.search(expected + r"1 Gbit/s that takes [\d.]+ m?s; set exchange.line", without)
     assert "6 relayed stage links" in without
     assert "to each member that joins" in without
     assert "of memory (process 300 MB, members " in without
     lined = said("lines={fibre: {bandwidth: 100 Mbit/s}}", "exchange.line=fibre")
-    assert "no line given" not in lined
+    assert "no line is set" not in lined
     assert "fibre: 100 Mbit/s down, 100 Mbit/s up" in lined
 
 

@@ -112,7 +112,7 @@ def test_values_are_written_as_papers_write_them(value: str | int, number: float
         ("{what: loss, value: 2.73, where: x}", "published[0].what: found `loss`, expected a number of `--json`"),
         (
             "{what: utilization, value: 1, where: x}",
-            "found `utilization`, expected the path of a number in what `simulate --json` writes",
+            "found `utilization`, expected the path of a number in the output of `simulate --json`",
         ),
         ("{what: days, value: long, where: x}", "published[0].value: found `long`, expected a number, a ratio such as"),
         (

@@ -51,7 +51,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
 KILLED = "home.1 was killed by SIGKILL"
-LEFT = "it has no restart left, so the run continues without it"
+LEFT = "no restart is left, so the run continues without it"
 RESTART = f"{KILLED}; restarting it (attempt 1 of 3 within 10 min)"
 
 
@@ -134,11 +134,11 @@ def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
 
 def test_of_a_member_of_another_host_the_exchange_tells() -> None:
     over = standing(START, TERM_OVER, place="dc", replica="dc", term=1, cause="nothing")
-    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="no heartbeat came for 15 s")
+    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="no heartbeat arrived for 15 s")
     assert said([*there(), over, joined(START, "dc", 2), silent]) == [
-        "dc: nothing; its place is vacant",
+        "dc: nothing; its slot is vacant",
         "dc has joined again (incarnation 2)",
-        "dc: no heartbeat came for 15 s; its place is vacant",
+        "dc: no heartbeat arrived for 15 s; its slot is vacant",
     ]
 
 
@@ -155,8 +155,8 @@ def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        (1.0, "its contribution goes back into its error feedback"),
-        (0.5, "50 % of its contribution goes back into its error feedback"),
+        (1.0, "its contribution is restored to its error feedback"),
+        (0.5, "50 % of its contribution is restored to its error feedback"),
         (0.0, "its contribution is discarded"),
     ],
 )
@@ -169,23 +169,26 @@ def test_with_keep_local_a_late_replica_trains_on() -> None:
     late, outer = standing(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
     assert said([late], outer=outer) == ["dc was too late for round 3: it continues from its own parameters"]
     (told,) = said([standing(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
-    assert told.endswith("to round 3, so it is left out: 50 % of its contribution goes back into its error feedback")
+    assert told.endswith(
+        "to round 3 is far larger than the others and is excluded: 50 % of its contribution is restored to its error "
+        "feedback"
+    )
 
 
 def test_pauses_and_what_is_healed_or_given_up() -> None:
     reports = [
-        standing(START, PAUSED, round=2, cause="0 of 2 replicas are there, 1 are needed"),
+        standing(START, PAUSED, round=2, cause="0 of 2 replicas are present, 1 are required"),
         standing(START + 12, WENT_ON, round=2),
-        standing(START, HEALED, place="dc", round=1, cause="held another norm than the log gives"),
+        standing(START, HEALED, place="dc", round=1, cause="held another norm than the run log"),
         standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; {LEFT}"),
     ]
     reports.append(standing(START, INJECTED, place="dc", cause="freeze of dc for 20 s (training)"))
     assert said(reports) == [
-        "round 2 pauses: 0 of 2 replicas are there, 1 are needed; it continues as soon as they are there",
-        "round 2 continues after a pause of 12 s",
-        "after round 1, dc held another norm than the log gives; it recovers from the log",
+        "round 2 is paused: 0 of 2 replicas are present, 1 are required; it continues when more replicas join",
+        "round 2 continues after 12 s",
+        "after round 1, dc held another norm than the run log; it recovers from the run log",
         f"{KILLED}; {LEFT}",
-        "on purpose: freeze of dc for 20 s (training)",
+        "injected fault: freeze of dc for 20 s (training)",
     ]
 
 
@@ -194,24 +197,24 @@ def test_a_rounds_line_says_whom_it_does_not_count() -> None:
     state.apply(evaluation(START + 9, "dc", 1, 4.5))
     state.apply(closed_without(START + 30, 2, "dc", late=True))
     assert round_line(state, 1) == (
-        f"round 1/2: validation loss dc 4.5000, home –, training loss dc –, home –, 0 ms; not counted: home ({KILLED})"
+        f"round 1/2: validation loss dc 4.5000, home –, training loss dc –, home –, 0 ms; excluded: home ({KILLED})"
     )
-    assert "not counted: dc was late" in round_line(state, 2)
+    assert "excluded: dc was late" in round_line(state, 2)
     state.apply(standing(START + 31, TERM_OVER, place="home.0", replica="home", term=1, cause="gone"))
-    assert round_line(state, 2).endswith("not counted: dc was late; not evaluated: home (home.0: gone)")
+    assert round_line(state, 2).endswith("excluded: dc was late; not evaluated: home (home.0: gone)")
 
 
 def test_a_replica_that_came_back_too_late_for_a_round() -> None:
     reports = [*there(), *killed(START + 1), back(START + 2), round_closed(START + 8, 1)]
     state = state_of([*reports, closed_without(START + 18, 2, "home")])
-    assert "not counted: home joined too late for it" in round_line(state, 2)
+    assert "excluded: home joined too late for it" in round_line(state, 2)
 
 
 def test_the_live_view_says_who_is_gone_while_it_is() -> None:
     state = state_of([*there(), *killed(START), standing(START, PAUSED, round=2, cause="1 of 2 replicas are there")])
     shown = text_of(live_view(state, START + 5, height=40))
     assert "round 2 pauses for 5 s: 1 of 2 replicas are there" in shown
-    assert f"{KILLED}; its place is vacant" in shown
+    assert f"{KILLED}; its slot is vacant" in shown
     assert len(text_of(live_view(state, START + 5, height=18)).splitlines()) <= 18
     state.apply(standing(START + 6, WENT_ON, round=2))
     state.apply(back(START + 6))
@@ -254,9 +257,9 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     lines = result_of(state)
     assert "home.1: restarted once, joined again once." in lines
     assert "home: returned to the start of a round once." in lines
-    assert "home: not counted in 1 round (2)." in lines
-    assert "Below quorum: 1 pause, 4 s in all." in lines
-    assert "Participation 75 %; counted contributions: 30 tokens/s, 60 % of those trained." in lines
+    assert "home: excluded from 1 round (2)." in lines
+    assert "Below quorum: 1 pause, 4 s in total." in lines
+    assert "Participation 75 %; included contributions: 30 tokens/s, 60 % of the trained tokens." in lines
 
 
 def test_what_is_told_twice_is_trained_once() -> None:

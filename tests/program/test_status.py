@@ -30,9 +30,9 @@ replicas: [{name: dc, kind: datacenter}]
 
 
 def reply(state: str = "training") -> StatusReply:
-    """Of a run with one complete replica, one incomplete group, and one group that nobody has joined."""
+    """Of a run with one complete replica, one incomplete group, and one group without any member."""
     found = StatusReply(last_round=3, rounds=9, has_begun=state != "joining", is_over=state == "over", missing=["dc"])
-    found.paused = "1 of 3 replicas are there, 2 are needed" if state == "paused" else ""
+    found.paused = "1 of 3 replicas are present, 2 are required" if state == "paused" else ""
     found.places.add(name="dc", replica="dc", held=True, term=1, round=4)
     found.places.add(name="one.0", replica="one", held=True, term=3, holder=3)
     found.places.add(name="one.1", replica="one", term=1)
@@ -44,10 +44,10 @@ def reply(state: str = "training") -> StatusReply:
 @pytest.mark.parametrize(
     ("state", "told"),
     [
-        ("joining", "has not begun; waiting for members to join: dc"),
+        ("joining", "not started; waiting for members to join: dc"),
         ("training", "training round 4 of 9; waiting for contributions of dc"),
-        ("paused", "paused in round 4 of 9: 1 of 3 replicas are there, 2 are needed"),
-        ("over", "over, after round 3 of 9; dc still end"),
+        ("paused", "paused in round 4 of 9: 1 of 3 replicas are present, 2 are required"),
+        ("over", "over, after round 3 of 9; dc still finishing"),
     ],
 )
 def test_the_first_line_says_what_the_run_does(state: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_written_is_the_cause_of_a_pause(capsys: pytest.Ca
     found = reply()
     found.obstacle, found.obstacle_seconds = "/log/a: cannot be written (No space left on device)", 11.2
     print_status("solo", found)
-    told = f"solo: paused in round 4 of 9, for 11 s so far: {found.obstacle}; trying again"
+    told = f"solo: paused in round 4 of 9, for 11 s so far: {found.obstacle}; retrying"
     assert " ".join(capsys.readouterr().out.split()).startswith(told)
     assert (as_json(found)["state"], as_json(found)["paused"]) == ("paused", found.obstacle)
 
@@ -70,17 +70,17 @@ def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in said.splitlines() if line.startswith("│")]
     assert rows == [
-        ["dc", "dc", "trains round 4", "the run's token"],
-        ["one.0", "one", "waits for its group", "a ticket (holder 3)"],
+        ["dc", "dc", "training round 4", "the run's token"],
+        ["one.0", "one", "waiting for its group", "a ticket (holder 3)"],
         ["one.1", "one", "left", ""],
-        ["two.0", "two", "invited, not here", "a ticket"],
+        ["two.0", "two", "admitted, not connected", "a ticket"],
         ["two.1", "two", "free", ""],
     ]
-    assert "one is not complete: it waits for a host at one.1\n" in said
+    assert "one is incomplete: waiting for hosts to join as one.1\n" in said
 
 
 @pytest.mark.parametrize(
-    ("needed", "told"), [(3, "2 more hosts needed"), (2, "1 more host needed"), (1, "a group forms now")]
+    ("needed", "told"), [(3, "2 more hosts needed"), (2, "1 more host needed"), (1, "a group is being formed")]
 )
 def test_who_waits_for_a_group_and_for_how_many_more(
     needed: int, told: str, capsys: pytest.CaptureFixture[str]
@@ -128,7 +128,7 @@ def folder(tmp_path: Path) -> Path:
         ({"rounds": 9}, "over", "over after round 9 of 9"),
         ({"rounds": 6, "failed": "interrupted"}, "interrupted", "interrupted after round 6 of 9"),
         ({"rounds": 6, "failed": "dc: made up"}, "failed", "failed after round 6 of 9: dc: made up"),
-        (None, "killed", "ended without a summary after round 6 of 9: it was killed, or its host went down"),
+        (None, "killed", "ended without a summary after round 6 of 9: it was killed, or its host stopped"),
     ],
 )
 def test_a_run_that_has_ended_says_how_and_how_to_go_on(
@@ -158,7 +158,7 @@ def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFix
     locks.mkdir(parents=True)
     with FileLock(locks / EXCHANGE):
         status(folder.parent, "solo", None, None)
-        assert capsys.readouterr().out.startswith("solo: runs on this host, after round 6 of 9, at 20")
+        assert capsys.readouterr().out.startswith("solo: running on this host, after round 6 of 9, at 20")
     status(folder.parent, "solo", None, None)
     assert "ended without a summary" in capsys.readouterr().out
 
@@ -166,15 +166,17 @@ def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFix
 def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"found no run sola that this host .*: did you mean solo\?"):
         status(folder.parent, "sola", None, None)
-    with pytest.raises(ConfigError, match=r"found no run another that .*: there are solo"):
+    with pytest.raises(ConfigError, match=r"found no run another that .*: known runs: solo"):
         status(folder.parent, "another", None, None)
-    with pytest.raises(ConfigError, match=r"found no run solo that .*: there is none"):
+    with pytest.raises(ConfigError, match=r"found no run solo that .*: this folder has no runs"):
         status(tmp_path, "solo", None, None)
 
 
 def test_a_host_that_carries_a_part_by_the_runs_token(folder: Path) -> None:
     (folder / "config.yaml").rename(folder / "config-home.0.yaml")
-    with pytest.raises(ConfigError, match=r"it carries home\.0, by the run's token; ask on the host of the exchange"):
+    with pytest.raises(
+        ConfigError, match=r"it runs home\.0 with the run's token; run `status` on the host of the exchange"
+    ):
         status(folder.parent, "solo", None, None)
 
 
@@ -185,7 +187,7 @@ def test_an_exchange_that_does_not_answer(folder: Path, monkeypatch: pytest.Monk
         ConfigError, match=r"solo: the exchange at 127\.0\.0\.1:1 did not answer within 300 ms: `serve` runs"
     ):
         status(folder.parent, "solo", "127.0.0.1:1", None)
-    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that .*: it knows 127\.0\.0\.1:0"):
+    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that .*: known addresses: 127\.0\.0\.1:0"):
         status(folder.parent, "127.0.0.1:1", None, None)
 
 

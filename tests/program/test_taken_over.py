@@ -182,8 +182,8 @@ def test_a_host_is_told_whether_the_exchange_had_answered_before(monkeypatch: py
         with pytest.raises(LinkTimeout):
             next(one)
         assert set(waits) == {expected}
-    assert "answered before, and has not for 10 s: the run is over, or" in no_answer("a:1", 10.0, 60.0, True)
-    assert "has not answered for 10 s: it was not started yet, or" in no_answer("a:1", 10.0, 60.0, False)
+    assert "answered before, but not for the last 10 s: the run is over," in no_answer("a:1", 10.0, 60.0, True)
+    assert "has not answered for 10 s: it is not started yet," in no_answer("a:1", 10.0, 60.0, False)
 
 
 @pytest.mark.starts_processes

@@ -71,7 +71,7 @@ def _launch(path: Path, *arguments: str) -> str:
 
 def test_what_no_memory_holds_is_refused_before_anything_is_read(yaml: Path) -> None:
     """24 bytes a parameter, of two replicas of them."""
-    least = f"hold at least {2 * 24 * PARAMETERS / 1e9:.3g} GB, expected at most its 32 GB of memory"
+    least = f"need at least {2 * 24 * PARAMETERS / 1e9:.3g} GB, expected at most its 32 GB of memory"
     assert f"{yaml}:6: replicas: found 5 members with {2 * PARAMETERS:,} parameters" in _launch(yaml)
     assert least in _launch(yaml)
     assert least in _launch(yaml, "--in-process")
@@ -115,8 +115,8 @@ def test_activations_that_may_not_fit_are_a_warning(yaml: Path, machine: pytest.
     machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 + 1e6))
     assert not [message for _, message in _limits(yaml, only="dc") if "memory" in message]
     machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 - 1e8))
-    assert (False, f"1 member with {PARAMETERS:,} parameters would hold about {gigabytes:.3g} GB, where") in [
-        (is_final, message.partition(" where")[0] + " where") for is_final, message in _limits(yaml, only="dc")
+    assert (False, f"1 member with {PARAMETERS:,} parameters would need about {gigabytes:.3g} GB;") in [
+        (is_final, message.partition(";")[0] + ";") for is_final, message in _limits(yaml, only="dc")
     ]
 
 
@@ -164,9 +164,7 @@ def test_launch_warns_and_goes_on(tmp_path: Path, corpus: Path, machine: pytest.
 
 def test_a_gpu_that_is_not_there_is_refused(yaml: Path) -> None:
     said = _launch(yaml, "--set", "replicas.0.device=cuda")
-    assert (
-        f"--set replicas.0.device=cuda: found `cuda`, expected `auto` or `cpu`, as torch {torch.__version__} " in said
-    )
+    assert f"--set replicas.0.device=cuda: found `cuda`, expected `auto` or `cpu`: torch {torch.__version__} " in said
 
 
 def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
@@ -174,7 +172,7 @@ def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
     machine.setattr(torch.cuda, "device_count", lambda: 2)
     four = ("replicas.0.engine=torchtitan", "replicas.0.ranks=4")
     found = [message for is_final, message in _limits(yaml, *four, only="dc") if is_final]
-    assert found == ["found 4, expected at most 2 GPUs, as this machine has: each rank takes one"]
+    assert found == ["found 4, expected at most the 2 GPUs of this machine: each rank uses one"]
     assert not [is_final for is_final, _ in _limits(yaml, *four, "replicas.0.ranks=2", only="dc") if is_final]
 
 
@@ -185,9 +183,9 @@ def test_check_tells_it_too(yaml: Path, corpus: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(yaml), "--runs", str(yaml.parent / "runs"), *sets])
     said = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.stderr
-    assert "Note: this machine cannot carry all members: replicas[0].device: found `cuda`" in said
-    assert "Note: this machine cannot carry all members: replicas: found 5 members" in said
-    assert "Note: on this machine a step would take about" in said
+    assert "Note: this machine is too small for all members: replicas[0].device: found `cuda`" in said
+    assert "Note: this machine is too small for all members: replicas: found 5 members" in said
+    assert "Note: on this machine, a step would take about" in said
 
 
 def test_the_quickstart_can_be_carried() -> None:

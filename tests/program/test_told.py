@@ -61,7 +61,7 @@ NESTED = {
 
 @pytest.mark.parametrize("section", HOSTILE)
 def test_sections_of_deepspeed_that_name_files_or_code_are_refused(section: str) -> None:
-    expected = rf"replicas\[0\]\.deepspeed\.{section}.*launch --only dc` and a YAML of your own"
+    expected = rf"replicas\[0\]\.deepspeed\.{section}.*launch --only dc` and your own YAML"
     with pytest.raises(ConfigError, match=expected):
         _own(datacenter={"engine": "deepspeed", "deepspeed": {section: HOSTILE[section]}})
     _own("home.1", {"engine": "deepspeed", "deepspeed": {section: HOSTILE[section]}})  # nothing of it is used there
@@ -105,7 +105,7 @@ def test_files_and_addresses_of_this_host_are_left_out(tmp_path: Path) -> None:
     assert own.replicas[1].listen_of(1) is None  # type: ignore[union-attr]
     assert listen_told(json.dumps(TOLD), "home.1") == "10.0.0.7:22"
     assert own.data.corpus == str(Path("diary.txt").absolute())
-    with pytest.raises(ConfigError, match="give the path of the run's with --tokenizer PATH"):
+    with pytest.raises(ConfigError, match="give the path of the run's tokenizer with --tokenizer PATH"):
         _own(data={"tokenizer": "/home/anna/tokenizer.json"})
 
 

@@ -133,7 +133,7 @@ def test_the_fast_path_a_log_and_its_command_count_the_same(
     assert fast.volume[-1][1] == pytest.approx(formula.gather, rel=0.1)
     assert (fast.volume[-1][3] is None) == (formula.ring_all_reduce is None) == (outer is not DENSE)
     assert fast.volume[-1][4] < 1.05 * formula.sparse_ring
-    assert "one of 3 sends, the mean over 4 rounds" in done.output
+    assert "one of 3, mean over 4 rounds" in done.output
 
 
 def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -188,12 +188,12 @@ def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: P
     next((finished / "log" / "round-000002").rglob("*.blob")).unlink()
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 1
-    assert "a contribution of round 2 is lost" in " ".join(done.output.split())
+    assert "a contribution to round 2 is missing" in " ".join(done.output.split())
     config = RunFolder(finished).config
     config.write_text(config.read_text().replace("history: whole", "history: recent"))
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 0
-    assert "the mean over 3 rounds of 4 (the contributions of the others are removed)" in " ".join(done.output.split())
+    assert "mean over 3 rounds of 4 (other contributions were removed)" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("command", ["volume", "replay"])
@@ -206,4 +206,4 @@ def test_a_folder_is_no_file_to_write(command: str, finished: Path, tmp_path: Pa
 def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["volume", str(tmp_path)])
     assert done.exit_code == 2
-    assert "found no config.yaml, expected the folder of a run" in done.output.replace("\n", " ")
+    assert "found no config.yaml, expected a run folder" in done.output.replace("\n", " ")

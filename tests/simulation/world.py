@@ -212,7 +212,7 @@ class World:
             self.members.remove(member)
 
     def end_hung(self, member: Member) -> None:
-        """Its launcher ends it, as its term is over, and starts another."""
+        """Its launcher ends it, as its incarnation is over, and starts another."""
         member.hangs = False
         self.injector.kill(member)
         if self.injector.is_over and not any(one.place == member.place for one in self.members):

@@ -160,7 +160,7 @@ def test_at_least_one_step_is_done_however_short_a_round() -> None:
 
 
 def test_links_that_cost_nothing_would_give_more_steps() -> None:
-    """In as much time: the share of what is possible is that of the tokens a second."""
+    """In as much time: the share of what is possible is that of the tokens per second."""
     a_step, top = _step(*_messages(_spec([HOME], measured=GROUP))), _timed(2000.0)
     found = predict(_spec([HOME], measured=GROUP, top=top))
     without = {key: value for key, value in HOME.items() if key not in ("link", "uplink")}
@@ -361,7 +361,7 @@ OFFICE = {"office": {"line": "slow", "members": ["dc", "d2"]}}
         ({"sites": {"a": {"members": ["dc"], "uplink": "up and down"}}}, {}, "which has a line"),
         ({"exchange_bandwidth": "1 kbit/s"}, {"exchange": {"line": "slow"}}, "expected only one of them"),
         ({"exchange": "ring_all_gather"}, {"exchange": {"line": "slow"}}, "expected no sites, no exchange.line"),
-        ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 of its kind"),
+        ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 replicas"),
     ],
 )
 def test_lines_that_no_prediction_can_have(simulate: dict[str, Any], top: dict[str, Any], message: str) -> None:

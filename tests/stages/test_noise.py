@@ -35,7 +35,7 @@ TIMEOUT = 20.0
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """What is this small is done sooner so."""
+    """Use one thread, because such small tensors are faster with one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def _model() -> Transformer:
 
 @dataclass(frozen=True)
 class Key:
-    """What chooses the noise of one gradient."""
+    """Values that determine the noise of one gradient."""
 
     seed: int = 5
     replica: str = "home"
@@ -166,7 +166,7 @@ STEPS: dict[str, Step] = {
 
 @pytest.mark.parametrize("other", STEPS.values(), ids=STEPS)
 def test_what_a_stage_sends_back_is_rounded_with_noise_of_its_own(other: Step) -> None:
-    """Of equal gradients. The scales are the same; forward nothing is left to chance."""
+    """The gradients are equal. The scales are equal, too, and the forward pass is deterministic."""
     (loss, (first, second)), (other_loss, others) = Step().run(), other.run()
     assert loss == other_loss
     assert not first[0].equal(second[0])

@@ -179,7 +179,7 @@ def _batch(seed: int, rows: int = BATCH) -> Tensor:
 
 
 def _ends(model: Transformer) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Of a whole model: what comes before the layers, and what follows them."""
+    """Return the parts of a whole model before and after its layers."""
     embedding, norm, head = model.tok_embeddings, model.norm, model.lm_head
     assert embedding is not None and norm is not None and head is not None
     return embedding, lambda x: head(norm(x))
@@ -743,5 +743,5 @@ def test_a_neighbour_that_acknowledges_nothing_fills_no_memory(monkeypatch: pyte
     monkeypatch.setattr(InProcessLinkEnd, "unacknowledged", 1000)
     last = Alone(1)
     last.far.send(_activation())
-    with pytest.raises(PeerAtFault, match="found 1000 messages without an acknowledgement, expected at most 33"):
+    with pytest.raises(PeerAtFault, match="found 1000 unacknowledged messages, expected at most 33"):
         last.step()

@@ -40,7 +40,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["store", "anchors", "stream"])
 def spec(request: pytest.FixtureRequest, corpus: Path, shards: Path) -> RunSpec:
-    """Of a corpus encoded once; with anchors; of one that is streamed."""
+    """Runs with an encoded corpus, with anchors, and with a streamed corpus."""
     if request.param == "store":
         return group_spec(str(corpus))
     if request.param == "anchors":

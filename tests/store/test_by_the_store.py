@@ -94,11 +94,11 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
     with _member(run, "a") as (client, epoch):
         own, other = _addresses(run, "a")[0], BlobAddress("run", 1, "b", "norm")
         digest = hashlib.sha256(run.blob(own)).digest()
-        for address, words in ((own, "was not uploaded"), (other, "is not this member's")):
+        for address, words in ((own, "was not uploaded"), (other, "does not belong to this member")):
             blob = pb.BlobHeader(round=1, replica=address.replica, block=address.block, epoch=epoch)
             with pytest.raises(Refused, match=words):
                 _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest))
-        with pytest.raises(Refused, match="is not this member's"):
+        with pytest.raises(Refused, match="does not belong to this member"):
             _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
         blob = pb.BlobHeader(round=1, replica="a", block=own.block, epoch=epoch)
         with pytest.raises(Refused, match="found a digest of 8 bytes, expected 32"):
@@ -135,9 +135,7 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert len([key for key in asked if key != "any"]) == 1
     told = [line for line in capsys.readouterr().err.splitlines() if "through the exchange" in line]
-    assert (
-        len(told) == 1 and "cannot be uploaded (Connection refused); from now on contributions pass through" in told[0]
-    )
+    assert len(told) == 1 and "cannot be uploaded (Connection refused); contributions are sent through" in told[0]
 
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "file:///etc/passwd", "https://attacker.example/x"])
@@ -174,7 +172,9 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         signing.delete([gone])
         with pytest.raises(Refused, match="the contribution of b to round 1 is no longer in the log"):
             client.fetch("a", 1, "b", "lm_head")
-        assert "pass through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
+        assert "sent through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: it does not match its digest"):
             client.fetch("a", 1, "b", "norm")
-    assert "does not match its digest; from now on contributions pass through the exchange" in capsys.readouterr().err
+    assert (
+        "does not match its digest; contributions are sent through the exchange from now on"
+    ) in capsys.readouterr().err

@@ -75,9 +75,13 @@ def test_a_listing_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(objects, "LISTING_CHECK_SECONDS", 0.01)
     with _served() as url:
         store = open_store(url)
-        with pytest.raises(StoreError, match=r"s3://runs/mine: lists more than 500 objects; the listing was ended"):
+        with pytest.raises(
+            StoreError, match=(r"s3://runs/mine: found more than 500 objects in the list; stopped reading it")
+        ):
             store.below()
-        with pytest.raises(StoreError, match=r"s3://runs/mine: its list of objects takes more than .*; it was ended"):
+        with pytest.raises(
+            StoreError, match=(r"s3://runs/mine: its list of objects is longer than .*; stopped reading it")
+        ):
             store.names()
 
 
@@ -93,4 +97,4 @@ def test_a_silent_store_is_named_with_how_long_it_has_been_silent(monkeypatch: p
     monkeypatch.setattr(objects, "print", told, raising=False)
     with _served() as url, pytest.raises(FileNotFoundError):
         open_store(url).get("key")
-    assert said[0] == "s3://runs/mine/key: the store has been silent for 0 s"
+    assert said[0] == "s3://runs/mine/key: the store did not answer for 0 s"

@@ -17,7 +17,7 @@ from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store
 
 TIMEOUT = 60.0
-TAKEN = r"another launch uses the log of this run.*; wait until it has ended, or end it$"
+TAKEN = r"another launch uses the log of this run.*; wait until it has ended, or stop it$"
 
 
 def _ignore(_: str) -> None:
@@ -115,4 +115,4 @@ def test_who_was_taken_for_dead_is_told(objects: Store) -> None:
         held.enter_context(acting_for(objects, _ignore, on_lost, 0.2))
         objects.put("coordinator/000002", b'{"who": "anna, process 7", "seconds": 30}')
         assert told.wait(TIMEOUT)
-    assert heard == ["memory:: another launch (anna, process 7) has taken this run over"]
+    assert heard == ["memory:: another launch (anna, process 7) has taken over this run"]

@@ -54,7 +54,7 @@ def test_endpoint_and_region_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "expected"),
     [
         ("ftp://host/runs", "ftp://host/runs: found `ftp:`, expected a path, or one of s3, gs, az, memory"),
-        ("s3://bucket?secret=1", "found `secret`, expected endpoint or region behind the question mark"),
+        ("s3://bucket?secret=1", "found `secret`, expected endpoint or region after the question mark"),
     ],
 )
 def test_what_names_no_store_is_one_line(url: str, expected: str) -> None:
@@ -121,7 +121,10 @@ def test_no_file_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ({"url": "ftp://host"}, "found `ftp:`, expected a path, or one of s3, gs, az, memory"),
         ({"url": "s3:///runs"}, "found no bucket, expected s3://BUCKET/FOLDER"),
-        ({"url": "s3://key:secret@bucket"}, "found credentials in a URL, expected them in variables or a file"),
+        (
+            {"url": "s3://key:secret@bucket"},
+            "found credentials in a URL, expected them in environment variables or a file",
+        ),
         ({"url": "runs", "endpoint": "http://127.0.0.1:1"}, "found `endpoint` with the url runs"),
         ({"region": "eu-central-1"}, "found `region` with the url None"),
     ],

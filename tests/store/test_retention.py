@@ -126,7 +126,7 @@ def test_members_wait_for_a_store_that_is_gone(
     log = _train(corpus, tmp_path)
     assert left == {"put": 0, "get": 0}
     assert [sorted(one.replica for one in log.read_record(t).contributions) for t in (1, 4)] == [["dc", "home"]] * 2
-    assert "exchange: the store: cannot be reached; trying again" in capfd.readouterr().err
+    assert "exchange: the store: cannot be reached; retrying" in capfd.readouterr().err
 
 
 def test_an_auditor_waits_for_a_store_that_is_gone(
@@ -152,7 +152,7 @@ def test_an_auditor_waits_for_a_store_that_is_gone(
     log = _train(corpus, tmp_path)
     assert left == {"get": 0, "create": 0, "delete": 0}
     assert audited(log.store) == {1, 2, 3, 4}
-    assert "exchange: the store: cannot be reached; trying again" in capfd.readouterr().err
+    assert "exchange: the store: cannot be reached; retrying" in capfd.readouterr().err
 
 
 def test_a_run_with_recent_history_is_replayed_from_there(corpus: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     assert folder.config.is_file()  # nor is its folder moved away
 
     log.store.delete([snapshot_key(2), record_key(2)])
-    stopped = "^.*/mixed: run mixed stopped after round 1 of 2; continue it with --resume, or give the new one another"
+    stopped = "^.*/mixed: run mixed stopped after round 1 of 2; resume it with --resume, or use another"
     for where in (runs, tmp_path / "another machine"):
         with pytest.raises(ConfigError, match=stopped):
             _train(corpus, where, url)

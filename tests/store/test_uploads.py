@@ -67,7 +67,7 @@ def test_what_is_not_what_was_said_is_not_kept(signing: Store) -> None:
     url = upload_url(log, key)
     assert url is not None
     upload(url, _blob(2), 60)
-    with pytest.raises(MalformedContribution, match="uploaded something else than it has said"):
+    with pytest.raises(MalformedContribution, match="uploaded other data than announced"):
         take_upload(log, key, digest, MOST)
     assert signing.below() == [f"{key}.uploaded"]
 

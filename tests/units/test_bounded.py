@@ -21,8 +21,8 @@ def _doubled(levels: int) -> str:
 
 
 HOSTILE_YAML = {
-    "aliases": (_doubled(9), "found more than 200,000 values, those that aliases repeat among them"),
-    "an alias in itself": ("a: &a [*a]", "found the alias *a inside of what it stands for"),
+    "aliases": (_doubled(9), "found more than 200,000 values, including repetitions by aliases"),
+    "an alias in itself": ("a: &a [*a]", "found the alias *a inside its own anchor"),
     "lists": ("a: " + "[" * 3000 + "]" * 3000, "found lists and mappings more than 64 levels deep"),
     "mappings": ("a: " + "{b: " * 3000 + "}" * 3000, "found lists and mappings more than 64 levels deep"),
     "indented lists": ("- " * 3000 + "a", "found lists and mappings more than 64 levels deep"),

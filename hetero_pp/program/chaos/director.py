@@ -184,7 +184,7 @@ def _newest_of(paths: Iterable[Path]) -> Path:
     """Return the last path in sorted order, which has the highest number. Raises OSError if there is none."""
     found = sorted(paths)
     if not found:
-        raise FileNotFoundError("nothing to flip a bit of")
+        raise FileNotFoundError("no data in which a bit can be flipped")
     return found[-1]
 
 

@@ -88,7 +88,9 @@ def _check(fault: AnyFault, spec: RunSpec, in_process: bool) -> None:
     if in_process and not isinstance(fault, Miss):
         key = kind_of(fault.model_dump()) or ""
         raise ConfigError(
-            (key,), "found a fault that needs processes, expected only `miss` with --in-process; leave out --in-process"
+            (key,),
+            "found a fault that needs processes, expected only `miss` with --in-process; remove "
+            "--in-process or the fault",
         )
     match fault:
         case Miss():
@@ -145,9 +147,7 @@ def _check_rank(fault: Kill, spec: RunSpec) -> None:
 
 def _require_one_process(key: str, member: str, spec: RunSpec) -> None:
     if ranks_of(member, spec):
-        raise ConfigError(
-            (key,), f"found {member}, which trains on several ranks, expected a member that is one process"
-        )
+        raise ConfigError((key,), f"found {member}, which trains on several ranks, expected a member with one process")
 
 
 def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
@@ -162,7 +162,7 @@ def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
     if fault.at.phase == Phase.SAVING and fault.at.round % every and fault.at.round != last:
         raise ConfigError(
             ("at", "round"),
-            f"found {fault.at.round}, expected one after which states are saved: a multiple of {every}, or {last}",
+            f"found {fault.at.round}, expected a round after which states are saved: a multiple of {every}, or {last}",
         )
 
 
@@ -201,6 +201,6 @@ def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
             if left < needed:
                 raise ConfigError(
                     ("faults", index, "rounds", place),
-                    f"found {round_}, in which {left} of {replicas} replicas are left; expected at least {needed}, as "
-                    "`exchange.quorum` says",
+                    f"found {round_}, for which {left} of {replicas} replicas remain; expected at least "
+                    f"{needed} (`exchange.quorum`)",
                 )

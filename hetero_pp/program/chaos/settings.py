@@ -57,66 +57,70 @@ class Fault(Settings):
 class Kill(Fault):
     """SIGKILL."""
 
-    kill: str = Field(description="a member, or `exchange`")
-    rank: int | None = Field(None, ge=0, description="of a replica on ranks, this one of them alone")
+    kill: str = Field(description="member, or `exchange`")
+    rank: int | None = Field(None, ge=0, description="one rank of a replica on several ranks; by default all")
 
 
 class Freeze(Fault):
     """SIGSTOP, and SIGCONT later."""
 
-    freeze: str = Field(description="a member, or `exchange`")
+    freeze: str = Field(description="member, or `exchange`")
     lasts: Duration = Field(20.0, gt=0)
 
 
 class Cut(Fault):
     """Connections break, and none can be made."""
 
-    cut: str = Field(description="a link, as `home.0-1` between stages 0 and 1 or `home.1-exchange`")
+    cut: str = Field(description="link, such as `home.0-1` (between stages 0 and 1) or `home.1-exchange`")
     lasts: Duration = Field(5.0, gt=0)
 
 
 class Delay(Fault):
     """Whatever passes takes longer."""
 
-    delay: str = Field(description="a link, as for `cut`")
-    by: Duration = Field(0.2, gt=0, description="in each direction")
+    delay: str = Field(description="link, as for `cut`")
+    by: Duration = Field(0.2, gt=0, description="added delay in each direction")
     lasts: Duration = Field(20.0, gt=0)
 
 
 class Corrupt(Fault):
     """One bit is flipped."""
 
-    corrupt: str = Field(description="a member, or `exchange`")
+    corrupt: str = Field(description="member, or `exchange`")
     what: Literal["theta", "state", "snapshot"] = Field(
         "theta",
-        description="theta in a member's memory where its next round starts; its newest saved state; of the exchange, "
-        "the newest snapshot",
+        description="target: `theta` in a member's memory at the start of its next round, a member's "
+        "newest `state`, or the newest `snapshot` of the exchange",
     )
 
 
 class Fill(Fault):
     """Writes fail as on a full disk."""
 
-    fill: str = Field(description="a member, or `exchange`")
+    fill: str = Field(description="member, or `exchange`")
     lasts: Duration = Field(5.0, gt=0)
 
 
 class Miss(Settings):
     """A replica's contributions arrive once the records of their rounds are there."""
 
-    miss: str = Field(description="a replica")
+    miss: str = Field(description="replica")
     rounds: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
 
 
 class AtRate(Settings):
     """Faults at random, each at any time, of any of these kinds, to any of these members, as likely as the others."""
 
-    rate: Rate = Field(gt=0, description="of all of them together")
+    rate: Rate = Field(gt=0, description="rate of all these faults together")
     of: list[Literal["kill", "freeze", "cut", "delay"]] = Field(min_length=1)
-    members: list[str] = Field([], description="by default all and the exchange; of links, those that they dial")
+    members: list[str] = Field(
+        [],
+        description="affected members; by default all members and the exchange. "
+        "A link belongs to the member that dials it",
+    )
     seed: int = Field(0, ge=0)
-    lasts: Duration = Field(20.0, gt=0, description="of all but `kill`")
-    by: Duration = Field(0.2, gt=0, description="of `delay`")
+    lasts: Duration = Field(20.0, gt=0, description="duration of each fault except `kill`")
+    by: Duration = Field(0.2, gt=0, description="delay added by `delay`")
 
 
 AnyFault = Kill | Freeze | Cut | Delay | Corrupt | Fill | Miss | AtRate

@@ -57,8 +57,8 @@ def join(text: str, here: Here) -> None:
         ticket = Ticket.from_text(text)
         membership = take_place(ticket, here.runs.absolute(), say)
     except LinkTimeout as error:
-        found = f"{error}; the run {ticket.run} is over, or nobody serves it now, or it is reached elsewhere"
-        raise ConfigError((), f"{found}; ask its operator") from None
+        found = f"{error}; the run {ticket.run} is over, is not served now, or has another address"
+        raise ConfigError((), f"{found}; ask the operator of the run") from None
     except Refused as error:
         raise ConfigError((), str(error)) from None
     except RunOver as error:
@@ -137,8 +137,9 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     if told not in (None, RELAYED) and here.listen is None:
         tell(
             standard_output(),
-            f"{membership.run}: the run's YAML has {membership.place} listen at {told}, which this host does not do: "
-            f"it dials its neighbours, perhaps through the exchange; add --listen {told} to listen there",
+            f"{membership.run}: the run's YAML lets {membership.place} listen at {told}. This host dials "
+            f"its neighbours instead, through the exchange if necessary; add --listen {told} to listen "
+            "there",
         )
     save_config(config, folder.config)
 
@@ -150,10 +151,15 @@ def _store(membership: Membership) -> StoreSettings:
     try:
         store = StoreSettings(url=membership.store)
     except ValueError:
-        raise ConfigError((), "the ticket names a store of an unknown kind; install the version of its run") from None
+        raise ConfigError(
+            (), "the ticket names a store of an unknown kind; install the hetero-pp version of the run"
+        ) from None
     if origins := store.origins():
         where = f"{parsed(membership.store)[0]} at {' or '.join(origins)}"
-        told = f"contributions go to {where}, by URLs that the exchange signs; it can send this host nowhere else"
+        told = (
+            f"contributions go to {where}, with URLs that the exchange signs; the exchange cannot "
+            "direct this host to any other address"
+        )
         tell(standard_output(), f"{membership.run}: {told}")
     return store
 

@@ -37,7 +37,7 @@ _NUMBERED = re.compile(r"-\d+$")
 def invite(runs: Path, run: str, place: str | None, seconds: float, address: str | None) -> None:
     """Print a ticket that admits one process to a slot, or with `place` None to any free stage of a group.
 
-    What the ticket is for is printed to standard error, so that a script reads the ticket alone. Raises ConfigError for
+    The slots of the ticket go to standard error, so that a script reads the ticket alone. Raises ConfigError for
     a run that this host does not serve, and for a slot that does not exist or is taken.
     """
     folder, config = _served(runs, run)
@@ -52,12 +52,12 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
     sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store).to_text() + "\n")
     complain(
-        f"{run}: this ticket is for {slots}; it lets one host in until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
+        f"{run}: this ticket is for {slots}; it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     )
     if place is None and (open_slots := _open_datacenters(config, folder, authority)):
         commands = " or ".join(f"`hetero-pp invite {run} --place {name}`" for name in open_slots)
         names = ", ".join(open_slots)
-        complain(f"{run}: {names} is still free, and is a datacenter's, which needs a ticket that names it: {commands}")
+        complain(f"{run}: {names} is still free; a datacenter replica needs a ticket with its name: {commands}")
 
 
 def good_for(config: RunConfig, place: str | None) -> str:
@@ -69,7 +69,7 @@ def good_for(config: RunConfig, place: str | None) -> str:
         return f"the datacenter replica {place}" if is_whole else f"{place}, a stage of group {replica.name}"
     groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
     if not groups:
-        return f"the first of {', '.join(replica.name for replica in config.replicas)} that is free then"
+        return f"the first of {', '.join(replica.name for replica in config.replicas)} with a free slot"
     return f"a stage of group {' or '.join(_entries(groups))}"
 
 
@@ -109,7 +109,7 @@ def revoke(runs: Path, run: str, what: str) -> None:
         except HeteroPPError as error:
             raise ConfigError((), str(error)) from None
     for one in taken:
-        tell(standard_output(), f"{run}: took back {one}")
+        tell(standard_output(), f"{run}: revoked {one}")
 
 
 def seconds_of(text: str) -> float:
@@ -140,7 +140,9 @@ def _require_place(config: RunConfig, place: str | None) -> None:
         if place in [*groups, *_entries(groups)]:
             stage = next(one for one in places if one.startswith(place))
             any_stage = "leave out --place for a ticket to any free stage of a group"
-            raise ConfigError((), f"--place {place}: is a group: {any_stage}, or name a stage as {stage}")
+            raise ConfigError(
+                (), f"--place {place}: found the name of a group: {any_stage}, or name a stage, such as {stage}"
+            )
         near = get_close_matches(place, places, n=NAMED) if len(places) > NAMED else []
         raise ConfigError((), f"--place {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
 

@@ -104,7 +104,7 @@ def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str],
             show(lobby)
             if not lobby.probed:
                 why = be_probed(ticket.address, ticket.identity)
-            said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} are here"
+            said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} hosts are waiting"
             if said != told:
                 say(f"{ticket.run}: {said}")
             told = said
@@ -127,7 +127,7 @@ def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[
             if silent >= due:
                 last = f"last heard after round {lobby.last_round} of {lobby.rounds}"
                 found = no_answer(ticket.address, silent, _SECONDS_FOR_AN_EXCHANGE, has_answered=True, last=last)
-                say(f"{ticket.run}: {f'{error}; trying again' if isinstance(error, StoreError) else found}")
+                say(f"{ticket.run}: {f'{error}; retrying' if isinstance(error, StoreError) else found}")
                 due = max(1.0, min(2 * silent, silent + MOST_BETWEEN))
             if isinstance(error, StoreError):  # this error arrives at once, so a retry without a pause would spin
                 time.sleep(_SECONDS_IN_LOBBY)
@@ -230,7 +230,7 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
             over.wait(min(_SECONDS_BETWEEN_TRIES, (shown.until - shown.signed) / 2))
         except (HeteroPPError, OSError) as error:  # a full disk may have room later
             if told != str(error):
-                say(f"the certificate could not be renewed ({error}); trying again")
+                say(f"the certificate could not be renewed ({error}); retrying")
             told = str(error)
             over.wait(_SECONDS_BETWEEN_TRIES)
 

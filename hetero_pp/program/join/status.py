@@ -64,8 +64,14 @@ def _folder(runs: Path, run: str) -> RunFolder:
             return RunFolder(path)
     names = sorted(path.name for path in runs.glob("*/") if _is_of_a_run(path))
     near = get_close_matches(run, names, n=3)
-    there = f"did you mean {' or '.join(near)}?" if near else f"there are {listed(names)}" if names else "there is none"
-    raise ConfigError((), f"{runs}: found no run {run} that this host started, serves or has joined: {there}")
+    there = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"known runs: {listed(names)}"
+        if names
+        else "this folder has no runs"
+    )
+    raise ConfigError((), f"{runs}: found no run {run} that this host started, serves or joined: {there}")
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -95,7 +101,7 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
         if not isinstance(error, LinkTimeout):
             raise
         since = f"{address or known.address} did not answer within {format_seconds(SECONDS)}"
-        served = "`serve` runs on this host, and is starting or frozen"
+        served = "`serve` runs on this host, but is starting or does not respond"
         what = served if known.serves else "the run is over, or was stopped there"
         raise ConfigError((), f"{name}: the exchange at {since}: {what}") from None
     return _print_reply(known, reply)
@@ -142,15 +148,15 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
     for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
         with suppress(HeteroPPError):
             found.append(_known(RunFolder(path)))
-    complaint = f"{runs}: found no run at {address} that this host serves, or has joined"
+    complaint = f"{runs}: found no run at {address} that this host serves or joined"
     if addresses := sorted({one.address for one in found}):
-        complaint += f": it knows {listed(addresses)}"
+        complaint += f": known addresses: {listed(addresses)}"
     here = [one for one in found if one.address == address]
     for one in here:
         try:
             return _print_reply(one, ask(one.address, one.identity, SECONDS))
         except HeteroPPError as error:
-            complaint = f"{error}: its run is over, or nobody serves it now"
+            complaint = f"{error}: the run is over, or is not served now"
     for one in here:
         if one.serves and not is_running(one.folder):
             return _print_on_disk(one.folder, read_run_on_disk(one.folder))
@@ -166,9 +172,9 @@ def _known(folder: RunFolder) -> _Known:
         return _Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
-        own = f": it carries {', '.join(parts)}, by the run's token" if (parts := _own_parts(folder)) else ""
-        what = f"found no run that this host serves, or has joined by a ticket{own}"
-        raise ConfigError((), f"{folder.path}: {what}; ask on the host of the exchange")
+        own = f": it runs {', '.join(parts)} with the run's token" if (parts := _own_parts(folder)) else ""
+        what = f"found no run that this host serves or joined with a ticket{own}"
+        raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
     return _Known(folder, found[0].address, found[0].identity.latest, serves=False)
 
 
@@ -180,23 +186,26 @@ def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
     say = partial(tell, standard_output())
     for wait in waits:
         more = max(wait.needed - wait.here, 0)
-        until = f"{more} more needed" if more else "a group forms now"
+        until = f"{more} more needed" if more else "a group is being formed"
         since = f"for {format_seconds(max(time.time() - wait.since, 0.0))}"
         asked = f"the exchange answered {format_seconds(max(time.time() - wait.asked, 0.0))} ago"
-        say(f"{run}: this host waits for a group to form, {since}: {wait.here} of {wait.needed} are here, {until}")
-        say(f"{run}: the run is after round {wait.last_round} of {wait.rounds}; {asked}")
+        say(
+            f"{run}: this host waits for a group to form, {since}: {wait.here} of {wait.needed} hosts are "
+            f"waiting, {until}"
+        )
+        say(f"{run}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
     return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
 
 
 def _print_over(run: str, over: Over) -> dict[str, object]:
     """Print what this host heard at the end of a run that another host served."""
     when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
-    tell(standard_output(), f"{run}: {over.told}, heard {when}; its exchange does not answer any more")
+    tell(standard_output(), f"{run}: {over.told}, as reported {when}; its exchange no longer answers")
     return {"state": "over", "told": over.told, "changed": over.heard}
 
 
 _ENDS: Mapping[str, str] = {
-    "running": "runs on this host,",
+    "running": "running on this host,",
     "over": "over",
     "interrupted": "interrupted",
     "failed": "failed",
@@ -207,7 +216,7 @@ _ENDS: Mapping[str, str] = {
 def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     """Print the state of a run from its folder."""
     say, name = partial(tell, standard_output()), folder.path.name
-    why = "it was killed, or its host went down" if found.state == "killed" else found.why
+    why = "it was killed, or its host stopped" if found.state == "killed" else found.why
     when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     say(f"{name}: {end}{f': {why}' if why else ''}")
@@ -223,10 +232,14 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     except Refused as error:
         raise ConfigError((), str(error)) from None
     until, is_used = ticket.identity.shown.until, _is_used(ticket, RunFolder(runs / ticket.run))
-    slots = ticket.good_for or "a slot that it does not name (it is of an older version)"
+    slots = ticket.good_for or "a slot that it does not name (it was made by an older version)"
     state = "expired" if ticket.is_over else "used" if is_used else "open"
     told = {"run": ticket.run, "id": ticket.id, "good_for": ticket.good_for, "exchange": ticket.address}
-    words = {"expired": "it expired", "used": "it was used; it was good until", "open": "it lets one host in until"}
+    words = {
+        "expired": "it expired",
+        "used": "it was used; it was valid until",
+        "open": "it admits one host until",
+    }
     when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     tell(
         standard_output(),

@@ -36,13 +36,13 @@ def headline(reply: StatusReply) -> str:
     match state_of(reply):
         case "over":
             return f"over, after round {reply.last_round} of {reply.rounds}" + (
-                f"; {missing} still end" if missing else ""
+                f"; {missing} still finishing" if missing else ""
             )
         case "joining":
-            return f"has not begun; waiting for members to join: {missing or 'nobody'}"
+            return f"not started; waiting for members to join: {missing or 'none'}"
         case "paused" if reply.obstacle:
             seconds = format_seconds(max(1, round(reply.obstacle_seconds)))
-            return f"paused in {round_}, for {seconds} so far: {plain(reply.obstacle)}; trying again"
+            return f"paused in {round_}, for {seconds} so far: {plain(reply.obstacle)}; retrying"
         case "paused":
             return f"paused in {round_}: {reply.paused}"
     return f"training {round_}" + (f"; waiting for contributions of {missing}" if missing else "")
@@ -54,7 +54,7 @@ def print_status(run: str, reply: StatusReply) -> None:
     tell(console, f"{run}: {headline(reply)}")
     incomplete = _incomplete(reply)
     table = Table()
-    for name in ("Slot", "Replica", "State", "Let in by", "Connection"):
+    for name in ("Slot", "Replica", "State", "Admitted by", "Connection"):
         table.add_column(name)
     left_out = _empty(reply)[EMPTY_SHOWN:]
     for slot in reply.places:
@@ -63,9 +63,9 @@ def print_status(run: str, reply: StatusReply) -> None:
             table.add_row(slot.name, slot.replica, state, _let_in_by(slot), _connection(slot))
     console.print(table)
     if left_out:
-        tell(console, f"{format_count(len(left_out), 'more replica')} that nobody has joined")
+        tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
     for replica, missing in incomplete.items():
-        tell(console, f"{replica} is not complete: it waits for a host at {', '.join(missing)}")
+        tell(console, f"{replica} is incomplete: waiting for hosts to join as {', '.join(missing)}")
     _print_guests(console, reply)
     tell(console, f"refused calls so far: {reply.refusals}")
 
@@ -88,12 +88,12 @@ def _empty(reply: StatusReply) -> list[str]:
 
 def _state(slot: PlaceStatus, is_incomplete: bool, is_over: bool) -> str:
     if not slot.held:
-        return "invited, not here" if slot.holder else "left" if slot.term else "free"
+        return "admitted, not connected" if slot.holder else "left" if slot.term else "free"
     if is_over:
         return "ending"
     if is_incomplete:
-        return "waits for its group"
-    return f"trains round {slot.round}" if slot.round else "waits for a round"
+        return "waiting for its group"
+    return f"training round {slot.round}" if slot.round else "waiting for a round"
 
 
 def _let_in_by(slot: PlaceStatus) -> str:
@@ -117,7 +117,7 @@ def _print_guests(console: Console, reply: StatusReply) -> None:
     if not reply.in_lobby:
         return
     more = max(reply.needed_in_lobby - reply.in_lobby, 0)
-    until = f"{format_count(more, 'more host')} needed" if more else "a group forms now"
+    until = f"{format_count(more, 'more host')} needed" if more else "a group is being formed"
     guests = listed([f"ticket {plain(one.ticket)} for {format_seconds(one.seconds)}" for one in reply.guests])
     tell(console, f"{format_count(reply.in_lobby, 'host')} waiting for a group to form, {until} ({guests})")
 
@@ -128,7 +128,7 @@ def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, st
     open_ = [one for one in tickets if not one.is_used and one.until > now]
     if open_:
         table = Table()
-        for name in ("Open ticket", "Good for", "Until"):
+        for name in ("Open ticket", "Admits to", "Until"):
             table.add_column(name)
         for one in open_:
             table.add_row(one.id, good_for[one.place], f"{datetime.fromtimestamp(one.until):%Y-%m-%d %H:%M}")

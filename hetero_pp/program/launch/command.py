@@ -133,7 +133,7 @@ def run_on_this_host(
         token = _token(host.token, folder, resume)
 
         def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
-            needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
+            needed = f"Members need --exchange HOST:{_port(spec)}, and the token in {write_token(folder, token)}"
             tell(
                 standard_output(), f"{needed}; or one ticket for each member, from: hetero-pp invite {spec.config.name}"
             )

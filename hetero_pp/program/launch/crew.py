@@ -176,8 +176,10 @@ class Crew:
                 process.join(max(0.0, started + seconds - time.monotonic()))
             left = [member for member in asked if self._processes[member].is_alive()]
             if left and seconds < _SECONDS_TO_SAVE:
-                line = f"waiting for the states of {format_count(len(left), 'member')} after the last finished round"
-                limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; another Ctrl-C ends them without it"
+                line = (
+                    f"waiting for {format_count(len(left), 'member')} to save the state after the last finished round"
+                )
+                limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; press Ctrl-C again to stop without saving"
                 print(f"{self._spec.config.name}: {line}, {limit}", file=sys.stderr, flush=True)
 
     def _ask_to_stop(self, members: Sequence[str], request: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -323,7 +325,7 @@ class Crew:
         lost = {members[name].replica.name for name in self._given_up if name in members}
         if member == EXCHANGE or rules.is_lost_without(lost):
             raise RunFailed(cause)
-        self._say(GIVEN_UP, member, f"{cause}; it has no restart left, so the run continues without it")
+        self._say(GIVEN_UP, member, f"{cause}; no restart is left, so the run continues without it")
 
     def _say(self, what: Happened, member: str, cause: str) -> None:
         standing = Standing(what=what, place=member, cause=cause)
@@ -425,4 +427,4 @@ class Crew:
         code = self._exit_code(member)
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}"
-        return f"{member}: {cause or f'ended with code {code}'} (its output: {self._folder.output(member)})"
+        return f"{member}: {cause or f'exited with code {code}'} (output: {self._folder.output(member)})"

@@ -98,7 +98,7 @@ def read_token(path: Path) -> str:
             f"rand -hex 16 > {path}",
         ) from None
     if len(token) < SHORTEST_TOKEN:
-        found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} that nobody can guess"
+        found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} random ones"
         raise ConfigError((), f"--token-file {path}: {found}; make one with: openssl rand -hex 16 > {path}")
     return token
 
@@ -159,7 +159,7 @@ def launch_members(
         nonlocal refused
         refused = cause
         waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
-        say(f"{cause} (not verified, as its certificate is not of this run: {waits})")
+        say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
 
     def on_wait(seconds: float, has_answered: bool) -> None:
         say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
@@ -190,7 +190,7 @@ def launch_members(
                 raise ConfigError((), refused) from None
             if rounds.failed is None or rounds.failed in str(error):
                 raise
-            raise RunFailed(f"{error}; the run has ended because {rounds.failed}") from None
+            raise RunFailed(f"{error}; the run ended because {rounds.failed}") from None
         watcher.join()
 
 
@@ -199,10 +199,10 @@ def no_answer(address: str, seconds: float, limit: float, has_answered: bool, la
     since = format_seconds(seconds)
     until = f"waiting up to {format_seconds(limit)} (Ctrl-C ends this)"
     if has_answered:
-        found = f"the exchange at {address} answered before, and has not for {since}{last and f' ({last})'}"
-        return f"{found}: the run is over, or was stopped there, or is being restarted; {until}"
+        found = f"the exchange at {address} answered before, but not for the last {since}{last and f' ({last})'}"
+        return f"{found}: the run is over, was stopped, or is being restarted; {until}"
     found = f"the exchange at {address} has not answered for {since}"
-    return f"{found}: it was not started yet, or the run is over, or the address is wrong; {until}"
+    return f"{found}: it is not started yet, the run is over, or the address is wrong; {until}"
 
 
 def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[str]:
@@ -236,13 +236,15 @@ def notes(file: ConfigFile) -> list[str]:
     found = [f"make one token, and copy it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
     exchange, *stages = fixed_addresses(file.config)
     listens = (
-        f"the exchange listens at `{exchange.address}`; replace EXCHANGE_HOST by an address at which "
-        "other hosts reach it"
+        f"the exchange listens at `{exchange.address}`; replace EXCHANGE_HOST with an address that other "
+        "hosts can reach"
     )
     found.append(str(file.located(ConfigError(exchange.key, listens))))
     for one in (exchange, *stages):
         if one.is_loopback:
-            complaint = f"found `{one.address}`, expected an address that other hosts reach, unless they use a tunnel"
+            complaint = (
+                f"found `{one.address}`, expected an address that other hosts can reach, unless they use a tunnel"
+            )
             found.append(str(file.located(ConfigError(one.key, complaint))))
     for index, replica in enumerate(file.config.replicas):
         if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
@@ -250,9 +252,9 @@ def notes(file: ConfigFile) -> list[str]:
                 if replica.listen_of(stage) is None:
                     before = replica.listen_of(stage - 1) not in (None, RELAYED)
                     found_by = f"dials {replica.members[stage - 1]}" if before else "is reached through the exchange"
-                    beside = "must run on the host of the stage before it"
+                    beside = "must run on the host of the previous stage"
                     how = beside if file.config.exchange.insecure else found_by
-                    complaint = f"found nothing, so {replica.members[stage]} {how}"
+                    complaint = f"found no address, so {replica.members[stage]} {how}"
                     key = ("replicas", index, "stages", stage, "listen")
                     found.append(str(file.located(ConfigError(key, complaint))))
     return found

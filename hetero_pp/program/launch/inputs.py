@@ -75,7 +75,7 @@ def prepare(
             require_weights(spec)
         names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
         if only is None and not spec.needed:
-            why = "expected at least one that is not optional: `launch` starts only replicas that the run needs"
+            why = "expected at least one required replica: `launch` starts only required replicas"
             raise ConfigError(("replicas", 0), f"found only optional replicas, {why}")
         if only is not None:
             require_reachable(config, names)

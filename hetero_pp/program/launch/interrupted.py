@@ -32,7 +32,7 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     has_exchange = EXCHANGE in prepared.names
     members = [name for name in prepared.names if name != EXCHANGE]
     if not has_exchange:
-        return f"when the exchange is resumed, rejoin it with: {shlex.join(command)}"
+        return f"after the exchange has been resumed, rejoin it with: {shlex.join(command)}"
     resuming = [*command, *(() if "--resume" in command else ("--resume",))]
     if not members:
         token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
@@ -41,7 +41,7 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     if suffice(_states(prepared, folder, member) for member in members):
         return f"resume with: {shlex.join(resuming)}"
     every = format_count(prepared.spec.latest.states_every, "round")
-    saved = f"no state was saved yet (one is saved every {every})"
+    saved = f"no state has been saved yet (states are saved every {every})"
     if open_log(prepared.spec.config, folder).last_record() == 0:
         return f"{saved}; start the run again with: {shlex.join(command)}"
     return f"{saved}; resume from the log, with new optimizer moments, with: {shlex.join(resuming)}"

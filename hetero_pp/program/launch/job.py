@@ -1,4 +1,4 @@
-"""Which member a process of a run is, and where the run is kept: told to it at its start."""
+"""Member and run of a process, as it is told at its start."""
 
 from __future__ import annotations
 

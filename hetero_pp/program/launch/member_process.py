@@ -227,7 +227,7 @@ def _run_member(
     except HeteroPPError as error:
         cause = str(error)
         if isinstance(error, WrongToken):
-            cause += f" than this host, whose token is in {message['token_file']}"
+            cause += f" than this host, which has the token in {message['token_file']}"
         print(cause, file=sys.stderr)
         _send(launcher, failure=cause)
         if isinstance(error, RankDied):

@@ -18,7 +18,7 @@ class Over:
     """The end of a run, as the exchange told this host."""
 
     told: str
-    """What the exchange told, such as `the run is over (round 100 of 100)`."""
+    """Message of the exchange, such as `the run is over (round 100 of 100)`."""
     heard: float
     """Time of the message, in seconds since 1970."""
 

@@ -84,7 +84,7 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
     for rank, other in enumerate(runs):
         if other != runs[0]:
             raise HeteroPPError(
-                f"rank {rank} of {member} has another configuration than rank 0; compare the YAMLs of their hosts"
+                f"rank {rank} of {member} has another configuration than rank 0; compare the YAML files of their hosts"
             )
 
 

@@ -102,7 +102,7 @@ def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
     def refuse(report: Report) -> None:
         refusal, own = report.refusal, report.member in ("", EXCHANGE)
         refused = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
-        line = refused if own else f"{report.member} says that it {refused}"
+        line = refused if own else f"{report.member} reports that it {refused}"
         lines = told[report.member]
         if line not in lines and len(lines) < (MOST_REFUSALS if own else MOST_REFUSALS_OF_A_MEMBER):
             lines.add(line)

@@ -74,7 +74,7 @@ class NodeRendezvous(RendezvousHandler):
         shared = PrefixStore(self._run, store)
         node = shared.add("nodes", 1) - 1
         if node >= self._nodes:
-            raise Refused(f"found one node more than the {self._nodes} that the replica has, at {self._endpoint}")
+            raise Refused(f"found more nodes than the {self._nodes} of the replica, at {self._endpoint}")
         shared.set(f"node {node}", platform.node())
         try:
             shared.wait([f"node {other}" for other in range(self._nodes)], self._timeout)

@@ -74,6 +74,6 @@ def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:
         if value not in had:
             told = json.dumps(value)
             yield (
-                f"{key} stays {json.dumps(had[-1])}: a resumed run ignores the YAML's {told}; to change it, "
-                f"give --set {key}={told}"
+                f"{key} stays {json.dumps(had[-1])}: a resumed run ignores {told} in the YAML; to change "
+                f"it, use --set {key}={told}"
             )

@@ -59,11 +59,11 @@ def _of_gpus(members: Sequence[MemberSpec]) -> Iterator[Limit]:
             continue
         if replica.device == "cuda" and not torch.cuda.is_available():
             why = "finds no GPU here" if torch.backends.cuda.is_built() else "was built without CUDA"
-            expected = f"found `cuda`, expected `auto` or `cpu`, as torch {torch.__version__} {why}"
+            expected = f"found `cuda`, expected `auto` or `cpu`: torch {torch.__version__} {why}"
             yield Limit((*here, "device"), expected, is_final=True)
         elif device_of(replica).type == "cuda" and replica.ranks > torch.cuda.device_count():
             there = format_count(torch.cuda.device_count(), "GPU")
-            expected = f"found {replica.ranks}, expected at most {there}, as this machine has: each rank takes one"
+            expected = f"found {replica.ranks}, expected at most the {there} of this machine: each rank uses one"
             yield Limit((*here, "ranks"), expected, is_final=True)
 
 
@@ -80,14 +80,15 @@ def _of_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
     if least > total:
         yield Limit(
             ("replicas",),
-            f"found {who} to start on this machine, which hold at least {format_bytes(least)}, expected at most its "
-            f"{format_bytes(total)} of memory: a smaller model, or several hosts with `launch --only`",
+            f"found {who} to start on this machine, which need at least {format_bytes(least)}, expected "
+            f"at most its {format_bytes(total)} of memory: use a smaller model, or several hosts with "
+            "`launch --only`",
             is_final=True,
         )
     elif likely > free:
         yield Limit(
             ("replicas",),
-            f"{who} would hold about {format_bytes(likely)}, where {format_bytes(free)} of memory are free",
+            f"{who} would need about {format_bytes(likely)}; {format_bytes(free)} of memory are free",
             is_final=False,
         )
 
@@ -113,8 +114,9 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
     if step > LONG_STEP or whole > LONG_RUN:
         yield Limit(
             ("replicas",),
-            f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}, and the run "
-            f"{format_duration(whole)}, at {speed / 1e9:g} GFLOP/s a core (`hetero-pp calibrate` measures it)",
+            f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}, and "
+            f"the run {format_duration(whole)}, at {speed / 1e9:g} GFLOP/s per core (`hetero-pp "
+            "calibrate` measures it)",
             is_final=False,
         )
 

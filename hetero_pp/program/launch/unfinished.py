@@ -45,8 +45,10 @@ class Unfinished:
     def __str__(self) -> str:
         if self.last_round:
             return f"{self.where}: run {self.name} stopped after round {self.last_round} of {self.rounds}"
-        tickets = f"{format_count(self.tickets, 'ticket')} to it {'is' if self.tickets == 1 else 'are'}"
-        return f"{self.where}: run {self.name} stopped before round 1 of {self.rounds} closed, and {tickets} valid"
+        tickets = f"{format_count(self.tickets, 'ticket')} {'is' if self.tickets == 1 else 'are'}"
+        return (
+            f"{self.where}: run {self.name} stopped before round 1 of {self.rounds} closed, and {tickets} still valid"
+        )
 
 
 def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typed: Sequence[str] = ()) -> bool:
@@ -57,7 +59,7 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
     uses the run.
     """
     if resume and new:
-        raise ConfigError((), "--new: leave out --resume, or give only that")
+        raise ConfigError((), "--new: found --resume, too, expected only one of them")
     if resume or new:
         return resume
     with claim_all(runs.absolute(), config.name):
@@ -70,7 +72,7 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
     tell(console, f"{found}.")
     choices = [CONTINUE, QUIT] if found.is_in_store else [CONTINUE, NEW, QUIT]
     try:
-        answer = Prompt.ask("Continue it, or start a new one?", console=console, choices=choices, default=CONTINUE)
+        answer = Prompt.ask("Resume it, or start a new run?", console=console, choices=choices, default=CONTINUE)
     except EOFError:
         answer = QUIT
     if answer == QUIT:
@@ -80,9 +82,9 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
 
 def _refusal(found: Unfinished, typed: Sequence[str]) -> str:
     """Return one line that says what to type instead."""
-    other = "give the new one another `name`" if found.is_in_store else "start a new one with --new"
-    command = f" (to continue: {shlex.join([*typed, '--resume'])})" if typed else ""
-    return f"{found}; continue it with --resume, or {other}{command}"
+    other = "use another `name` for a new run" if found.is_in_store else "start a new run with --new"
+    command = f" (to resume: {shlex.join([*typed, '--resume'])})" if typed else ""
+    return f"{found}; resume it with --resume, or {other}{command}"
 
 
 def find_unfinished(config: RunConfig, runs: Path) -> Unfinished | None:

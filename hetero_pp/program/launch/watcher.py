@@ -45,7 +45,9 @@ class Watcher:
         """Raise RunFailed if a report could not be handed on."""
         if self._error is not None:
             kind = type(self._error).__name__
-            raise RunFailed(f"the launcher lost the run's reports before the run was over ({kind}: {self._error})")
+            raise RunFailed(
+                f"the launcher stopped receiving the run's reports before the run was over ({kind}: {self._error})"
+            )
 
     def _run(self) -> None:
         try:

@@ -192,7 +192,7 @@ def _with_nodes(state: RunState, member: str) -> str:
     """Return a member's name, with a note if it joins only once all of its nodes have met."""
     replica = state.spec.members[member].replica
     if isinstance(replica, DatacenterReplica) and replica.nodes > 1:
-        return f"{member} (once its {replica.nodes} nodes have met)"
+        return f"{member} (joins when its {replica.nodes} nodes have met)"
     return member
 
 
@@ -208,7 +208,7 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
     if state.waiting.awaited == CONTRIBUTING:
         return _contributing(state, state.waiting, now, seconds, sees_all)
     if state.waiting.awaited == STORING:
-        return f"{whom(state.waiting)}; trying again, for {format_seconds(max(1, seconds))} so far"
+        return f"{whom(state.waiting)}; retrying for {format_seconds(max(1, seconds))} so far"
     what = joined_line(state) if state.waiting.awaited == JOINING else whom(state.waiting)
     return f"{what}; no progress for {format_seconds(seconds)}"
 
@@ -257,7 +257,7 @@ def round_line(state: RunState, round_: int) -> str:
     losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in replicas.items())
     uncounted = state.standings.not_counted(round_)
     unevaluated = {name: why for name, why in state.missing_losses(round_).items() if name not in uncounted}
-    without = {"not counted": uncounted, "not evaluated": unevaluated}
+    without = {"excluded": uncounted, "not evaluated": unevaluated}
     return (
         f"round {round_}/{state.rounds_planned}: validation loss {_validation(state, round_)}, "
         f"training loss {losses}, {format_seconds(state.round_seconds(round_))}"
@@ -290,7 +290,7 @@ def live_view(state: RunState, now: float, height: int) -> Group:
         return Group(*parts, _live_links(state, links, now))
     busiest = sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]
     shown = [link for link in links if any(link is one for one in busiest)]
-    rest = Text(f" and {len(links) - len(shown)} links that carried less", style="dim")
+    rest = Text(f" and {len(links) - len(shown)} links with less traffic", style="dim")
     return Group(*parts, _live_links(state, shown, now), rest)
 
 
@@ -419,12 +419,15 @@ def _result_links(summary: Mapping[str, Any]) -> PlainTable:
 def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     first = sum(sum(rounds[0] for rounds in link["payload_bytes_per_round"].values()) for link in summary["links"])
     if first:
-        yield f"Of the payload, {format_bytes(first)} are the first snapshot and the evaluation of the initial weights."
+        yield (
+            "The first snapshot and the evaluation of the initial weights account for "
+            f"{format_bytes(first)} of the payload."
+        )
     contributions = summary["contributions"]
     bits = contributions["bits_per_value"]
     if bits is not None:
         yield (
-            f"Contributions: {format_bytes(contributions['bytes'])} in all, "
+            f"Contributions: {format_bytes(contributions['bytes'])} in total, "
             f"{contributions['kept_values']:,} values kept, {bits:.3g} bits per kept value."
         )
     hashes = set(summary["parameters_sha256"].values())
@@ -437,7 +440,7 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())
         told = summary.get("refusals_told_by", {}).items()
         words = ", ".join(f"{member} reports {count}" for member, count in told if member != EXCHANGE)
-        yield f"Messages refused: {kinds}{words and f'; of these {words}'} (see metrics.jsonl)."
+        yield f"Refused messages: {kinds}{words and f'; of these {words}'} (see metrics.jsonl)."
     yield (
         f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."

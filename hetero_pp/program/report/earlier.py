@@ -55,7 +55,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             strange += 1
     if strange:
-        complain(f"{strange} unreadable lines of {folder.metrics.name} are skipped")
+        complain(f"skipped {strange} unreadable lines of {folder.metrics.name}")
     until = max((time for round_, time in closed.items() if round_ <= last), default=0.0)
     reports += [report for report in unplaced if report.time <= until]
     log, when = open_log(config, folder), min((report.time for report in reports), default=time.time())

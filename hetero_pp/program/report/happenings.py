@@ -52,7 +52,7 @@ class Happenings:
                 yield f"{report.member} has joined{_again(report.joined.term)}"
             case "waiting" if report.waiting.awaited == STORING and not report.waiting.obstacle:
                 seconds = format_seconds(max(1, round(report.waiting.seconds)))
-                yield f"resuming after a pause of {seconds}: reads and writes succeed again"
+                yield f"resuming after {seconds}: reads and writes succeed again"
             case "state_saving":
                 yield self._state_saving(report.member, report.state_saving)
             case "standing":
@@ -60,8 +60,8 @@ class Happenings:
 
     def _state_saving(self, member: str, told: StateSaving) -> str:
         if not told.failure:
-            return f"{member} saves its state again, after round {told.round}"
-        lost = "it trains on, and saves the next state that is due"
+            return f"{member} saved its state after round {told.round}; saving works again"
+        lost = "it continues training, and saves its next state on schedule"
         return f"{member} could not save its state after round {told.round}: {told.failure}; {lost}"
 
     def _standing(self, time: float, told: Standing) -> Iterator[str]:
@@ -70,7 +70,7 @@ class Happenings:
                 self._told_of[told.place] = told.cause
                 yield told.cause
             case what if what == INJECTED:
-                yield f"on purpose: {told.cause}"
+                yield f"injected fault: {told.cause}"
             case what if what in (TERM_OVER, SILENT):
                 yield from self._over(told, with_name(told.place, told.cause))
             case what if what == SUSPENDED and told.replica in self._lost:
@@ -82,40 +82,43 @@ class Happenings:
             case what if what == LEFT_OUT:
                 became = self._what_becomes_of_it()
                 yield (
-                    f"{told.replica} contributed far larger values than others to round {told.round}, so it "
-                    f"is left out: {became}"
+                    f"{told.replica}: its contribution to round {told.round} is far larger than the "
+                    f"others and is excluded: {became}"
                 )
             case what if what == SCALED:
                 yield (
-                    f"{told.replica} contributed larger values than others to round {told.round}: they are "
-                    f"scaled by {told.cause}"
+                    f"{told.replica}: its contribution to round {told.round} is larger than the others "
+                    f"and is scaled by {told.cause}"
                 )
             case what if what == PAUSED:
                 self._paused_at = time
-                yield f"round {told.round} pauses: {told.cause}; it continues as soon as they are there"
+                yield f"round {told.round} is paused: {told.cause}; it continues when more replicas join"
             case what if what == WENT_ON and self._paused_at is not None:
-                yield f"round {told.round} continues after a pause of {format_seconds(time - self._paused_at)}"
+                yield f"round {told.round} continues after {format_seconds(time - self._paused_at)}"
             case what if what == HEALED:
-                yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the log"
+                yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the run log"
             case what if what == EXCLUDED:
                 yield (
-                    f"after round {told.round}, {told.place} held other parameters than the log again: {told.replica} "
-                    f"takes part in no round before {told.cause}, unless a quorum needs it"
+                    f"after round {told.round}, {told.place} again held other parameters than the run "
+                    f"log: {told.replica} is excluded until round {told.cause}, unless a quorum needs it"
                 )
             case what if what == NOT_AWAITED:
-                yield f"{told.replica} {told.cause} do not wait for it; what it contributes in time counts"
+                yield (
+                    f"{told.replica} {told.cause} do not wait for it; its contributions are included if "
+                    "they arrive in time"
+                )
 
     def _over(self, told: Standing, cause: str) -> Iterator[str]:
         self._lost[told.replica] = told.place
         if not self._told_of.get(told.place, "").startswith(cause):
             self._told_of[told.place] = cause
-            yield f"{cause}; its place is vacant"
+            yield f"{cause}; its slot is vacant"
 
     def _what_becomes_of_it(self) -> str:
         if self._returned == 0:
             return "its contribution is discarded"
         share = "" if self._returned == 1 else f"{100 * self._returned:.3g} % of "
-        return f"{share}its contribution goes back into its error feedback"
+        return f"{share}its contribution is restored to its error feedback"
 
 
 def _again(term: int) -> str:

@@ -117,9 +117,9 @@ class Recorder:
 
     def _fails(self, error: Exception) -> None:
         if not self._complained:
-            became = "has gaps" if self._has_gaps else "is incomplete until the disk accepts the rest"
+            became = "has gaps" if self._has_gaps else "is incomplete until the disk has room"
             why = complaint(error) if isinstance(error, OSError) else str(error)
-            self._complain(f"{self._folder.path}: the record of the run {became}, and the run continues: {why}")
+            self._complain(f"{self._folder.path}: the record of the run {became}, but the run continues: {why}")
         self._complained = True
 
     def fail(self, cause: str) -> None:
@@ -142,13 +142,13 @@ class Recorder:
             with suppress(OSError):
                 self._path.unlink()  # the run did not resume: the earlier record stays
             return
-        unwritten = self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("is not written"))
+        unwritten = self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("was not written"))
         for name, draw in (("loss.png", draw_losses), ("links.png", draw_links)):
-            became = _LATER.format("is not drawn")
+            became = _LATER.format("was not drawn")
             if unwritten is None:
                 self._last(partial(draw, self._state, folder.path / name), became)
             else:  # a picture takes seconds of computing, for nothing while the disk is full
-                self._complain(f"{folder.path / name} {became}, the run itself is kept: {complaint(unwritten)}")
+                self._complain(f"{folder.path / name} {became}; the run itself is not affected: {complaint(unwritten)}")
 
     def _summary(self) -> bytes:
         return (to_json(self._state.summary(), indent=2) + "\n").encode()
@@ -158,8 +158,8 @@ class Recorder:
         try:
             do()
         except OSError as error:
-            path = "what is recorded" if error.filename is None else error.filename
-            self._complain(f"{path} {became}, the run itself is kept: {complaint(error)}")
+            path = "the record" if error.filename is None else error.filename
+            self._complain(f"{path} {became}; the run itself is not affected: {complaint(error)}")
             return error
         except Exception as error:  # noqa: BLE001 (an error in the record must not fail the run)
             self._fails(error)

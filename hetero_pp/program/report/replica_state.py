@@ -1,4 +1,4 @@
-"""State of one replica from the reports of its inner steps. Of old rounds only the losses are kept."""
+"""State of one replica from the reports of its inner steps. Only the losses of old rounds are kept."""
 
 from __future__ import annotations
 

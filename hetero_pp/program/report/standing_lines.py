@@ -32,11 +32,11 @@ def trouble_lines(standings: Standings, now: float) -> Iterator[str]:
     if pause is not None:
         seconds = format_seconds(round(max(0.0, now - pause.start)))
         yield f"round {pause.round} pauses for {seconds}: {pause.cause}"
-    vacant = {place: f"{cause}; its place is vacant" for place, cause in standings.vacant.items()}
+    vacant = {place: f"{cause}; its slot is vacant" for place, cause in standings.vacant.items()}
     causes = list((vacant | given_up).values())
     yield from causes[:ROWS_OF_TROUBLE]
     if len(causes) > ROWS_OF_TROUBLE:
-        yield f"and {format_count(len(causes) - ROWS_OF_TROUBLE, 'more place')} without a member"
+        yield f"and {format_count(len(causes) - ROWS_OF_TROUBLE, 'more slot')} without a member"
 
 
 def result_standings(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -51,10 +51,12 @@ def result_standings(summary: Mapping[str, Any]) -> Iterator[str]:
     for one in found["not_counted"]:
         by_replica[one["replica"]].append(str(one["round"]))
     for replica, rounds in by_replica.items():
-        yield f"{replica}: not counted in {format_count(len(rounds), 'round')} ({listed(rounds)})."
+        yield f"{replica}: excluded from {format_count(len(rounds), 'round')} ({listed(rounds)})."
     if found["pauses"]:
         seconds = sum(one["seconds"] or 0.0 for one in found["pauses"])
-        yield f"Below quorum: {format_count(len(found['pauses']), 'pause')}, {format_seconds(seconds)} in all."
+        yield f"Below quorum: {format_count(len(found['pauses']), 'pause')}, {format_seconds(seconds)} in total."
     if (found["members"] or by_replica or found["suspended"]) and goodput["share"] is not None:
-        counted = f"{goodput['tokens_per_second']:,.0f} tokens/s, {format_share(goodput['share'])} of those trained"
-        yield f"Participation {format_share(found['participation'])}; counted contributions: {counted}."
+        counted = (
+            f"{goodput['tokens_per_second']:,.0f} tokens/s, {format_share(goodput['share'])} of the trained tokens"
+        )
+        yield f"Participation {format_share(found['participation'])}; included contributions: {counted}."

@@ -188,7 +188,7 @@ class Standings:
         if gone is not None:
             return gone
         if all(not place.changes for place in self.places.values() if place.replica == replica):
-            return f"{replica} has not come yet"
+            return f"{replica} has not joined yet"
         return f"{replica} was late" if replica in closed.late else f"{replica} joined too late for it"
 
     def gone(self, replica: str, start: float, end: float) -> str | None:

@@ -88,7 +88,7 @@ class RunState:
         self.links = self._links_of_those_who_came()
         """Links by name, for members that are required or have joined."""
         self.waiting: Waiting | None = None
-        """What the exchange waits for, by its last report; None if there is progress."""
+        """The exchange's last report about what it waits for; None if there is progress."""
         self.waiting_told: float | None = None
         """Time of that report."""
         self.reading: Reading | None = None

@@ -28,7 +28,7 @@ class Catalog:
 
     def __init__(self, folder: Path, shipped: Path = SHIPPED_SCALES) -> None:
         if not folder.is_dir():
-            raise ConfigError((), f"{folder}: found no folder, expected one that holds experiments")
+            raise ConfigError((), f"{folder}: found no folder, expected a folder with experiments")
         self.folder = folder
         self.scales: dict[str, Scale] = {}
         self.experiments: dict[str, Experiment] = {}
@@ -77,7 +77,7 @@ def _define(kind: type[Kind], content: Any, lines: YamlLines, known: dict[str, K
     except ValidationError as error:
         raise lines.located(complaint(error, kind), kind) from None
     if defined.name in known:
-        message = f"found `{defined.name}`, which another file is called, expected another name"
+        message = f"found `{defined.name}`, which is the name of another file, expected a unique name"
         raise lines.located(ConfigError(("name",), message), kind)
     defined.read_from(lines.path)
     known[defined.name] = defined

@@ -62,7 +62,7 @@ def reproduce(request: Request) -> None:
         tell(console, f"{name} failed: {cause}", style="red")
     if failures:
         missing = sum(is_missing for _, is_missing in wanted)
-        raise RunFailed(f"{len(failures)} of {missing} rows were not trained to their end")
+        raise RunFailed(f"{len(failures)} of {missing} rows did not finish training")
 
 
 def _tell_notes(tables: Iterable[_Table], console: Console) -> None:
@@ -113,7 +113,7 @@ class _Table:
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
         earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if not known and any(row["ours"] is not None for row in earlier.get("rows", [])):
-            say(console, f"{path} is kept: no row of it was trained on this corpus", style="yellow")
+            say(console, f"{path} was not changed: none of its rows was trained on this corpus", style="yellow")
             return
         seeds = max(map(len, known.values()), default=self.seeds)
         command = f"{self.setting.command} --seeds {seeds}"

@@ -61,9 +61,9 @@ def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path, on_progress
 def require_tokenizer(data: DataSettings) -> None:
     """Raise ConfigError if the corpus is streamed and no tokenizer is named."""
     if data.streamed is not None and not data.names_tokenizer:
-        how = "--tokenizer PATH of a tokenizer.json, or `data.tokenizer` in the scale"
-        why = "is streamed, and never read as a whole to train one on"
-        raise ConfigError(("data", "tokenizer"), f"found none, expected {how}: {data.corpus} {why}")
+        how = "use --tokenizer PATH of a tokenizer.json, or set `data.tokenizer` in the scale"
+        why = "is streamed, so no tokenizer can be trained on it"
+        raise ConfigError(("data", "tokenizer"), f"found none; {how}: {data.corpus} {why}")
 
 
 def estimate_tokens(data: DataSettings, vocabulary: int) -> int:
@@ -83,7 +83,7 @@ def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_prog
     name = hashlib.sha256(f"{fingerprint(data)}/{vocabulary}".encode()).hexdigest()[:24]
     path = cache / f"bpe-{vocabulary}-{name}.json"
     if not path.exists():
-        texts = documents(data, partial(on_progress, "reading the corpus for its tokenizer"))
+        texts = documents(data, partial(on_progress, "reading the corpus to train its tokenizer"))
         tokenizer = _trained(texts, vocabulary)
         with whole(path) as part:
             tokenizer.save(str(part))

@@ -24,7 +24,7 @@ def is_a_name(text: str) -> bool:
 
 def _checked(name: str) -> str:
     if not is_a_name(name):
-        raise ValueError(f"found `{name}`, expected a name that a file can have, such as `mine/rank`")
+        raise ValueError(f"found `{name}`, expected a valid file name, such as `mine/rank`")
     return name
 
 
@@ -48,9 +48,9 @@ class Definition(Settings):
 class Bring(Settings):
     """Data that the user must supply for a scale of a paper."""
 
-    paper: str = Field(description="where it says so")
-    corpus: str = Field(description="for --corpus")
-    tokenizer: str = Field(description="whose, in words; one that is named has to have the scale's `vocabulary`")
+    paper: str = Field(description="paper and section that name the data")
+    corpus: str = Field(description="value for --corpus")
+    tokenizer: str = Field(description="tokenizer to supply, in words; its size has to equal the scale's `vocabulary`")
 
 
 class Scale(Definition):
@@ -58,32 +58,40 @@ class Scale(Definition):
 
     name: Name
     about: str = ""
-    replicas: int = Field(ge=1, description="M")
-    stages: int = Field(ge=1, description="of a compressed replica")
-    batch_size: int = Field(ge=1, description="sequences of a replica and inner step")
-    vocabulary: int = Field(description="of a byte-pair encoding trained on the corpus; or of `data.tokenizer`")
-    hardware: Literal["cpu", "gpu"] = Field(description="without it, rows of this scale are validated, not trained")
+    replicas: int = Field(ge=1, description="number of replicas (M)")
+    stages: int = Field(ge=1, description="stages of a compressed replica")
+    batch_size: int = Field(ge=1, description="sequences per replica and inner step")
+    vocabulary: int = Field(description="size of a byte-pair encoding trained on the corpus, or of `data.tokenizer`")
+    hardware: Literal["cpu", "gpu"] = Field(
+        description="required hardware; without it, rows of this scale are only validated"
+    )
     bring: Bring | None = None
     base: dict[str, Any]
-    sizes: dict[str, Cells] = Field(default_factory=dict, description="changed cells of rows that are of such a size")
+    sizes: dict[str, Cells] = Field(
+        default_factory=dict, description="changed cells of rows with this size, by name of the size"
+    )
 
 
 class Row(Settings):
     """One line of a table: which replicas are compressed, how, and other changed cells."""
 
     name: str
-    compressed: Literal["none", "half", "all"] | Ratio = Field("none", description="share of the replicas")
+    compressed: Literal["none", "half", "all"] | Ratio = Field(
+        "none", description="share of replicas that are compressed"
+    )
     rank: Rank = "full"
     bits: int | None = None
-    ablations: dict[str, Any] = Field(default_factory=dict, description="cells of `research.ablations`")
+    ablations: dict[str, Any] = Field(default_factory=dict, description="values of `research.ablations`")
     cells: Cells = Field(default_factory=dict)
-    at: dict[str, Cells] = Field(default_factory=dict, description="more cells, by scale")
+    at: dict[str, Cells] = Field(default_factory=dict, description="additional cells, by scale")
     size: str | None = Field(None, description="one of the scale's `sizes`")
-    budget: float = Field(1.0, gt=0, description="tokens, as a multiple of the scale's")
-    steps: int | None = Field(None, ge=1, description="H, at as many tokens: the number of rounds follows")
-    replicas: int | None = Field(None, ge=1, description="M, instead of the scale's")
-    paper: float | None = Field(None, description="the paper's loss")
-    baseline: str | None = Field(None, description="the row that its percentage is to; the experiment's by default")
+    budget: float = Field(1.0, gt=0, description="number of tokens, as a multiple of the scale's")
+    steps: int | None = Field(
+        None, ge=1, description="inner steps per round (H) at an equal number of tokens; the number of rounds follows"
+    )
+    replicas: int | None = Field(None, ge=1, description="number of replicas (M), instead of the scale's")
+    paper: float | None = Field(None, description="loss in the paper")
+    baseline: str | None = Field(None, description="row that percentages refer to; by default the experiment's")
 
     @property
     def compressed_share(self) -> float:
@@ -95,8 +103,8 @@ class Row(Settings):
 class SweptRow(Row):
     """A repetition of a row by `--sweep`."""
 
-    of: str = Field(description="the row that it is a repetition of")
-    swept: dict[str, str] = Field(description="value of each swept cell, as the user said it")
+    of: str = Field(description="original row")
+    swept: dict[str, str] = Field(description="value of each swept cell, as given by the user")
 
 
 Forward = Literal["own", "compressed", "uncompressed"]
@@ -131,17 +139,23 @@ class Claim(Settings):
     text: str
     of: Forward | Measurement = Field(
         "own",
-        description="whose loss: of each replica's own forward, averaged; of that of a compressed replica; of that "
-        "without boundaries; or what was measured: the bias of equation 5, the cosine of contributions, or the "
-        "megabytes that a replica sends over the run if they are gathered, passed around a ring, or summed in it",
+        description="measured quantity. A loss: `own` (mean over replicas of the loss in their own "
+        "forward), `compressed` (forward of a compressed replica) or `uncompressed` "
+        "(forward without boundaries). Or: `bias` of equation 5, `similarity` (cosine of "
+        "contributions), or the megabytes that a replica sends over the run with "
+        "`gather`, `ring` or `sparse_ring`",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
-    after: Ratio = Field(1.0, gt=0, le=1, description="of its loss when this share of its rounds is over; own forward")
-    margin: float = Field(0.03, gt=0, description="nats; a share for a bias; a cosine; megabytes")
-    why: str = Field("", description="what we think, where the verdict is not the paper's")
+    after: Ratio = Field(
+        1.0, gt=0, le=1, description="share of the rounds after which the loss is compared; only for `own`"
+    )
+    margin: float = Field(
+        0.03, gt=0, description="allowed difference, in nats, as a share (bias), a cosine, or megabytes"
+    )
+    why: str = Field("", description="explanation, where the verdict differs from the paper's")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Claim:
@@ -152,9 +166,7 @@ class Claim(Settings):
     @model_validator(mode="after")
     def _is_known_by_round(self) -> Claim:
         if self.after < 1 and self.of != "own":
-            raise ValueError(
-                f"found `after` with `of: {self.of}`, expected `own`, whose loss is known after every round"
-            )
+            raise ValueError(f"found `after` with `of: {self.of}`, expected `own`, which is measured after every round")
         return self
 
     def rows(self) -> set[str]:
@@ -167,9 +179,9 @@ class Trend(Settings):
     """How the gap between rows and their baselines depends on the width of the model."""
 
     name: str
-    rows: list[str] = Field(min_length=2, description="one for each width")
-    of: Forward = Field("own", description="whose loss, as in a claim")
-    paper: dict[int, float] = Field(default_factory=dict, description="the paper's gaps in percent, by width")
+    rows: list[str] = Field(min_length=2, description="one row per width")
+    of: Forward = Field("own", description="forward of the loss, as in a claim")
+    paper: dict[int, float] = Field(default_factory=dict, description="gaps in the paper in percent, by width")
 
 
 class Experiment(Definition):
@@ -177,20 +189,22 @@ class Experiment(Definition):
 
     name: Name
     title: str
-    paper: str = Field("", description="where the numbers of its rows stand")
+    paper: str = Field("", description="location of the numbers in the paper")
     note: str = ""
-    corpus: str | None = Field(None, description="instead of the scale's")
-    scale: Name | None = Field(None, description="the only one that it is for: its rows are of the scale's `sizes`")
-    bring: str | None = Field(None, description="the corpus to bring to a scale of a paper, instead of the scale's")
+    corpus: str | None = Field(None, description="corpus, instead of the scale's")
+    scale: Name | None = Field(None, description="the only scale of the experiment; rows use its `sizes`")
+    bring: str | None = Field(None, description="corpus to supply at a scale of a paper, instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
-    bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
+    bias_every: int | None = Field(None, ge=1, description="rounds between measurements of the bias in equation 5")
     similarity_every: int | None = Field(
-        None, ge=1, description="rounds between measurements of contributions' cosines"
+        None, ge=1, description="rounds between measurements of the cosines of contributions"
     )
     volume_every: int | None = Field(
-        None, ge=1, description="rounds between measurements of what contributions come to on the wires"
+        None, ge=1, description="rounds between measurements of the size of contributions with each collective"
     )
-    first_seed: int = Field(1, ge=1, description="another than 1 where seeds have to be fresh: what a search has found")
+    first_seed: int = Field(
+        1, ge=1, description="first seed; larger than 1 if seeds of an earlier search must not be reused"
+    )
     baseline: str
     rows: list[Row] = Field(min_length=1)
     claims: list[Claim] = Field(default_factory=list)
@@ -200,7 +214,7 @@ class Experiment(Definition):
     def _rows_exist(self) -> Experiment:
         names = [row.name for row in self.rows]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"found two rows of the name `{twice[0]}`, expected a name for each")
+            raise ValueError(f"found two rows named `{twice[0]}`, expected unique names")
         wanted = {self.baseline, *(row.baseline for row in self.rows if row.baseline is not None)}
         wanted = wanted.union(*(claim.rows() for claim in self.claims), *(trend.rows for trend in self.trends))
         if unknown := sorted(wanted - set(names)):
@@ -213,7 +227,7 @@ class Experiment(Definition):
             every = EVERY.get(claim.of)
             if every is not None and getattr(self, every) is None:
                 raise ValueError(
-                    f"found a claim of the {claim.of} without `{every}`, expected how often it is measured"
+                    f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
         return self
 

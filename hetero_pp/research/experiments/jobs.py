@@ -174,7 +174,7 @@ def train_job(
 
 
 def _say(job: Job, line: str) -> None:
-    print(f"{job.name}, seed {job.seed}: its outcome is not kept yet: {line}", file=sys.stderr, flush=True)
+    print(f"{job.name}, seed {job.seed}: its outcome is not saved yet: {line}", file=sys.stderr, flush=True)
 
 
 @cache

@@ -46,8 +46,8 @@ def list_experiments(request: Request, path: Path | None) -> None:
     unit = "of one core" if request.catalog.scale(request.scale).hardware == "cpu" else "of one GPU (assumed speed)"
     print_broken(console, broken)
     notes = (
-        f"`known`: rows that are, of those that the scale {request.scale} can have. "
-        f"`hours`: {unit}, for {request.seeds} seeds of every row, before anything is known."
+        f"`known`: trained rows, of the rows that the scale {request.scale} can represent. `hours`: "
+        f"{unit}, for {request.seeds} seeds of every row, including known rows."
     )
     say(console, notes, style="dim")
 
@@ -55,7 +55,7 @@ def list_experiments(request: Request, path: Path | None) -> None:
 def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
     """Print one line for each experiment that cannot be used."""
     for name, error in broken.items():
-        tell(console, f"{name} is broken: {error}", style="red")
+        tell(console, f"{name} is invalid: {error}", style="red")
 
 
 def _entry(setting: Setting, request: Request) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def read_outcomes(path: Path) -> dict[str, Outcome]:
         outcome = _outcome(line, f"{path}:{number}")
         key = outcome["key"]
         if key in found:
-            message = f"found the row {key} again, expected it once: line {lines[key]} has it too, one has to go"
+            message = f"found the row {key} twice, expected it once: line {lines[key]} has it, too; remove one of them"
             raise ConfigError((), f"{path}:{number}: {message}")
         found[key], lines[key] = outcome, number
     return found
@@ -112,7 +112,7 @@ def _outcome(line: bytes, where: str) -> Outcome:
         outcome = json.loads(line)
     except (ValueError, RecursionError):
         shown = line[:40].decode(errors="replace")
-        raise ConfigError((), f"{where}: found `{shown}...`, expected the outcome of a row as JSON, whole") from None
+        raise ConfigError((), f"{where}: found `{shown}...`, expected the complete outcome of a row as JSON") from None
     missing = [name for name in _NEEDED if name not in outcome] if isinstance(outcome, dict) else _NEEDED
     if missing:
         raise ConfigError((), f"{where}: found no `{missing[0]}`, expected the outcome of a row")

@@ -74,7 +74,9 @@ def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "claims" in content:
             if "trends" not in content or any("about" not in claim for claim in content["claims"]):
-                raise ConfigError((), f"{path}: is of an older hetero-pp, expected `reproduce --no-train` to renew it")
+                raise ConfigError(
+                    (), f"{path}: was written by an older hetero-pp; expected one that `reproduce --no-train` renewed"
+                )
             yield path.relative_to(folder).with_suffix("").as_posix(), content
 
 

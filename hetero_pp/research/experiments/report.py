@@ -68,7 +68,7 @@ def _axes(setting: Setting) -> dict[str, Any]:
 def _facts(setting: Setting) -> str:
     """Describe the rows that the scale can represent."""
     rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
-    return facts([setting.config(row) for row in rows], setting.scale.vocabulary) if rows else "has none of the rows"
+    return facts([setting.config(row) for row in rows], setting.scale.vocabulary) if rows else "has no selected rows"
 
 
 def _corpus_result(setting: Setting, corpus: Corpus) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Request:
         """Return an experiment whose every row is a valid run. Raises ConfigError otherwise."""
         experiment = self.catalog.experiment(name)
         if experiment.scale not in (None, scale.name):
-            raise ConfigError((), f"--scale {scale.name}: {name} is only for {experiment.scale}")
+            raise ConfigError((), f"--scale {scale.name}: {name} is only defined for {experiment.scale}")
         command = self._command(experiment.name)
         setting = Setting(scale, experiment, self.can_train, self.corpus, self.repeat, command)
         for row in experiment.rows:

@@ -55,7 +55,7 @@ class Setting:
         try:
             config = ResearchConfig.model_validate(self._values(row, seed))
             config.check()
-            config.inner.require_steps("rows are compared after as many steps")
+            config.inner.require_steps("rows are compared after equal numbers of steps")
         except ValidationError as error:
             raise self._told(row, complaint(error, ResearchConfig)) from None
         except ConfigError as error:
@@ -77,7 +77,7 @@ class Setting:
 
     def why_not(self, row: Row) -> str | None:
         """Return the reason why a row cannot be trained; None if it can."""
-        return self.not_representable(row) or (None if self.can_train else "validated only: this scale needs a GPU")
+        return self.not_representable(row) or (None if self.can_train else "only validated: this scale needs a GPU")
 
     def not_representable(self, row: Row) -> str | None:
         """Return the reason why the scale cannot represent the row; None if it can."""
@@ -88,7 +88,7 @@ class Setting:
             rounds = self.config(row).outer.rounds
             steps = self._all_steps(row, self._cells(row, 0))
             if abs(rounds * row.steps - steps) > _ROUNDED * steps:
-                return f"not representable: {steps:g} steps are no whole rounds of {row.steps}"
+                return f"not representable: {steps:g} steps are not a multiple of {row.steps}"
         if isinstance(row.rank, float):
             width = self.config(row).model.resolve(self.scale.vocabulary).width
             if row.rank * width < 1:
@@ -109,7 +109,7 @@ class Setting:
         if row.size is None:
             return {}
         if row.size not in self.scale.sizes:
-            known = ", ".join(self.scale.sizes) or "none, as the scale has no `sizes`"
+            known = ", ".join(self.scale.sizes) or "no size: the scale has no `sizes`"
             raise ConfigError(("size",), f"found `{row.size}`, expected one of {self.scale.name}'s: {known}")
         return self.scale.sizes[row.size]
 
@@ -144,7 +144,7 @@ class Setting:
                 change_method(values.setdefault("outer", {}), value)
                 continue
             if cell in _NOT_CELLS:
-                raise ConfigError(cell.split("."), f"found a cell that a row cannot have, expected {_NOT_CELLS[cell]}")
+                raise ConfigError(cell.split("."), f"found a key that a row cannot set, expected {_NOT_CELLS[cell]}")
             for node, keys in _places(values, cell):
                 _set(node, keys, value, cell)
         return values
@@ -163,7 +163,7 @@ class Setting:
 
 
 def _steps(values: Cells) -> int:
-    return ResearchConfig.model_validate(values).inner.require_steps("rows are compared after as many steps")
+    return ResearchConfig.model_validate(values).inner.require_steps("rows are compared after equal numbers of steps")
 
 
 def _places(values: Cells, cell: str) -> Iterator[tuple[Cells, list[str]]]:

@@ -14,14 +14,14 @@ from hetero_pp.research.experiments.facts import rounded
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
 
-MORE = "bring more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH, which streams it"
+MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"
 SURE = 1.25
 """Factor by which an estimate must differ from the needed tokens to decide whether they suffice."""
 
 
 def tokens_read(config: RunConfig) -> int:
     """Return the number of tokens that a run reads, including the last token of each row of a batch."""
-    steps = config.inner.require_steps("rows are compared after as many steps")
+    steps = config.inner.require_steps("rows are compared after equal numbers of steps")
     counts = [config.outer.taking_part_in(round_) for round_ in range(1, config.outer.rounds + 1)]
     sequences = sum(replica.batch_size for count in counts for replica in config.replicas[:count])
     return steps * (config.data.sequence_length + 1) * sequences
@@ -70,17 +70,17 @@ class Supply:
         bring, setting = self.setting.scale.bring, self.setting
         if bring is not None and not (setting.corpus and self._configs[0].data.names_tokenizer):
             corpus = setting.experiment.bring or bring.corpus
-            yield f"Bring what {bring.paper} has: --corpus {corpus}, --tokenizer PATH of {bring.tokenizer}"
+            yield f"Supply the data of {bring.paper}: --corpus {corpus}, --tokenizer PATH of {bring.tokenizer}"
 
     def _lacking(self) -> str | None:
         if self.training is None or self.validation is None:
             return self._lacking_of_stream()
         repeats = self._configs[0].data.repeat
         if not repeats and self.needed > self.training * self._tolerance:
-            again = f"--repeat reads this {self._times} times"
+            again = f"--repeat reads this corpus {self._times} times"
             return self._too_few(self.training, "", self.needed, f"{MORE}; {again}")
         if self.needed_to_validate > self.validation * self._tolerance:
-            mend = f"{MORE}; or a larger `data.validation_share`, or fewer `data.validation_sequences`"
+            mend = f"{MORE}; or increase `data.validation_share`, or reduce `data.validation_sequences`"
             return self._too_few(self.validation, " to validate on", self.needed_to_validate, mend)
         return None
 
@@ -92,22 +92,22 @@ class Supply:
         counts = [sum(one.kind == "participants" for one in config.replicas) for config in self._configs]
         if self.setting.experiment.bias_every is None or 1 not in counts:
             return None
-        why = "the bias of one compressed replica is measured with text that nobody trains on"
-        return f"found {self._name}, which is streamed, expected --corpus PATH: {why}"
+        why = "measuring the bias of one compressed replica needs text that no replica trains on"
+        return f"found the streamed corpus {self._name}, expected --corpus PATH: {why}"
 
     def _too_few(self, found: int, to_do: str, needed: int, mend: str) -> str:
         tokens = f"found {self._count(found)} tokens{to_do} in {self._name}, expected {needed:,}"
-        return f"{tokens}: {self._count(needed - found)} are lacking ({mend})"
+        return f"{tokens}: {self._count(needed - found)} are missing ({mend})"
 
     def _enough(self) -> str:
         if self.training is None:
-            unknown = f"{self._name} is streamed, and how many tokens it has is not known before they are read"
-            stops = "rows stop with a checkpoint, from which --repeat goes on"
-            ends = "it begins anew" if self._configs[0].data.repeat else stops
-            return f"{unknown}. {self.needed:,} are needed; if it ends before, {ends}"
+            unknown = f"{self._name} is streamed, so its number of tokens is unknown until it has been read"
+            stops = "rows stop with a checkpoint, and --repeat continues from it"
+            ends = "it is read again from the start" if self._configs[0].data.repeat else stops
+            return f"{unknown}. {self.needed:,} are needed; if the stream ends before, {ends}"
         there = f"{self._count(self.training)} tokens to train on in {self._name}, {self.needed:,} are needed"
         if self.needed * self._tolerance > self.training and not self._configs[0].data.repeat:
-            return f"{there}: they are counted before anything is trained"
+            return f"{there}: the tokens are counted before training starts"
         return f"{there}: " + ("enough" if self.needed <= self.training else f"they are read {self._times} times")
 
     @property

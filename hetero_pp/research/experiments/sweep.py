@@ -43,7 +43,7 @@ def swept(setting: Setting, sweeps: Sequence[str]) -> Setting:
     base = effects[experiment.baseline]
     rows = [row for effect in effects.values() for row in effect.rows(base)]
     said = "; ".join(f"`{cell}` = {', '.join(found)}" for cell, found in values.items())
-    note = f"Swept: {said}. A percentage is to the baseline at the row's own values."
+    note = f"Swept: {said}. Percentages are relative to the baseline at the row's own values."
     update = {
         "name": f"{experiment.name}-sweep-{_file_name(values)}",
         "note": f"{experiment.note} {note}".strip(),
@@ -110,7 +110,7 @@ def _values(sweeps: Sequence[str]) -> dict[str, list[str]]:
     for sweep in sweeps:
         cell, values = parse_sweep("--sweep", sweep, "CELL=A,B such as `outer.compression.density=1/128,1/32`")
         if cell in found:
-            raise ConfigError((), f"--sweep {sweep}: found `{cell}` again, expected all its values in one --sweep")
+            raise ConfigError((), f"--sweep {sweep}: found `{cell}` twice, expected all its values in one --sweep")
         if cell in Row.model_fields and cell not in ROW_CELLS:
             raise ConfigError((), f"--sweep {sweep}: expected a key of a run, or one of {', '.join(ROW_CELLS)}")
         found[cell] = values
@@ -122,10 +122,10 @@ def _check(values: Values, effects: Sequence[_Effects], experiment: Experiment) 
     for cell, found in values.items():
         said = f"--sweep {cell}={','.join(found)}"
         if not any(cell in effect.changing for effect in effects):
-            raise ConfigError((), f"{said}: changes no row of {experiment.name}, expected a cell that does")
+            raise ConfigError((), f"{said}: changes no row of {experiment.name}, expected a key that does")
         for one, other in combinations(found, 2):
             if all(effect.same(cell, one, other) for effect in effects):
-                raise ConfigError((), f"{said}: found {one} and {other}, which mean the same in every row")
+                raise ConfigError((), f"{said}: found {one} and {other}, which are equal in every row")
 
 
 def _file_name(values: Values) -> str:

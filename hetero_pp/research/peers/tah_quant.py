@@ -1,7 +1,7 @@
 """TAH-Quant: activations of all dimensions in 3 or 4 bits, tile by tile, rotated if one number stands out.
 
 A tile is G neighbouring dimensions of a token. A share of a sequence's tiles, those with the highest entropy of |a|,
-gets 4 bits, the rest 3. A tile is rotated if its largest magnitude is at least twice the next: that number is moved to
+gets 4 bits, the rest 3. A tile is rotated if its largest magnitude is at least twice the next. That number is moved to
 the front, and the tile is multiplied by a Hadamard matrix, which spreads it. The tile is then rounded to the nearest of
 evenly spaced levels between its least and its largest value, and the rotation undone. Gradients use fixed point in
 tiles of 32, without rotation.

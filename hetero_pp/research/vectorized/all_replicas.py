@@ -98,7 +98,7 @@ class AllReplicas:
             raise ConfigError(("outer", "keep_local"), told)
         self.own_embeddings: dict[int, Tensor] = {}
         """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
-        self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
+        self.inner_steps = spec.config.inner.require_steps("the vectorized trainer has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(
                 ("research", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
@@ -106,7 +106,7 @@ class AllReplicas:
         if bias_every is not None and spec.config.outer.counts:
             raise ConfigError(
                 ("outer", "taking_part"),
-                "found rounds in which only some replicas take part, expected all: `bias_every` compares all",
+                "found rounds with only some of the replicas, expected all: `bias_every` compares all",
             )
         self.tokens = {
             replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length

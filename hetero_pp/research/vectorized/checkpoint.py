@@ -48,7 +48,9 @@ class Checkpoint:
             assert found is not None
             if found["run"] != self.run:
                 raise ConfigError(
-                    (), f"{self.path}: found the checkpoint of another configuration; delete it to start from nothing"
+                    (),
+                    f"{self.path}: found the checkpoint of another configuration; delete it to start "
+                    "from the beginning",
                 )
         rounds = self.ranks.gather(-1 if found is None else found["round"])
         return found if found is not None and len(set(rounds)) == 1 else None
@@ -71,7 +73,11 @@ class Checkpoint:
         with suppress(OSError):  # the part was renamed, or never made
             part.unlink()
         if failure:
-            print(f"{failure}; training goes on, and is saved later", file=sys.stderr, flush=True)
+            print(
+                f"{failure}; training continues, and the next checkpoint is saved on schedule",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _failure_of(self, do: Callable[[], object]) -> str:
         """Run `do`; return the message of an OSError, empty if there is none."""

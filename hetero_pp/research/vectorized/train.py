@@ -131,7 +131,7 @@ def train_fast(
             group.read_ahead(round_)
         except ConfigError as error:
             save()
-            told = "" if kept is None else f"; the state after round {round_ - 1} is kept, to go on from"
+            told = "" if kept is None else f"; the state after round {round_ - 1} is kept to resume from"
             raise ConfigError(error.key, error.message + told) from error
         loss = group.evaluate() if group.round(round_) else math.nan
         if not math.isfinite(loss):
