@@ -30,7 +30,7 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 PYTHON = [page for page in sorted((ROOT / "docs").glob("*.md")) if _blocks(page, "python")]
 PATCHED = [page for page in PYTHON if "git apply" in "".join(_blocks(page, "bash"))]
-EXTENDING = ROOT / "docs" / "extending.md"
+TUTORIAL = ROOT / "docs" / "tutorial_researcher.md"
 
 
 def test_there_are_such_pages() -> None:
@@ -80,9 +80,9 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
 
 
 @pytest.mark.starts_processes
-def test_the_table_that_is_worked_through_is_trained(tmp_path: Path, corpus: Path) -> None:
+def test_the_table_of_the_tutorial_is_trained(tmp_path: Path, corpus: Path) -> None:
     """At a scale of seconds."""
-    [table] = _blocks(EXTENDING, "yaml")
+    [table] = _blocks(TUTORIAL, "yaml")
     content = YAML(typ="safe").load(table)
     group, name = content["name"].split("/")
     for path, written in ((f"{group}/{name}.yaml", table), ("scales/tiny.yaml", json.dumps(_tiny(corpus)))):
@@ -105,5 +105,5 @@ def _tiny(corpus: Path) -> dict[str, Any]:
         "inner": {"steps": 2, "learning_rate": 1e-2, "warmup_steps": 2},
         "outer": {"rounds": 2},
     }
-    size = {"replicas": 2, "stages": 2, "batch_size": 2, "vocabulary": 300}
+    size = {"replicas": 4, "stages": 2, "batch_size": 2, "vocabulary": 300}
     return {"name": "tiny", "about": "seconds", "hardware": "cpu", "base": base} | size
