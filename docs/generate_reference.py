@@ -9,7 +9,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
     return {name: MARK + "\n" + "\n".join(lines) + "\n" for name, lines in texts.items()}
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *escaped)] if rows else []
 
