@@ -56,6 +56,7 @@ proto: $(READY)
 schema: $(READY)
 	$(BIN)/hetero-pp schema > configs/schema.json
 	$(BIN)/hetero-pp schema chaos > configs/chaos_schema.json
+	$(BIN)/python docs/generate_reference.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -158,10 +158,14 @@ def test_no_pickle() -> None:
         assert not {name.split(".")[0] for name in _imports(path)} & {"pickle", "dill", "cloudpickle", "marshal"}, path
 
 
-def test_every_file_says_what_it_is_for() -> None:
-    for path in FILES:
-        if not path.name.endswith("_pb2.py"):
-            assert ast.get_docstring(_tree(path)), path
+@pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "tests"])
+def test_every_docstring_of_a_module_begins_with_a_sentence(folder: str) -> None:
+    """The first paragraph is the only description of a file: no page lists the files."""
+    for path in (ROOT / folder).rglob("*.py"):
+        if "_pb2" not in path.name and path.name != "conftest.py" and path.read_text():
+            first = " ".join((ast.get_docstring(_tree(path)) or "").partition("\n\n")[0].split())
+            assert re.search(r"[.?][)`]*$", first), f"{path}: found {first!r}, expected a sentence"
+            assert len(first.split()) > 2, f"{path}: found {first!r}, expected a sentence"
 
 
 def test_the_map_of_the_way_of_the_data_is_true() -> None:
@@ -173,29 +177,11 @@ def test_the_map_of_the_way_of_the_data_is_true() -> None:
     assert named <= modules
 
 
-def _described() -> dict[str, str]:
-    """Return the line of docs/architecture.md for each file or folder (its name ends in `/`), by path."""
-    listing = (ROOT / "docs" / "architecture.md").read_text().split("```text\n")[1].split("```")[0]
-    matches = [re.match(r"(\S+) +(\S.*)", line) for line in listing.splitlines() if line]
-    assert all(matches)
-    found = [(match[1], match[2]) for match in matches if match]
-    assert len(dict(found)) == len(found)
-    return dict(found)
-
-
-@pytest.mark.starts_processes
-def test_every_file_is_described() -> None:
-    """One line a file, or one for a whole folder of which no file has a line, and no line for what is not there."""
-    described = set(_described())
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    folders = {name for name in described if name.endswith("/")}
-    assert described - folders <= set(tracked)
-    whole = {folder for folder in folders if not any(name != folder and name.startswith(folder) for name in described)}
-    for name in sorted(set(tracked) - described):
-        is_generated = re.search(r"_pb2(_grpc)?\.pyi?$", name) is not None
-        assert is_generated or name.endswith("__init__.py") or any(map(name.startswith, whole)), name
-    for folder in folders:
-        assert any(name.startswith(folder) for name in tracked), folder
+def test_the_map_names_every_folder_of_code() -> None:
+    """`tests/documents` checks the other direction: paths of the map exist."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+/)`", page.partition("## Folders")[2].partition("\n## ")[0]))
+    assert named >= {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in FILES}
 
 
 @pytest.mark.starts_processes

@@ -74,6 +74,7 @@ RUN_BY = {
     "hetero-pp calibrate configs/quickstart.yaml --write calibration.yaml": CALIBRATED,
     "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml": CALIBRATED,
     "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,
+    "hetero-pp reproduce mine/mix --seeds 1 --workers 2": TABLE,
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
@@ -82,9 +83,9 @@ RUN_BY = {
     "hetero-pp invite three-hosts --address dc.example:47600": JOINED,
     "hetero-pp invite three-hosts --place dc --address dc.example:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
-    "git apply root.patch": PATCHED,
-    "git apply float8.patch": PATCHED,
-    "git apply even.patch": PATCHED,
+    "git apply docs/patches/root.patch": PATCHED,
+    "git apply docs/patches/float8.patch": PATCHED,
+    "git apply docs/patches/even.patch": PATCHED,
     "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""

@@ -1,6 +1,6 @@
 """The Python that pages show runs: the blocks of a page one after the other, beside the YAMLs that it shows.
 
-Where a page shows patches, that is in a copy of the repository which has them.
+Where a page applies patches of docs/patches, that is in a copy of the repository which has them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 PYTHON = [page for page in sorted((ROOT / "docs").glob("*.md")) if _blocks(page, "python")]
-PATCHED = [page for page in PYTHON if _blocks(page, "diff")]
-EXTENDING = ROOT / "docs" / "extending.md"
+PATCHED = [page for page in PYTHON if "git apply" in "".join(_blocks(page, "bash"))]
+TUTORIAL = ROOT / "docs" / "tutorial_researcher.md"
 
 
 def test_there_are_such_pages() -> None:
+    shown = "\n".join(block for page in PATCHED for block in _blocks(page, "bash"))
+    applied = set(re.findall(r"^git apply (\S+)", shown, re.MULTILINE))
+    assert applied == {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "patches").iterdir()}
     assert {"notebooks.md", "extending.md", "methods.md"} <= {page.name for page in PYTHON}
     assert {"extending.md", "methods.md"} <= {page.name for page in PATCHED}
 
@@ -63,13 +66,12 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
     elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
     shown = [line for block in _blocks(page, "bash") for line in block.splitlines()]
     commands = [line for line in shown if line.split()[:2] == ["git", "apply"]]
-    for patch, command in zip(_blocks(page, "diff"), commands, strict=True):
-        [name] = re.findall(r"\S+\.patch", command.partition("#")[0])
-        (folder / name).write_text(patch)
+    shutil.copytree(ROOT / "docs" / "patches", folder / "docs" / "patches")
+    for command in commands:
         back = re.findall(r"`(git apply -R .*?)`", command)  # git skips what is beyond its folder, and says nothing
         for line in (command, f"{back[0]} --check"):
             done = subprocess.run(line, shell=True, cwd=folder, env=elsewhere, capture_output=True, text=True)
-            assert done.returncode == 0, f"{line}\n{patch}\n{done.stderr}"
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
     (folder / "page.py").write_text("\n".join(_blocks(page, "python")))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=folder, env=elsewhere, capture_output=True, text=True, timeout=240
@@ -78,9 +80,9 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
 
 
 @pytest.mark.starts_processes
-def test_the_table_that_is_worked_through_is_trained(tmp_path: Path, corpus: Path) -> None:
+def test_the_table_of_the_tutorial_is_trained(tmp_path: Path, corpus: Path) -> None:
     """At a scale of seconds."""
-    [table] = _blocks(EXTENDING, "yaml")
+    [table] = _blocks(TUTORIAL, "yaml")
     content = YAML(typ="safe").load(table)
     group, name = content["name"].split("/")
     for path, written in ((f"{group}/{name}.yaml", table), ("scales/tiny.yaml", json.dumps(_tiny(corpus)))):
@@ -103,5 +105,5 @@ def _tiny(corpus: Path) -> dict[str, Any]:
         "inner": {"steps": 2, "learning_rate": 1e-2, "warmup_steps": 2},
         "outer": {"rounds": 2},
     }
-    size = {"replicas": 2, "stages": 2, "batch_size": 2, "vocabulary": 300}
+    size = {"replicas": 4, "stages": 2, "batch_size": 2, "vocabulary": 300}
     return {"name": "tiny", "about": "seconds", "hardware": "cpu", "base": base} | size
