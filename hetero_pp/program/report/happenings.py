@@ -98,10 +98,7 @@ class Happenings:
             case what if what == HEALED:
                 yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the log"
             case what if what == EXCLUDED:
-                yield (
-                    f"after round {told.round}, {told.place} held other parameters than the log again: {told.replica} "
-                    f"takes part in no round before {told.cause}, unless a quorum needs it"
-                )
+                yield told.cause
             case what if what == NOT_AWAITED:
                 yield f"{told.replica} {told.cause} do not wait for it; what it contributes in time counts"
 
