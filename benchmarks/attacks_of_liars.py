@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import grpc
@@ -65,7 +66,7 @@ def members(
     """
 
     def changed(call: Said) -> Said:
-        if stretch.is_over.is_set():
+        if stretch.is_over.is_set() and call.name != "Leave":
             raise _Ended("the attack is over")
         stretch.is_under_way.set()
         stretch.codes[call.name] += 1
@@ -85,7 +86,7 @@ def _member(target: Target, stretch: Stretch, own: Credentials) -> None:
     while not stretch.is_over.is_set():
         member = target.spec.members[own.name]
         with (
-            suppress(HeteroPPError),
+            suppress(HeteroPPError, ValueError),  # a call on a connection that was closed at the end
             NetworkConnections(target.spec, member, target.address, own, Lines()) as connections,
         ):
             ends = threading.Thread(target=_close_when_over, args=(stretch, connections.exchange), daemon=True)
@@ -149,13 +150,14 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
 def takes_rounds(target: Target, stretch: Stretch) -> None:
     """A member asks for every round, says that it computes, and contributes nothing."""
 
-    def change(call: Said) -> Said:
-        if call.name == "Deposit":
-            stretch.is_over.wait()
-            raise _Ended("it contributes nothing")
-        return call
+    members(target, stretch, [target.guest], partial(_without_deposits, stretch))
 
-    members(target, stretch, [target.guest], change)
+
+def _without_deposits(stretch: Stretch, call: Said) -> Said:
+    if call.name == "Deposit":
+        stretch.is_over.wait()
+        raise _Ended("it contributes nothing")
+    return call
 
 
 # ---- a place, and nothing beside it ----
@@ -289,9 +291,13 @@ def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
 
 
 def former_holder(target: Target, stretch: Stretch) -> None:
-    """Dial a stage that trains, in each generation of its group so far, as a former holder of the slot before it."""
+    """Dial a stage that trains, in each generation of its group so far, as a former holder of the slot before it.
+
+    The group contributes nothing, so that no round closes with it and without an honest replica.
+    """
     former, listener = target.tickets["former"], target.ends[1]
-    trains = threading.Thread(target=members, args=(target, stretch, target.ends), daemon=True)
+    change = partial(_without_deposits, stretch)
+    trains = threading.Thread(target=members, args=(target, stretch, target.ends, change), daemon=True)
     trains.start()
     address, newest = _group_of(target, listener, stretch)
     hello = pb.LinkHello(version=PROTOCOL_VERSION, link=target.own_link, sender=former.name, session=b"former")

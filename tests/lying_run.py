@@ -52,6 +52,7 @@ HONEST = ("a", "b")
 MOST_RESTARTS = 400
 MOST_MISSED = 4
 """Consecutive rounds without a liar's replica before it is made to return."""
+SECONDS_TO_RETURN = 3.0
 SECONDS_A_RUN = 240.0
 """Far longer than a run takes; a run that has not ended by then is stalled."""
 
@@ -96,6 +97,8 @@ class LyingRun:
         """Reports that an observer of the run received."""
         self.deposited: dict[tuple[str, int, str], set[tuple[bytes, int]]] = defaultdict(set)
         """(replica, round, block) -> digests and steps of the blobs that its members passed to their clients."""
+        self._waited_in = 0
+        """Last round that was held open for liars."""
         self._stack = ExitStack()
         self._threads: list[threading.Thread] = []
 
@@ -151,11 +154,25 @@ class LyingRun:
         def note(
             client: ExchangeClient, member: str, address: BlobAddress, data: bytes, epoch: int = 0, steps: int = 0
         ) -> None:
+            if member == HONEST[0] and address.round > self._waited_in:
+                self._waited_in = address.round
+                self._wait_for_liars()
             own = self.deposited[address.replica, address.round, address.block]
             own.add((hashlib.sha256(data).digest(), steps))
             deposit(client, member, address, data, epoch, steps)
 
         return note
+
+    def _wait_for_liars(self) -> None:
+        """Wait until the liars train again, so that few rounds close without them.
+
+        Some lies leave them without work.
+        """
+        liars = [one for name, one in self.exchange.coordinator.replicas.items() if name not in HONEST]
+        with self.exchange.decisions.changed:
+            self.exchange.decisions.changed.wait_for(
+                lambda: all(one.alive and one.round is not None for one in liars), SECONDS_TO_RETURN
+            )
 
     # ---- running ----
 

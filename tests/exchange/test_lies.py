@@ -40,7 +40,7 @@ from hetero_pp.rpc.services import call_path
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 # of gRPC, which asks a connection that was closed whether it is connected
 
-ROUNDS = 16
+ROUNDS = 22
 AT_ONCE = 8
 """Calls beside a member's own, of which it may have 16 open."""
 TEMPLATES_AT_ONCE = 3
