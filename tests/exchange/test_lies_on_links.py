@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import grpc
 import pytest
 from lying_run import LyingRun, Replacer, lying_spec
 
@@ -48,14 +49,17 @@ def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     exchange = {"quorum": 1.0, "lease": {"least": "60 s", "most": "60 s"}}
     with LyingRun(lying_spec(corpus, 3, {"c": GROUP, "d": GROUP}, layers=2, exchange=exchange), tmp_path) as run:
         liars = {name: Replacer(run, {"LinkHello": False, "LinkHeader": False}) for name in ("c.0", "d.1")}
-        opened, carried = StageLinkServer.open, []
+        opened, carried, refused = StageLinkServer.open, list[Call](), list[str]()
 
         def dialled(frames: Iterator[bytes]) -> Iterator[bytes]:
             return link_lies(frames, liars["c.0"].change_message)
 
         def answered(server: StageLinkServer, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            frames = opened(server, requests, context)
             is_liar = server._introduction.own == "d.1"
+            if is_liar and not refused:
+                refused.append(context.peer())
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, "found an honest stage, expected none")
+            frames = opened(server, requests, context)
             return link_lies(frames, liars["d.1"].change_message) if is_liar else frames
 
         def change(call: Call) -> Call:
@@ -74,6 +78,7 @@ def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     assert harm == []
     assert failed == []
     assert carried
+    assert refused
     sent = {("LinkHello", path) for path in fields_of(pb.LinkHello.DESCRIPTOR)}
     sent |= {("LinkHeader", path) for path in fields_of(pb.LinkHeader.DESCRIPTOR)}
     for name, liar in liars.items():
