@@ -376,7 +376,7 @@ class Coordinator:
     def _exclude(self, place: Place, round_: int, until: int, cause: str) -> e.Excluded:
         """Bar a replica from rounds before `until`, and from the open round unless it trains or has contributed."""
         replica = self.replicas[place.replica]
-        replica.excluded_until = until
+        replica.excluded_until = until = max(until, replica.excluded_until)
         if self.open is not None and replica.round != self.open.number:
             self.open.taking_part.discard(replica.name)
         return e.Excluded(place.name, place.term, round_, until, cause)
