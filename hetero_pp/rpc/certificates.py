@@ -192,7 +192,7 @@ def read_certificate(pem: bytes) -> Shown:
     (holder,) = found.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)
     since, until = found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    names_holder = holder_name(name.value, int(holder.value)) in names.get_values_for_type(x509.DNSName)
+    names_holder = holder_name(str(name.value), int(holder.value)) in names.get_values_for_type(x509.DNSName)
     return Shown(str(name.value), int(holder.value), since, until, names_holder)
 
 

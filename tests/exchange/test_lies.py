@@ -212,8 +212,9 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     with LyingRun(spec, tmp_path) as run, ExitStack() as stack:
         beside, replacers = Liar(run), {name: Replacer(run, paced) for name, paced in instead.items()}
         before = kept_bytes(run.exchange)
-        for name, liar in ("c", beside), *replacers.items():
-            stack.enter_context(lying(name, liar.change))
+        stack.enter_context(lying("c", beside.change))
+        for name, replacer in replacers.items():
+            stack.enter_context(lying(name, replacer.change))
         run.until_over()
         grown = kept_bytes(run.exchange) - before
         harm = run.harm()
