@@ -86,6 +86,7 @@ COUNTED = (
     "growing_contributions",
     "takes_rounds",
     "malformed_to_neighbour",
+    "former_holder",
 )
 """Attacks of members whose contributions are counted, or waited for: the run has not the bits of one without them."""
 THROUGH_RELAY = ("misused_relay", "hostile_relay")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import grpc
@@ -20,6 +21,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
@@ -39,6 +41,7 @@ SECONDS_TO_RESTART = 2.0
 HASHED_ROUNDS = 6
 """Number of rounds to come for which made-up hashes are sent again and again."""
 MOST_STEPS = 2**32
+FORMER_A_SECOND = 50
 GROWTH = 4.0
 """By which a contribution is larger than the one before."""
 
@@ -63,7 +66,7 @@ def members(
     """
 
     def changed(call: Said) -> Said:
-        if stretch.is_over.is_set():
+        if stretch.is_over.is_set() and call.name != "Leave":
             raise _Ended("the attack is over")
         stretch.is_under_way.set()
         stretch.codes[call.name] += 1
@@ -83,7 +86,7 @@ def _member(target: Target, stretch: Stretch, own: Credentials) -> None:
     while not stretch.is_over.is_set():
         member = target.spec.members[own.name]
         with (
-            suppress(HeteroPPError),
+            suppress(HeteroPPError, ValueError),  # a call on a connection that was closed at the end
             NetworkConnections(target.spec, member, target.address, own, Lines()) as connections,
         ):
             ends = threading.Thread(target=_close_when_over, args=(stretch, connections.exchange), daemon=True)
@@ -147,13 +150,14 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
 def takes_rounds(target: Target, stretch: Stretch) -> None:
     """A member asks for every round, says that it computes, and contributes nothing."""
 
-    def change(call: Said) -> Said:
-        if call.name == "Deposit":
-            stretch.is_over.wait()
-            raise _Ended("it contributes nothing")
-        return call
+    members(target, stretch, [target.guest], partial(_without_deposits, stretch))
 
-    members(target, stretch, [target.guest], change)
+
+def _without_deposits(stretch: Stretch, call: Said) -> Said:
+    if call.name == "Deposit":
+        stretch.is_over.wait()
+        raise _Ended("it contributes nothing")
+    return call
 
 
 # ---- a place, and nothing beside it ----
@@ -287,10 +291,31 @@ def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
 
 
 def former_holder(target: Target, stretch: Stretch) -> None:
-    """Dial a stage as a former holder of the neighbouring slot."""
-    hello = pb.LinkHello(
-        version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1 << 20, session=b"former"
-    )
-    path, former = call_path(LINK_SERVICE, "Open"), target.tickets["former"]
-    calls = [Call(path, [hello.SerializeToString(), bytes(1 << 10)], (), one) for one in (former, target.ends[0])]
-    flood(target.link_address, stretch, calls, peer=target.link.target)
+    """Dial a stage that trains, in each generation of its group so far, as a former holder of the slot before it.
+
+    The group contributes nothing, so that no round closes with it and without an honest replica.
+    """
+    former, listener = target.tickets["former"], target.ends[1]
+    change = partial(_without_deposits, stretch)
+    trains = threading.Thread(target=members, args=(target, stretch, target.ends, change), daemon=True)
+    trains.start()
+    address, newest = _group_of(target, listener, stretch)
+    hello = pb.LinkHello(version=PROTOCOL_VERSION, link=target.own_link, sender=former.name, session=b"former")
+    path, calls = call_path(LINK_SERVICE, "Open"), []
+    for generation in range(1, newest + 1):
+        hello.epoch = generation
+        calls.append(Call(path, [hello.SerializeToString(), bytes(1 << 10)], (), former))
+    flood(address, stretch, calls, FORMER_A_SECOND, listener.name)
+    trains.join(TIMEOUT)
+
+
+def _group_of(target: Target, member: Credentials, stretch: Stretch) -> tuple[str, int]:
+    """Return where a stage listens, and the generation of its group, once the group trains."""
+    assert member.identity is not None
+    replica = target.spec.members[member.name].replica.name
+    while not stretch.is_over.wait(0.1):
+        group = [place for place in status(target.address, member.identity).places if place.replica == replica]
+        if all(place.held and place.round for place in group):
+            (address,) = (place.address for place in group if place.name == member.name)
+            return address, sum(place.term for place in group)
+    return "", 0

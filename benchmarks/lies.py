@@ -24,7 +24,6 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc import dialling, exchange_client
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 
 Some = TypeVar("Some", bound=Message)
@@ -82,6 +81,20 @@ def _is_map(field: Any) -> bool:
 
 
 # ---- what they are changed to ----
+
+
+def raw_lies(honest: Sequence[bytes]) -> Iterator[tuple[str, Sequence[bytes]]]:
+    """Yield (what was changed, frames) for a stream of raw frames without a message."""
+    first, *rest = honest
+    yield from {
+        "no frame": [],
+        "empty": [b"", *rest],
+        "one too short": [first[:-1], *rest],
+        "one too long": [first + b"\0", *rest],
+        "far too long": [bytes(MOST_LIED_BYTES), *rest],
+        "one frame too few": honest[:-1],
+        "one frame too many": [*honest, first],
+    }.items()
 
 
 def lies_about(honest: Message) -> Iterator[Lie]:
@@ -330,13 +343,16 @@ def lying(
     `change_stream` changes the frames of streams that a stage opens to another, from the hello on.
     """
 
-    def make(address: str, identity: Identity | None = None, *arguments: Any) -> grpc.Channel:
-        channel = make_channel(address, identity, *arguments)
-        if identity is None or identity.shown.name != member:
-            return channel
-        return grpc.intercept_channel(channel, _Lying(change, change_stream))
+    def patched(made: Callable[..., grpc.Channel]) -> Callable[..., grpc.Channel]:
+        def make(address: str, identity: Identity | None = None, *arguments: Any) -> grpc.Channel:
+            channel = made(address, identity, *arguments)
+            if identity is None or identity.shown.name != member:
+                return channel
+            return grpc.intercept_channel(channel, _Lying(change, change_stream))
+
+        return make
 
     with ExitStack() as stack:
-        for module in (exchange_client, dialling):
-            stack.enter_context(mock.patch.object(module, "make_channel", make))
+        for module in (exchange_client, dialling):  # blocks may be nested, one for each liar
+            stack.enter_context(mock.patch.object(module, "make_channel", patched(module.make_channel)))
         yield

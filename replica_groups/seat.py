@@ -67,10 +67,14 @@ class Seat:
                 self._join()
 
     def form(self, work: Assignment) -> LinkEnds | None:
-        """Return new links for an assignment's generation; None if the current links belong to it. Raises LinkError."""
+        """Return new links for an assignment's generation; None if the current links belong to it. Raises LinkError.
+
+        From now on a heartbeat's answer that this generation is over ends the links, also while they are formed.
+        """
         if work.epoch == self._epoch:
             return None
         self._epoch = work.epoch
+        self.pulse.trains(None, work.epoch)
         return self.links.form(work)
 
     def leave_links(self, cause: str) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hetero_pp.data.sources import Source, open_source
-from hetero_pp.errors import Stopped
+from hetero_pp.errors import LinkClosed, Refused, Stopped
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.files import keep_trying
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
@@ -207,7 +207,10 @@ class _Links:
 
     def form(self, work: Assignment) -> LinkEnds:
         holders = (work.upstream_holder, work.downstream_holder)
-        self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, holders)
+        try:
+            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, holders)
+        except Refused as error:  # the word of a neighbour alone must not end this member
+            raise LinkClosed(str(error)) from error
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

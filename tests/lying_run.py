@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,11 +14,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from google.protobuf.message import Message
 from members import TIMEOUT
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from lies import WORST, Call, Lie, lies_about
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import LAUNCHER
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Happened, Report
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -45,24 +51,32 @@ HOUR = 3600.0
 HONEST = ("a", "b")
 MOST_RESTARTS = 400
 MOST_MISSED = 4
-"""Consecutive rounds without the replica `c` before it is made to return."""
+"""Consecutive rounds without a liar's replica before it is made to return."""
+SECONDS_TO_RETURN = 3.0
 SECONDS_A_RUN = 240.0
 """Far longer than a run takes; a run that has not ended by then is stalled."""
 
 
-def lying_spec(corpus: Path, rounds: int, liars: Mapping[str, Any], **changes: Any) -> RunSpec:
-    """Return a run of the honest replicas `a` and `b`, and of the replica `c`, which `liars` describes."""
+def lying_spec(
+    corpus: Path,
+    rounds: int,
+    liars: Mapping[str, Mapping[str, Any]],
+    overlap: bool = False,
+    layers: int = 1,
+    **changes: Any,
+) -> RunSpec:
+    """Return a run of the honest replicas `a` and `b`, and of the replicas `liars`: name -> description."""
     honest = [{"name": name, "kind": "datacenter", "batch_size": 1} for name in HONEST]
     config = {
         "name": "t",
         "seed": 3,
-        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
+        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": layers},
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 1, "repeat": True},
         "inner": {"steps": 2, "learning_rate": 0.01, "final_learning_rate_share": 1},
-        "outer": {"rounds": rounds, "weights": "tokens", "compression": {"density": 1 / 8}},
+        "outer": {"rounds": rounds, "weights": "tokens", "compression": {"density": 1 / 8}, "overlap": overlap},
         "snapshots": {"every": 20},
         "exchange": {"grace": {"least": "20 s", "most": "20 s"}, "lease": {"least": "60 s", "most": "60 s"}},
-        "replicas": [*honest, {"name": "c", "batch_size": 1, **liars}],
+        "replicas": [*honest, *({"name": name, "batch_size": 1, **one} for name, one in liars.items())],
     }
     return RunSpec(RunConfig.model_validate(config | changes), 256)
 
@@ -70,7 +84,8 @@ def lying_spec(corpus: Path, rounds: int, liars: Mapping[str, Any], **changes: A
 class LyingRun:
     """One run from start to end.
 
-    Members of the replica `c` were invited by tickets. They are restarted after a failure, as by a supervisor.
+    Members of other replicas than `a` and `b` were invited by tickets. They are restarted after a failure, as by a
+    supervisor.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -82,6 +97,8 @@ class LyingRun:
         """Reports that an observer of the run received."""
         self.deposited: dict[tuple[str, int, str], set[tuple[bytes, int]]] = defaultdict(set)
         """(replica, round, block) -> digests and steps of the blobs that its members passed to their clients."""
+        self._waited_in = 0
+        """Last round that was held open for liars."""
         self._stack = ExitStack()
         self._threads: list[threading.Thread] = []
 
@@ -137,11 +154,25 @@ class LyingRun:
         def note(
             client: ExchangeClient, member: str, address: BlobAddress, data: bytes, epoch: int = 0, steps: int = 0
         ) -> None:
+            if member == HONEST[0] and address.round > self._waited_in:
+                self._waited_in = address.round
+                self._wait_for_liars()
             own = self.deposited[address.replica, address.round, address.block]
             own.add((hashlib.sha256(data).digest(), steps))
             deposit(client, member, address, data, epoch, steps)
 
         return note
+
+    def _wait_for_liars(self) -> None:
+        """Wait until the liars train again, so that few rounds close without them.
+
+        Some lies leave them without work.
+        """
+        liars = [one for name, one in self.exchange.coordinator.replicas.items() if name not in HONEST]
+        with self.exchange.decisions.changed:
+            self.exchange.decisions.changed.wait_for(
+                lambda: all(one.alive and one.round is not None for one in liars), SECONDS_TO_RETURN
+            )
 
     # ---- running ----
 
@@ -161,16 +192,17 @@ class LyingRun:
         watcher.join(TIMEOUT)
 
     def _watch(self) -> None:
-        """Record reports. End the incarnations of `c` once rounds exclude it repeatedly, so that it returns."""
-        missed = 0
+        """Record reports. End a liar's incarnations once rounds exclude its replica repeatedly, so that it returns."""
+        missed = Counter[str]()
         for report in self.exchange.watch():
             self.told.append(report)
-            if report.HasField("round_closed"):
-                counted = {one.replica for one in report.round_closed.contributions}
-                missed = 0 if "c" in counted else missed + 1
-            if missed == MOST_MISSED:
-                missed = 0
-                for name in self.spec.members.keys() - {*HONEST}:
+            if not report.HasField("round_closed"):
+                continue
+            counted = {one.replica for one in report.round_closed.contributions}
+            for name, member in self.spec.members.items():
+                missed[name] = 0 if member.replica.name in {*counted, *HONEST} else missed[name] + 1
+                if missed[name] == MOST_MISSED:
+                    missed[name] = 0
                     self.exchange.died(name, "it does not come back by itself")
 
     def _serve(self) -> None:
@@ -181,7 +213,10 @@ class LyingRun:
         self.exchange.end_watching()
 
     def _supervise(self, name: str) -> None:
-        """Run a member; restart members of `c` as long as the run continues."""
+        """Run a member; restart the members of liars as long as the run continues.
+
+        A member that gave its slot back is invited again.
+        """
         torch.set_num_threads(1)
         launcher = SECRET.credentials(LAUNCHER, encrypted=True)
         while len(self.errors[name]) < MOST_RESTARTS:
@@ -193,6 +228,8 @@ class LyingRun:
                 self.errors[name].append(error)
             if name in HONEST:
                 return
+            if self.memberships.held_by(name) is None:
+                self.credentials[name] = self._credentials_of(name)
             tell_died(self.address, launcher, name, "its process has ended", None)
             if self.exchange.coordinator.is_over or self.exchange.decisions.failure:
                 return
@@ -253,3 +290,50 @@ class LyingRun:
                 yield f"refused of {one.refusal.sender}: {one.refusal.reason}"
             if one.HasField("round_closed") and {*one.round_closed.late, *one.round_closed.left_out} & {*HONEST}:
                 yield f"late in round {one.round_closed.round}"
+
+
+class Replacer:
+    """A member that says one of the worst lies instead of an honest message, once each."""
+
+    def __init__(self, run: LyingRun, paced: Mapping[str, bool]) -> None:
+        """`paced`: by call or message that is lied about, whether so only once in a round, as the member may fail by it
+        and has to come back.
+        """
+        self._run, self._paced = run, paced
+        self.said: set[tuple[str, str]] = set()
+        """(call or message, field) that were lied about."""
+        self._done: set[tuple[str, str, str]] = set()
+        self._round = 0
+        self._lock = threading.Lock()
+
+    def change(self, call: Call) -> Call:
+        """Change a call to the exchange, if that is due."""
+        assert call.message is not None
+        lie = self._due(call.name, call.message)
+        return call if lie is None else call.saying(lie.message)
+
+    def change_message(self, message: Message) -> Message:
+        """Change a message to a neighbouring stage, if that is due."""
+        lie = self._due(type(message).__name__, message)
+        return message if lie is None else lie.message
+
+    def _due(self, name: str, message: Message) -> Lie | None:
+        with self._lock:
+            last_round, is_paced = self._run.exchange.coordinator.last_round, self._paced.get(name)
+            if is_paced is None or (is_paced and self._round > last_round):
+                return None
+            for lie in lies_about(message):
+                key = (name, lie.path, lie.what)
+                if lie.what in WORST and key not in self._done and _is_usual(lie, message):
+                    self._done.add(key)
+                    self.said.add((name, lie.path))
+                    self._round = last_round + 1 if is_paced else self._round
+                    return lie
+        return None
+
+
+def _is_usual(lie: Lie, message: Message) -> bool:
+    """Whether a report is changed to no other event than its own: those are said beside honest calls."""
+    _, _, inner = lie.path.partition(".")
+    event, _, field = inner.partition(".")
+    return not isinstance(message, pb.ReportRequest) or not field or message.reports[0].WhichOneof("event") == event

@@ -75,6 +75,8 @@ class Shown:
     since: float = 0.0
     until: float = math.inf
     """Seconds since 1970."""
+    names_holder: bool = True
+    """Whether it has the DNS name of `holder_name`; older certificates have none."""
 
     @property
     def signed(self) -> float:
@@ -114,7 +116,8 @@ class Authority:
         since = signed - timedelta(seconds=CLOCKS_DIFFER)
         builder = _certificate(subject, key, since, datetime.fromtimestamp(until, UTC))
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        names = [x509.DNSName(one) for one in (name, holder_name(name, holder))]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM).decode()
 
     def _own(self) -> bytes:
@@ -123,6 +126,15 @@ class Authority:
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
+
+
+def holder_name(name: str, holder: int) -> str:
+    """Return the DNS name that the certificates of one holder of a slot have.
+
+    TLS compares it before anything crosses, so a former holder of the slot cannot answer for the present one. No slot
+    has this name, because slots have at most one dot.
+    """
+    return f"{holder}.holder.{name}"
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -179,7 +191,9 @@ def read_certificate(pem: bytes) -> Shown:
     (name,) = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     (holder,) = found.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)
     since, until = found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
-    return Shown(str(name.value), int(holder.value), since, until)
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    names_holder = holder_name(str(name.value), int(holder.value)) in names.get_values_for_type(x509.DNSName)
+    return Shown(str(name.value), int(holder.value), since, until, names_holder)
 
 
 def _certificate(

@@ -196,9 +196,10 @@ class NetworkConnections:
         for neighbour, address in ((self._before, upstream), (self._after, downstream)):
             if neighbour is not None and not address:
                 neighbour.be_found(epoch)
-        above = self._before.dial(upstream, epoch) if self._before is not None and upstream else None
+        before, after = holders
+        above = self._before.dial(upstream, epoch, before) if self._before is not None and upstream else None
         self._ends = LinkEnds(above, None)
-        below = self._after.dial(downstream, epoch) if self._after is not None and downstream else None
+        below = self._after.dial(downstream, epoch, after) if self._after is not None and downstream else None
         self._ends = LinkEnds(above, below)
         if self._before is not None and above is None:
             above = self._before.accept(epoch)

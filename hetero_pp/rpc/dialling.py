@@ -14,9 +14,11 @@ import grpc
 from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.proxies import route_to
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc.certificates import holder_name
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.link_end import GrpcLinkEnd
-from hetero_pp.rpc.link_hello import Introduction, first_frame
+from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
 from hetero_pp.rpc.services import call_path
 
@@ -39,10 +41,14 @@ class _Call(Iterator[bytes], Protocol):
 class Dialling:
     """One link to the listener at an address, over streams one after the other."""
 
-    def __init__(self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int) -> None:
+    def __init__(
+        self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int, holder: int | None = None
+    ) -> None:
+        """`holder`: holder number of the neighbour, as in StageLinkDialer.dial."""
         self._address, self._end, self._introduction, self._epoch = address, end, introduction, epoch
         self._route = route_to(address)
-        self._channel = make_channel(address, introduction.credentials.identity, introduction.peer, self._route)
+        peer = introduction.peer if holder is None else holder_name(introduction.peer, holder)
+        self._channel = make_channel(address, introduction.credentials.identity, peer, self._route)
         self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             call_path(SERVICE, "Open")
         )
@@ -59,8 +65,8 @@ class Dialling:
     def connect(self, timeout: float) -> None:
         """Be connected within so many seconds, and from then on as long as the end is of use.
 
-        Raises LinkTimeout if nobody answers, LinkClosed if the link is over or refused for its epoch, Refused if the
-        two do not belong together. The end is then to be aborted.
+        Raises LinkTimeout if nobody answers, LinkClosed if the link is over or refused for its epoch, PeerAtFault if
+        the neighbour's hello is wrong, Refused if the neighbour refuses this member. The end is then to be aborted.
         """
         stream, frames = self._dial(time.monotonic() + timeout, timeout)
         follower = threading.Thread(target=self._follow, args=(stream, frames), name="link", daemon=True)
@@ -99,8 +105,7 @@ class Dialling:
             left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
             hello, complaint = self._introduction.read(first_frame(call, max(left, 0.0), call.cancel))
             if complaint is not None:
-                link = self._introduction.link
-                raise Refused(f"the listener at {self._address} is not the other end of {link}: {complaint.reason}")
+                raise self._unwanted(complaint)
             self._end.attach(stream, self._number, hello.received)
             return stream, call
         except grpc.RpcError as error:
@@ -114,8 +119,19 @@ class Dialling:
             stream.stop("could not connect")
             call.cancel()
             if isinstance(error, MalformedMessage):
-                raise LinkClosed(f"{self._address} has another link than this one: {error}") from error
+                raise self._end.accuse(str(error)) from error
             raise
+
+    def _unwanted(self, complaint: Complaint) -> LinkClosed:
+        """Return the error for a listener that says a wrong hello.
+
+        The neighbour is accused, unless a process without a certificate may have taken over its address.
+        """
+        link, credentials = self._introduction.link, self._introduction.credentials
+        reason = f"the listener at {self._address} is not the other end of {link}: {complaint.reason}"
+        if complaint.kind is Kind.STRANGER and credentials.identity is None:
+            return LinkClosed(reason)
+        return self._end.accuse(reason)
 
     def _call(self) -> tuple[LinkStream, _Call]:
         """Begin a stream; raises LinkClosed if the end is over."""

@@ -94,6 +94,8 @@ class GrpcLinkEnd:
         message = sealed(message)
         frames = wire_frames(message)
         with self._changed:
+            if self._accusation is not None:
+                raise self._accusation
             if self.over is not None or self._has_ended:
                 raise LinkClosed(self.over or END_CLOSED)
             self._outbox.add((message, frames))

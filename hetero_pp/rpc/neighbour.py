@@ -59,8 +59,8 @@ class Neighbour:
         self._to_relay: RelayedDialler | None = None
         self._from_relay: RelayedListener | None = None
 
-    def dial(self, address: str, epoch: int) -> GrpcLinkEnd:
-        """Where it says that it listens, or else through the relay. Raises as StageLinkDialer.dial."""
+    def dial(self, address: str, epoch: int, holder: int | None = None) -> GrpcLinkEnd:
+        """Where it says that it listens, or else through the relay. Arguments and errors as of StageLinkDialer.dial."""
         self.server.give_up(epoch, f"this member is at generation {epoch}")
         if self._from_relay is not None:  # two that wait to be found would find each other
             self._from_relay.close()
@@ -69,7 +69,7 @@ class Neighbour:
             is_relayed = self._may_be_relayed(address)
             routed = self._faults.route(self._spec.name, address)
             try:
-                return self._dialer.dial(routed, epoch, DIRECT_SECONDS if is_relayed else CONNECT_TIMEOUT)
+                return self._dialer.dial(routed, epoch, DIRECT_SECONDS if is_relayed else CONNECT_TIMEOUT, holder)
             except LinkTimeout as error:
                 if not is_relayed:
                     raise
@@ -77,7 +77,7 @@ class Neighbour:
                 print(f"{self._credentials.name}: {error}; connecting through the relay", file=sys.stderr, flush=True)
         if self._to_relay is None:
             self._to_relay = RelayedDialler(self._exchange, self._credentials, self._spec.name)
-        return self._dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT)
+        return self._dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT, holder)
 
     def be_found(self, epoch: int) -> None:
         """It is about to dial this member."""

@@ -77,17 +77,20 @@ class StageLinkDialer:
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
         self._dialling: Dialling | None = None
 
-    def dial(self, address: str, epoch: int, timeout: float) -> GrpcLinkEnd:
+    def dial(self, address: str, epoch: int, timeout: float, holder: int | None = None) -> GrpcLinkEnd:
         """This member's end. The neighbour may not be listening yet; links of older epochs are over.
 
+        With `holder`, only the neighbour with this holder number answers; with a certificate, no former holder does.
+
         One of this epoch is over, too. Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if
-        this epoch is over, for the neighbour or here; Refused if the two do not belong together.
+        this epoch is over, for the neighbour or here; PeerAtFault if the neighbour's hello is wrong, Refused if the
+        neighbour refuses this member.
         """
         self._epochs.drop(epoch, f"this member is at generation {epoch}")
         self._epochs.come(epoch, self._make_end)
         end = self._epochs.take(epoch, 0.0)
         try:
-            self._dialling = Dialling(address, end, self._introduction, epoch)
+            self._dialling = Dialling(address, end, self._introduction, epoch, holder)
             self._dialling.connect(timeout)
         except BaseException:
             end.abort(f"could not connect to {address}")
@@ -209,6 +212,8 @@ class StageLinkServer:
     def open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The neighbour's call `Open`."""
         hello, complaint = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
+        if complaint is not None and self._accuse(complaint, context):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
         if complaint is not None:
             self._turn_away(hello, complaint, context)
         self._require_expected(hello, context)
@@ -233,6 +238,26 @@ class StageLinkServer:
         if end is not None and end.session == request.hello.session:
             end.lost(f"the peer aborted: {request.cause}")
         return LinkLeft()
+
+    def _accuse(self, complaint: Complaint, context: grpc.ServicerContext) -> bool:
+        """Fail the awaited link because of a wrong hello, and return whether it was failed.
+
+        Its user then gets PeerAtFault, so that the exchange hears which member sent the hello. A link that is connected
+        goes on. Only a certificate shows that the hello is of the present neighbour.
+        """
+        expected, holder = self._expected, self._introduction.holder_of(context)
+        if self._introduction.credentials.identity is None or expected is None or holder != expected.holder:
+            return False
+        end = self._epochs.of(expected.epoch)
+        if end is None:
+            try:
+                end = self._epochs.come(expected.epoch, lambda: self._make_end(b""))
+            except LinkClosed:
+                return False
+        if end.is_connected:
+            return False
+        end.accuse(complaint.reason)
+        return True
 
     def _require_expected(self, hello: LinkHello, context: grpc.ServicerContext) -> None:
         """End a call of a generation, or of a holder, that the exchange has not told this member of."""
@@ -272,7 +297,9 @@ class StageLinkServer:
 
     def _turn_away(self, hello: LinkHello, complaint: Complaint, context: grpc.ServicerContext) -> NoReturn:
         """Count who is not let in, and end the call."""
-        self.refuse(plain(hello.sender), complaint.reason, complaint.kind)
+        is_shown = self._introduction.credentials.identity is not None
+        sender = self._introduction.peer if is_shown else plain(hello.sender)
+        self.refuse(sender, complaint.reason, complaint.kind)
         context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
 
     def _make_end(self, session: bytes) -> GrpcLinkEnd:

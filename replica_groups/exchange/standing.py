@@ -48,8 +48,10 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
         case e.Heal(place, term, round_, parameter):
             cause = f"held another {parameter} than the run log"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
-        case e.Excluded(place, term, round_, until):
-            yield _report(EXCLUDED, place=place, replica=replicas[place], term=term, round=round_, cause=str(until))
+        case e.Excluded(place, term, round_, until, cause):
+            replica = replicas[place]
+            cause = f"{cause}: {replica} takes part in no round before {until}, unless a quorum needs it"
+            yield _report(EXCLUDED, place=place, replica=replica, term=term, round=round_, cause=cause)
         case e.NotAwaited(replica, round_, missed, seconds):
             cause = f"missed {missed} rounds in a row: rounds of the next {format_seconds(round(seconds))}"
             yield _report(NOT_AWAITED, replica=replica, round=round_, cause=cause)

@@ -39,12 +39,12 @@ WRONG_AGAIN_WITHIN = 16
 """Rounds after a recovery in which a member's bits may not differ again."""
 
 EXCLUDED_ROUNDS = 16
-"""Rounds from which a replica is barred after a member's bits differed again."""
+"""Rounds from which a replica is barred after a member's bits differed again, or after MOST_MALFORMED messages."""
 
 MOST_MALFORMED = 3
-"""Malformed messages in one round, between two members without tickets, after which the run stops.
+"""Malformed messages in one round, between two members without tickets, after which their replica is excluded.
 
-Both members are trusted, so training diverged or a machine is damaged, and the failure would repeat forever.
+The replica diverged or one of its machines is damaged, so the failure would repeat forever.
 """
 
 REMEMBERED_LATE = 16
@@ -352,12 +352,34 @@ class Coordinator:
             yield from self._end_term(place, event.cause)
 
     def _count_malformed(self, event: e.Broken) -> Iterator[e.Effect]:
-        """Stop the run if a link between two trusted members carries malformed messages again and again."""
+        """Count a malformed message between two trusted members. The last of MOST_MALFORMED excludes their replica.
+
+        The run stops only if no quorum is left without the replica.
+        """
+        if self.open is None:
+            return
         pair = frozenset((event.place, event.blames))
         self._malformed[pair] = self._malformed.get(pair, 0) + 1
-        if self._malformed[pair] >= MOST_MALFORMED:
-            first, second = sorted(pair)
-            yield e.Stop(f"{first} and {second}: {MOST_MALFORMED} times in one round: {event.cause}")
+        if self._malformed[pair] < MOST_MALFORMED:
+            return
+        del self._malformed[pair]
+        first, second = sorted(pair)
+        place, number = self.places[event.blames], self.open.number
+        cause = f"round {number}: {first} and {second} exchanged {MOST_MALFORMED} malformed messages ({event.cause})"
+        others = {*self._there(self.open)} - {place.replica}
+        if len(others) < (needed := self.rules.needed_of(others, number)):
+            left = f"without {place.replica}, {len(others)} of {needed} needed replicas are left"
+            yield e.Stop(f"{cause}; {left}: check whether training diverged, and the memory of both machines")
+            return
+        yield self._exclude(place, number, number + EXCLUDED_ROUNDS, cause)
+
+    def _exclude(self, place: Place, round_: int, until: int, cause: str) -> e.Excluded:
+        """Bar a replica from rounds before `until`, and from the open round unless it trains or has contributed."""
+        replica = self.replicas[place.replica]
+        replica.excluded_until = until = max(until, replica.excluded_until)
+        if self.open is not None and replica.round != self.open.number:
+            self.open.taking_part.discard(replica.name)
+        return e.Excluded(place.name, place.term, round_, until, cause)
 
     # ---- work ----
 
@@ -417,7 +439,7 @@ class Coordinator:
         return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
 
     def _is_excluded(self, replica: str, round_: int) -> bool:
-        """Return whether a replica is barred because its bits differed again.
+        """Return whether a replica is barred, because its bits differed again or its links had malformed messages.
 
         Callers let it join if a quorum needs it.
         """
@@ -621,10 +643,8 @@ class Coordinator:
             yield e.Heal(place.name, place.term, round_, parameter)
         replica, healed = self.replicas[place.replica], place.healed_for
         if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.excluded_until:
-            replica.excluded_until = round_ + 1 + EXCLUDED_ROUNDS
-            if self.open is not None and replica.round != self.open.number:
-                self.open.taking_part.discard(replica.name)
-            yield e.Excluded(place.name, place.term, round_, replica.excluded_until)
+            cause = f"after round {round_}, {place.name} held other parameters than the log again"
+            yield self._exclude(place, round_, round_ + 1 + EXCLUDED_ROUNDS, cause)
 
     # ---- time ----
 

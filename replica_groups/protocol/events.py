@@ -143,7 +143,7 @@ class Broken:
     epoch: int
     cause: str
     blames: str = ""
-    """The place beside it that sent a malformed message, if neither of the two is held by a ticket."""
+    """Neighbouring slot that sent a malformed message, if neither of the two is held by a ticket; else empty."""
 
 
 @dataclass(frozen=True)
@@ -387,15 +387,16 @@ class Heal:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A member's bits differed again after a recovery: its replica is barred from rounds before `until`.
+    """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
-    It takes part nevertheless if a quorum needs it.
+    The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed.
     """
 
     place: str
     term: int
     round: int
     until: int
+    cause: str
 
 
 @dataclass(frozen=True)
@@ -413,7 +414,11 @@ class NotAwaited:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run must not continue: all of the operator's replicas, at least two, differ from replay."""
+    """The run must not continue.
+
+    All of the operator's replicas, at least two, differ from replay; or a replica whose links carry malformed messages
+    is needed for a quorum.
+    """
 
     cause: str
 

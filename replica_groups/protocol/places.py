@@ -108,7 +108,7 @@ class Replica:
     awaited_from: float = 0.0
     """Rounds that open before this time do not wait for the replica, because it missed several in a row."""
     excluded_until: int = 0
-    """First round in which the replica may take part."""
+    """First round in which the replica may take part, after an exclusion."""
 
     @property
     def has_guests(self) -> bool:

@@ -386,6 +386,17 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
     )
 
 
+def test_a_certificate_without_its_holder_number_as_a_name_is_renewed_at_once(served: Served) -> None:
+    """Neighbours dial that name. Certificates of older versions do not have it."""
+    with mock.patch.object(certificates, "holder_name", lambda name, holder: name):
+        membership = served.takes(served.ticket("b"))
+    assert not membership.identity.latest.shown.names_holder
+    said = list[str]()
+    with renewed(membership, said.append):
+        _wait(lambda: membership.identity.latest.shown.names_holder)
+    assert said == []
+
+
 def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a connection that was made while its certificate held."""
     membership = served.takes(served.ticket("b"))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from small_run import GRACE, Run
 from hetero_pp.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import GRADIENT
+from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT
 from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc.admission import MOST_BLAMED, Told
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
@@ -41,6 +43,7 @@ from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.protocol import coordinator
 from replica_groups.protocol.coordinator import MOST_MALFORMED
 from replica_groups.take_part import take_part
 
@@ -49,7 +52,8 @@ SECRET = Secret("the run's secret")
 HOUR = 3600.0
 
 
-def _spec(corpus: Path, quorum: float) -> RunSpec:
+def _spec(corpus: Path, quorum: float, *more: str) -> RunSpec:
+    """Return a run of the datacenter replica `dc` and others of the names `more`, and of the group `home`."""
     config: dict[str, Any] = {
         "name": "homes",
         "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
@@ -59,7 +63,7 @@ def _spec(corpus: Path, quorum: float) -> RunSpec:
         "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
         "exchange": {"listen": "127.0.0.1:0", "quorum": quorum},
         "replicas": [
-            {"name": "dc", "kind": "datacenter", "batch_size": 4},
+            *({"name": name, "kind": "datacenter", "batch_size": 4} for name in ("dc", *more)),
             {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "micro_batches": 2},
         ],
     }
@@ -266,7 +270,50 @@ def test_a_group_that_breaks_again_and_again_is_not_waited_for(group: Group) -> 
     assert group.run.counted(1).keys() == {"dc"}
 
 
-def test_two_trusted_members_between_which_nothing_sound_crosses_end_the_run(tmp_path: Path) -> None:
+def _without_home_in(corpus: Path, folder: Path, round_: int, stack: ExitStack) -> list[dict[str, bytes]]:
+    """Return what a run includes in which `home` sends nothing malformed, and is not to take part in one round."""
+    hosts = Hosts(folder, _spec(corpus, 0.5, "other"), stack)
+    every = frozenset({"dc", "other", "home"})
+    due = ((1, every), (round_, every - {"home"}), (round_ + 1, every))
+    hosts.exchange.coordinator.rules = replace(hosts.exchange.coordinator.rules, due_since=due)
+    for name in hosts.spec.members:
+        hosts.trusted(name)
+    hosts.ends()
+    assert hosts.failed == {}
+    return _counted(hosts.exchange.log)
+
+
+def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_the_run_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
+    """The group takes part again afterwards. All bits are those of a run without the group in that round."""
+    monkeypatch.setattr(coordinator, "EXCLUDED_ROUNDS", 1)
+    expected = _without_home_in(corpus, tmp_path / "expected", 2, stack)
+    hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
+    home, deposit = hosts.exchange.coordinator.replicas["home"], ExchangeClient.deposit
+
+    def waits(client: ExchangeClient, member: str, address: BlobAddress, *arguments: Any) -> None:
+        if (address.replica, address.round) == ("other", 2):  # else the round closes without the group
+            hosts.wait_until(lambda: home.excluded_until == 3)
+        if (address.replica, address.round) == ("other", 3):  # else it may, before the group is formed anew
+            hosts.wait_until(lambda: home.round == 3 or hosts.exchange.coordinator.last_round == 3)
+        deposit(client, member, address, *arguments)
+
+    monkeypatch.setattr(ExchangeClient, "deposit", waits)
+    for name in hosts.spec.members:
+        hosts.trusted(name)
+    hosts.ends()
+    assert hosts.failed == {}
+    assert liar.lies >= MOST_MALFORMED
+    assert _counted(hosts.exchange.log) == expected
+    told = [one.standing for one in hosts.exchange.watch() if one.standing.what == EXCLUDED]
+    assert [(one.replica, one.place, one.round) for one in told] == [("home", "home.1", 2)]
+    cause = "round 2: home.0 and home.1 exchanged 3 malformed messages (malformed data from home.1: "
+    assert told[0].cause.startswith(cause)
+    assert told[0].cause.endswith("): home takes part in no round before 3, unless a quorum needs it")
+
+
+def test_a_run_ends_by_malformed_messages_only_if_a_quorum_needs_their_replica(tmp_path: Path) -> None:
     """Training has diverged, most likely, and would diverge again: nobody else is to be blamed."""
     run = Run(tmp_path, {"dc": 1, "home": 2}, quorum=1.0)
     for number in range(MOST_MALFORMED):
@@ -276,4 +323,7 @@ def test_two_trusted_members_between_which_nothing_sound_crosses_end_the_run(tmp
         with ThreadPoolExecutor() as threads:
             work, _ = threads.map(lambda name: run.exchange.assign(name, 0), ("home.0", "home.1"))
         run.exchange.broken("home.0", work.epoch, "a coefficient is not finite", "home.1")
-    assert run.exchange.decisions.failure == "home.0 and home.1: 3 times in one round: a coefficient is not finite"
+    assert run.exchange.decisions.failure == (
+        "round 1: home.0 and home.1 exchanged 3 malformed messages (a coefficient is not finite); without home, 1 of 2 "
+        "needed replicas are left: check whether training diverged, and the memory of both machines"
+    )

@@ -12,9 +12,10 @@ from members import TIMEOUT
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.faults import Missed, Phase
+from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.outer.exchange_service import ExchangeService, Standing
+from hetero_pp.outer.exchange_service import NO_STATES, Assignment, ExchangeService, Standing
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.run.folder import RunFolder
@@ -23,6 +24,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange import pulse as pulse_module
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.pulse import Pulse
+from replica_groups.seat import LedgerOf, Seat
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
@@ -70,6 +72,27 @@ def test_who_is_suspended_gives_up_the_links_of_that_epoch_alone() -> None:
     with pulse.beating():
         assert told.wait(TIMEOUT)
     assert given_up[0] == (5, "home.0 is gone")
+
+
+class _Waiting:
+    """Links whose neighbour never comes. Implements Links."""
+
+    ledgers: Sequence[LedgerOf] = ()
+
+    def __init__(self) -> None:
+        self._epochs: Epochs[GrpcLinkEnd] = Epochs("home.0")
+        self.give_up = self._epochs.give_up
+
+    def form(self, work: Assignment) -> LinkEnds:
+        return LinkEnds(self._epochs.take(work.epoch, TIMEOUT))
+
+
+def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
+    """It has trained nothing in this generation yet."""
+    exchange = Heard(Standing(False, 4, "home.0 is gone"))
+    seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, _Waiting())
+    with seat.pulse.beating(), pytest.raises(LinkClosed, match=r"home\.0 is gone"):
+        seat.form(Assignment(1, 4))
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import LinkTimeout, NewRun, Refused, WrongToken
+from hetero_pp.errors import LinkTimeout, NewRun, PeerAtFault, Refused, WrongToken
 from hetero_pp.link.protocol import Message
 from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LastRoundReply, LastRoundRequest, LinkHeader
@@ -357,6 +357,28 @@ def test_another_holder_of_the_same_generation_is_refused(stack: ExitStack) -> N
     for other in (_holder("home.0", 2), _holder("home.0", 0)):
         with pytest.raises(Refused, match=r"found holder \d of home\.0, expected 1"):
             _dial(listener, other, 5)
+
+
+def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitStack) -> None:
+    """A link that is connected goes on."""
+    listener = Listener(stack)
+    wrong, own = replace(LINK, name="home.1-2"), _holder("home.0", 1)
+    for epoch, is_connected in ((5, True), (6, False)):
+        listener.links.expect(epoch, 1)
+        if is_connected:
+            above = _dial(listener, own, epoch)
+        with pytest.raises(Refused, match=r"found link home\.1-2"):
+            open_stage_link(listener.address, wrong, own, "home.0", 0, TIMEOUT, epoch=epoch)
+        below = listener.links.accept(TIMEOUT, epoch)
+        if is_connected:
+            above.send(Message(LinkHeader(step=3)))
+            assert below.receive(TIMEOUT).header.step == 3
+            continue
+        with pytest.raises(PeerAtFault, match=r"malformed data from home\.0: found link home\.1-2") as error:
+            below.receive(TIMEOUT)
+        assert error.value.peer == "home.0"
+    assert listener.refusals == [Kind.UNEXPECTED, Kind.MALFORMED]
+    above.abort("the test is over")
 
 
 def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import channels, relay
 from hetero_pp.rpc.callers import Caller, Metadata, shown
+from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
@@ -74,17 +76,22 @@ class Relayed:
                 self.relay._changed.wait(0.05)
         raise AssertionError("it did not come to that")
 
-    def listen(self, name: str = "home.1", as_: str = "home.1") -> StageLinkServer:
+    def listen(self, name: str = "home.1", as_: str = "home.1", holder: int = 0) -> StageLinkServer:
         """The stage after, of which nothing can be dialled; it may listen by the certificate of another one."""
         local = LocalAddress()
         self._stack.callback(local.close)
-        own = LinkCredentials(identity=SECRET.authority.identity(as_))
-        server = StageLinkServer(LINK, own, as_, seed=1, patience=TIMEOUT)
+        server = StageLinkServer(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT)
         server.listen(str(local))
         self._stack.callback(server.close, grace=0)
         relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
         self._stack.callback(relayed.close)
         return server
+
+    def own(self, member: str, holder: int = 0) -> LinkCredentials:
+        """Return the credentials of a holder of a slot for its links."""
+        key = new_key()
+        certificate = SECRET.authority.sign(key.public_key(), member, holder, time.time() + 3600.0)
+        return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
 
     def dial(self, timeout: float = TIMEOUT) -> GrpcLinkEnd:
         """The stage before."""
@@ -228,6 +235,25 @@ def test_a_relay_that_brings_another_one_is_found_out(relayed: Relayed) -> None:
     relayed.listen(as_="dc")
     with pytest.raises(LinkTimeout, match="did not answer"):
         relayed.dial(timeout=2.0)
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+def test_a_former_holder_of_the_slot_that_is_dialled_is_refused(
+    relayed: Relayed, stack: ExitStack, is_relayed: bool
+) -> None:
+    """It listens with its certificate, at the address of its slot or behind a relay that brings it."""
+    spec = RunSpec(ConfigFile(MIXED).config, 256)
+    address = RELAYED
+    if is_relayed:
+        relayed.listen(holder=1)
+    else:
+        former = StageLinkServer(LINK, relayed.own("home.1", holder=1), "home.1", seed=1)
+        address = f"127.0.0.1:{former.listen('127.0.0.1:0')}"
+        stack.callback(former.close, grace=0)
+    above = stack.enter_context(relayed.connections(spec, "home.0"))
+    with mock.patch("hetero_pp.rpc.neighbour.CONNECT_TIMEOUT", 2.0), pytest.raises(LinkTimeout, match="did not answer"):
+        above.open(1, "", address, (None, 2))
+    assert above.open(2, "", address, (None, 1)).downstream is not None
 
 
 @pytest.mark.parametrize(("name", "link"), [("dc", "home.0-1"), ("dc", "dc-exchange"), ("home.0", "no link")])

@@ -17,7 +17,7 @@ import grpc
 import pytest
 import torch
 
-from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
@@ -168,7 +168,7 @@ def test_a_silent_neighbour_is_dropped(stack: ExitStack, listener: Listener) -> 
 
 
 def test_the_upstream_refuses_a_listener_that_is_not_its_neighbour(listener: Listener) -> None:
-    with pytest.raises(Refused, match=r"found sender home\.1, expected home\.9"):
+    with pytest.raises(PeerAtFault, match=r"found sender home\.1, expected home\.9"):
         listener.dial(replace(PLAN, target="home.9"))
 
 

@@ -245,9 +245,9 @@ def renew_once(membership: Membership) -> None:
 
 
 def _due_in(identity: Identity) -> float:
-    """Return the seconds until half of the certificate's validity is over."""
+    """Return the seconds until half of the certificate's validity is over; 0 if neighbours cannot dial it."""
     shown = identity.latest.shown
-    return max((shown.signed + shown.until) / 2 - time.time(), 0.0)
+    return 0.0 if not shown.names_holder else max((shown.signed + shown.until) / 2 - time.time(), 0.0)
 
 
 def _own_key(path: Path) -> str:

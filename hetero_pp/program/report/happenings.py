@@ -98,10 +98,7 @@ class Happenings:
             case what if what == HEALED:
                 yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the run log"
             case what if what == EXCLUDED:
-                yield (
-                    f"after round {told.round}, {told.place} again held other parameters than the run "
-                    f"log: {told.replica} is excluded until round {told.cause}, unless a quorum needs it"
-                )
+                yield told.cause
             case what if what == NOT_AWAITED:
                 yield (
                     f"{told.replica} {told.cause} do not wait for it; its contributions are included if "
