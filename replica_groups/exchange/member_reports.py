@@ -12,9 +12,9 @@ from hetero_pp.report_bounds import ReportBounds, complaint, drop_unknown
 from hetero_pp.run.spec import Roster
 from hetero_pp.steady_clock import steady_clock
 
-_TRIES = 8
+TRIES = 8
 """Times that one round may be reported: a replica that is formed anew trains its round again."""
-_ROUNDS_BEFORE = 8
+ROUNDS_BEFORE = 8
 """Rounds that are added to those of the run: a member reports before the first round, and after the last."""
 _LINK_REPORTS_A_SECOND = 4.0
 """Of one direction of one link. A member sends two while it trains."""
@@ -53,15 +53,22 @@ class MemberReports:
         if report.HasField("refusal") and report.refusal.kind not in frozenset(Kind):
             return f"`refusal.kind`: got `{report.refusal.kind[:40]}`, expected one of: {', '.join(Kind)}"
         event = report.WhichOneof("event") or ""
-        most = self._most(report.member, event, last_round)
-        if self._told[report.member, event] >= most:
+        return self._count(report.member, event, last_round)
+
+    def check_verified(self, member: str, last_round: int) -> str | None:
+        """Say why a hash that a member's confirmation completes is not reported; None if it is."""
+        return self._count(member, "round_verified", last_round)
+
+    def _count(self, sender: str, event: str, last_round: int) -> str | None:
+        most = self._most(sender, event, last_round)
+        if self._told[sender, event] >= most:
             return f"`{event}`: got more than {most} reports up to round {last_round}"
-        self._told[report.member, event] += 1
+        self._told[sender, event] += 1
         return None
 
     def _most(self, member: str, event: str, last_round: int) -> int:
         """How many reports of one kind a member may have sent by now."""
-        rounds, seconds = _TRIES * (last_round + _ROUNDS_BEFORE), self._clock() - self._first
+        rounds, seconds = TRIES * (last_round + ROUNDS_BEFORE), self._clock() - self._first
         match event:
             case "inner_step":
                 return rounds * self._bounds.steps
