@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -269,8 +268,8 @@ class _Servicer(ExchangeServicer):
         self._joins = Pace(JOINS_A_MINUTE / 60, JOINS_AT_ONCE)
         self._stalls = StreamWatch()
         self._counting = threading.Lock()
-        self._sent: Counter[int] = Counter()
-        """By round, how many calls send its snapshot."""
+        self._sent: dict[int, list[grpc.ServicerContext]] = {}
+        """By round, the calls that send its snapshot."""
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 
@@ -432,22 +431,30 @@ class _Servicer(ExchangeServicer):
     ) -> Iterator[bytes]:
         is_newest = not request.HasField("round")
         round_ = self.exchange.newest_snapshot(self._is_asked(context))[0] if is_newest else request.round
-        with self._sending(round_):
+        with self._sending(round_, context):
             yield from self._snapshot(request.names, round_, context)
 
     @contextmanager
-    def _sending(self, round_: int) -> Iterator[None]:
-        """Count a snapshot that is being sent. Raises TooMuch if others are: each is a whole model in memory."""
+    def _sending(self, round_: int, context: grpc.ServicerContext) -> Iterator[None]:
+        """Note a snapshot that is being sent, as each round's is a whole model in memory.
+
+        If too many rounds are, cut the streams of the oldest one: a slow reader keeps nobody from a newer snapshot.
+        Raises TooMuch if this round is older than all of them.
+        """
         with self._counting:
             if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_IN_MEMORY_MAX:
-                raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; ask again in a moment")
-            self._sent[round_] += 1
+                if round_ < (oldest := min(self._sent)):
+                    raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; ask again later")
+                for slow in self._sent.pop(oldest):
+                    slow.cancel()
+            self._sent.setdefault(round_, []).append(context)
         try:
             yield
         finally:
             with self._counting:
-                self._sent[round_] -= 1
-                self._sent += Counter[int]()  # drops those that are zero
+                left = [one for one in self._sent.pop(round_, []) if one is not context]
+                if left:
+                    self._sent[round_] = left
 
     def _snapshot(self, names: Sequence[str], round_: int, context: grpc.ServicerContext) -> Iterator[bytes]:
         if len(names) != len(set(names)):
