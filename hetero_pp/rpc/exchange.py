@@ -32,7 +32,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.pace import Pace
-from hetero_pp.rpc.permissions import require_call, require_process, require_report
+from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
@@ -70,6 +70,9 @@ MOST_OF_A_NAME = 80
 """Characters of how a caller calls itself."""
 
 _MOST_OPEN_OF_A_TICKET = 2
+
+MOST_OPEN_OF_TICKETS = 32
+"""Calls by tickets at once, of each of their two kinds: each call has a thread, and there may be many tickets."""
 
 MOST_OF_AN_ADDRESS = 300
 """Characters: a host's name has at most 253."""
@@ -246,7 +249,9 @@ def serve_exchange(
             relay.carried_for,
             open_house.unnamed,
         )
-        handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))
+        of_tickets = {call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose is Whose.TICKET}
+        threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
+        handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 
 

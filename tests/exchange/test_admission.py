@@ -663,3 +663,38 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
     ticket = make_ticket("run", served.address, SECRET.authority, served.spare, time.time() + HOUR)
     with pytest.raises(Refused, match=r"a is taken by another host: ask who serves the run to free it"):
         served.takes(ticket, "a second datacenter")
+
+
+def test_any_number_of_tickets_that_send_nothing_keep_no_member_waiting(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call has a thread of the server. The calls of all tickets together have fewer threads than there are."""
+    monkeypatch.setattr("hetero_pp.rpc.exchange.MOST_OPEN_OF_TICKETS", 3)
+    monkeypatch.setattr("hetero_pp.rpc.services.REQUEST_SECONDS", 1.0)
+    with mock.patch("hetero_pp.rpc.exchange.MOST_CARRIED", 1):
+        served.serve_again()
+    refused, cut, is_over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    def asks_nothing(channel: grpc.Channel) -> None:
+        def nothing() -> Iterator[bytes]:
+            is_over.wait()
+            yield from ()
+
+        begin: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(admission.SERVICE, "Enrol"))
+        with pytest.raises(grpc.RpcError) as error:
+            begin(nothing(), timeout=TIMEOUT)
+        (refused if error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else cut).release()
+
+    with ExitStack() as channels, ThreadPoolExecutor(80) as pool:
+        channels.callback(is_over.set)
+        for _ in range(40):
+            channel = channels.enter_context(make_channel(served.address, served.ticket().identity, EXCHANGE))
+            for _ in range(2):
+                pool.submit(asks_nothing, channel)
+        for _ in range(80 - 3):
+            assert refused.acquire(timeout=TIMEOUT)
+        member = served.client(SECRET.credentials("a", encrypted=True))
+        assert member.last_round() == 0
+        for _ in range(3):
+            assert cut.acquire(timeout=TIMEOUT)  # as no request has arrived
+        channels.pop_all().close()
