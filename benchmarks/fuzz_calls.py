@@ -60,7 +60,8 @@ from hetero_pp.run.spec import RunSpec
 
 BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
-STREAMS = ("Deposit", "Fetch", "Snapshot")
+STREAMS = ("Deposit", "Fetch", "Snapshot", "Carry", "Open")
+"""Calls of which a caller may have few open."""
 CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
 """Of messages: none of theirs is seen by more than TLS, and each takes a connection."""
@@ -80,6 +81,8 @@ by an answer.
 """
 NO_CONTRIBUTIONS = "this exchange does not have the contributions"
 """Begins the answer to `Record` with the name of another exchange process, which is UNAVAILABLE on purpose."""
+REFUSED_STREAM = "RST_STREAM with error code 7"
+"""In the words of a call that HTTP/2 has refused before any handler saw it: too many streams are open."""
 MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """How often the guest takes its place anew between two messages, or leaves it."""
@@ -444,7 +447,8 @@ class Sender:
         except grpc.RpcError as error:
             code = error.code().name
             said = f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}"
-            return code, said if code in ESCAPED and not said.startswith(NO_CONTRIBUTIONS) else ""
+            is_meant = said.startswith(NO_CONTRIBUTIONS) or REFUSED_STREAM in said
+            return code, said if code in ESCAPED and not is_meant else ""
 
     @staticmethod
     def _make(channel: grpc.Channel, name: str, call: Call) -> None:
