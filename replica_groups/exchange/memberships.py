@@ -106,7 +106,7 @@ class Memberships:
     def valid_tickets(self) -> int:
         """Return how many tickets a member uses, or may still use."""
         query = "SELECT COUNT(*) FROM tickets WHERE NOT revoked AND (key IS NOT NULL OR until > ?)"
-        with self._lock:
+        with self._reading():
             count: int = self._database.execute(query, (self._clock(),)).fetchone()[0]
         return count
 
@@ -129,7 +129,7 @@ class Memberships:
 
     def lacks_place(self, ticket: str, key: bytes) -> bool:
         """Whether who shows a ticket with a key is to have one that nobody has named. Raises as `enrol`."""
-        with self._lock:
+        with self._reading():
             return self._good_for(ticket, key) is None and not self._has_place(ticket)
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
@@ -220,7 +220,7 @@ class Memberships:
     def tickets(self) -> list[IssuedTicket]:
         """All that were made and not taken back, in the order in which they end."""
         query = "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
-        with self._lock:
+        with self._reading():
             found = self._database.execute(query).fetchall()
         return [IssuedTicket(id, place, until, bool(is_used)) for id, place, until, is_used in found]
 
@@ -251,25 +251,25 @@ class Memberships:
 
     def require_in(self, place: str, number: int) -> None:
         """Raise Refused for who does not hold a place, or not any more."""
-        with self._lock:
+        with self._reading():
             self._require_in(place, number)
 
     def require_open(self, ticket: str) -> None:
         """Raise Refused for a ticket that lets nobody in, whatever its key."""
-        with self._lock:
+        with self._reading():
             if self._ticket(ticket)[3]:
                 raise Refused("the ticket was taken back")
 
     def held_by(self, place: str) -> Holder | None:
         """Who holds a place; None if nobody does that was invited."""
-        with self._lock:
+        with self._reading():
             newest = self._newest(place)
             return newest if newest is not None and self._is_in(newest) else None
 
     def holders(self) -> list[Holder]:
         """All that there were, by place and number."""
         query = "SELECT place, holder, until, ended FROM holders ORDER BY place, holder"
-        with self._lock:
+        with self._reading():
             found = self._database.execute(query).fetchall()
         return [Holder(*row) for row in found]
 
@@ -309,6 +309,17 @@ class Memberships:
         )
         row = found.fetchone()
         return None if row is None else Holder(*row)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Nobody changes anything during the block. Raises StoreError."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.ProgrammingError:  # it is closed
+                raise
+            except sqlite3.DatabaseError as error:  # a disk that fails, or a damaged file
+                raise StoreError(f"{self._path}: cannot be read ({error})") from error
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

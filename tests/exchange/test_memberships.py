@@ -264,3 +264,33 @@ def test_renewals_in_a_loop_write_nothing(memberships: Memberships, clock: Clock
     assert memberships.renew("home.0", number, ANNA, HOUR).until == pytest.approx(1001.0 + 1.5 * HOUR)
     with pytest.raises(Refused, match="the key that it began with"):
         memberships.renew("home.0", number, BEN, HOUR)
+
+
+def test_a_database_that_cannot_be_read_is_one_line_that_names_it(
+    memberships: Memberships, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an exception that escapes from each call of a member, with a traceback in the exchange's log."""
+
+    class Failing:
+        in_transaction = False
+
+        def execute(self, *_: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    calls: list[Callable[[], object]] = [
+        lambda: memberships.require_in("home.0", 1),
+        lambda: memberships.require_open("ticket"),
+        lambda: memberships.held_by("home.0"),
+        lambda: memberships.lacks_place("ticket", ANNA),
+        memberships.holders,
+        memberships.tickets,
+        memberships.valid_tickets,
+        lambda: memberships.end("home.0", 1, "it was given back"),
+    ]
+    database = memberships._database
+    with monkeypatch.context() as patch:
+        patch.setattr(memberships, "_database", Failing())
+        for call in calls:
+            with pytest.raises(StoreError, match=r"members\.sqlite: cannot be (read|written) \(disk I/O error\)$"):
+                call()
+    assert memberships._database is database
