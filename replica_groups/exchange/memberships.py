@@ -121,7 +121,7 @@ class Memberships:
             place = self._good_for(ticket, key)
             if not self._has_place(ticket):
                 if (wait_seconds := self._seats.refused_for(ticket)) > 0:
-                    raise TooMuch(f"this ticket takes a slot too often; it may again in {wait_seconds:.0f} s")
+                    raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
                 self._let_in(ticket, key, self._place_for(place, vacant), seconds)
             found = self._of_ticket(ticket)
             assert found is not None

@@ -188,6 +188,23 @@ def test_a_state_that_cannot_be_saved_is_none_and_all_ranks_go_on(world: int, la
             assert max(sound(states)) == 3
 
 
+def test_a_state_says_why_what_a_failed_save_left_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk becomes read-only during a save. The next save must not say that a file exists."""
+
+    def read_only(path: Any, **_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+
+    states = SavedStates(tmp_path / "dc", "run", 1, ALONE)
+    (tmp_path / "dc" / "part").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", read_only)
+        failure = states.save(1, lambda _: None)
+    assert failure.startswith(f"{tmp_path / 'dc' / 'part'}: Read-only file system")
+    assert states.save(1, lambda _: None) == ""
+
+
 # ---- rows of tables ----
 
 
