@@ -21,6 +21,9 @@ _LINK_REPORTS_A_SECOND = 4.0
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
 """A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
 
+REFUSAL_CHARACTERS = 200
+"""Characters of each text of a reported refusal. Only refusals grow with time instead of with rounds."""
+
 
 class MemberReports:
     """The reports of one run's members. Not safe to use from several threads at once."""
@@ -87,5 +90,8 @@ class MemberReports:
         now = self.now()
         age = report.sent - report.time if report.HasField("sent") else 0.0
         made = now - age if 0 < age < math.inf else now
+        if report.HasField("refusal"):
+            refusal = report.refusal
+            refusal.sender, refusal.reason = (text[:REFUSAL_CHARACTERS] for text in (refusal.sender, refusal.reason))
         report.time = self._newest[report.member] = max(made, self._newest.get(report.member, self._first))
         return drop_unknown(report)

@@ -178,6 +178,14 @@ def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run
     assert verified == ["a"] * most + ["b"]
 
 
+def test_texts_of_a_refusal_are_cut(run: Run) -> None:
+    """A member may report two refusals a second for as long as the run lasts: each takes little of the disk."""
+    run.exchange.report([_refusal(sender="x" * 2_000, reason="y" * 2_000)])
+    (told,) = [one for one in _told(run.exchange) if one.HasField("refusal")]
+    most = member_reports.REFUSAL_CHARACTERS
+    assert (told.refusal.sender, told.refusal.reason) == ("x" * most, "y" * most)
+
+
 def test_reports_are_dated_by_the_exchange() -> None:
     """By their arrival, less their age; not before the member's report before, however it sets its clock."""
     roster = Roster({"a": "a"}, {"a": frozenset()})
