@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 import psutil
 import torch
-from attack_calls import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of
+from attack_calls import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of, status_of
 from attacks_of_strangers import ANSWERED, as_http2, knock, signed_by, strange_context
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -81,8 +81,6 @@ by an answer.
 """
 NO_CONTRIBUTIONS = "this exchange does not have the contributions"
 """Begins the answer to `Record` with the name of another exchange process, which is UNAVAILABLE on purpose."""
-REFUSED_STREAM = "RST_STREAM with error code 7"
-"""In the words of a call that HTTP/2 has refused before any handler saw it: too many streams are open."""
 MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """How often the guest takes its place anew between two messages, or leaves it."""
@@ -445,10 +443,9 @@ class Sender:
             self._make(channel, name, call)
             return "OK", ""
         except grpc.RpcError as error:
-            code = error.code().name
+            code = status_of(error)
             said = f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}"
-            is_meant = said.startswith(NO_CONTRIBUTIONS) or REFUSED_STREAM in said
-            return code, said if code in ESCAPED and not is_meant else ""
+            return code, said if code in ESCAPED and not said.startswith(NO_CONTRIBUTIONS) else ""
 
     @staticmethod
     def _make(channel: grpc.Channel, name: str, call: Call) -> None:
