@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import grpc
@@ -92,14 +91,9 @@ class Served:
         """At the port of before, if it was served already."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
         house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby, self.unnamed)
-        with mock.patch("hetero_pp.rpc.exchange.Admission", self._make_admission):
-            self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
+        self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{self.port}"
         self._stack.callback(self.stop)
-
-    def _make_admission(self, *arguments: Any) -> admission.Admission:
-        self.admission = admission.Admission(*arguments)
-        return self.admission
 
     def stop(self) -> None:
         self.server.stop(None).wait(TIMEOUT)
@@ -484,15 +478,16 @@ def test_one_line_is_measured_at_a_time(served: Served) -> None:
     lines, ticket, over = _lines(served), served.ticket(), threading.Event()
     with closing(make_channel(served.address, ticket.identity, EXCHANGE)) as channel:
         answers = _probe(channel, _until(over, HALF))
-        served.wait_until(served.admission._probing.locked)
-        assert be_probed(served.address, served.ticket().identity) == BUSY
+        served.wait_until(lambda: bool(served.lobby._probing))
+        second = served.ticket()
+        assert be_probed(served.address, second.identity) == BUSY
         over.set()
         with pytest.raises(grpc.RpcError):
             next(answers)
-    served.wait_until(lambda: not served.admission._probing.locked())
+    served.wait_until(lambda: not served.lobby._probing)
     assert lines == []
     assert be_probed(served.address, ticket.identity) == "a line is measured once in 120 seconds"
-    assert be_probed(served.address, served.ticket().identity) == ""
+    assert be_probed(served.address, second.identity) == ""
 
 
 def test_who_says_nothing_keeps_nobody_from_being_measured(served: Served) -> None:
@@ -513,7 +508,7 @@ def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: 
                 pass
         assert isinstance(error.value, grpc.Call)
         assert error.value.code() is grpc.StatusCode.CANCELLED
-        served.wait_until(lambda: not served.admission._probing.locked())
+        served.wait_until(lambda: not served.lobby._probing)
         over.set()
 
 
