@@ -182,15 +182,18 @@ REFUSED_STREAM = "REFUSED_STREAM"
 
 
 def code_of(call: grpc.Future[bytes]) -> str:
-    """Return the status that a call ended with.
+    """Return the status that a call ended with."""
+    if call.cancelled():
+        return "CANCELLED"
+    error = call.exception()
+    return status_of(error) if isinstance(error, grpc.RpcError) else "OK"
+
+
+def status_of(error: grpc.RpcError) -> str:
+    """Return the status of a call that failed.
 
     gRPC reports a refused stream as UNAVAILABLE, as it does a server that is gone. A stream counts until the server has
     freed it, so that a busy server refuses some calls of an attacker with 64 calls under way.
     """
-    if call.cancelled():
-        return "CANCELLED"
-    error = call.exception()
-    if not isinstance(error, grpc.RpcError):
-        return "OK"
     is_refused = "RST_STREAM with error code 7" in str(error.details())
     return REFUSED_STREAM if is_refused else error.code().name

@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 import psutil
 import torch
-from attack_calls import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of
+from attack_calls import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of, status_of
 from attacks_of_strangers import ANSWERED, as_http2, knock, signed_by, strange_context
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -41,6 +41,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.admission_client import enrol
+from hetero_pp.rpc.call_rate import CALLS_A_SECOND
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
@@ -49,15 +50,18 @@ from hetero_pp.rpc.dialling import SERVICE as LINKS
 from hetero_pp.rpc.exchange import MOST_OPEN
 from hetero_pp.rpc.exchange import SERVICE as EXCHANGE
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.relay import CARRIED_BYTES
 from hetero_pp.rpc.relay import LINK as CARRIES
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path
 from hetero_pp.rpc.stage_link import StageLinkServer
 from hetero_pp.run.spec import RunSpec
 
 BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
+STREAMS = ("Deposit", "Fetch", "Snapshot", "Carry", "Open")
+"""Calls of which a caller may have few open."""
 CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
 """Of messages: none of theirs is seen by more than TLS, and each takes a connection."""
@@ -66,10 +70,12 @@ A_BLOCK = 1000
 CHANNELS = 3
 AT_ONCE = MOST_OPEN - 4
 """Fewer than a member may have open, so that more is looked at than their number."""
+MESSAGES_A_SECOND = 0.8 * CALLS_A_SECOND
+"""Fewer than a caller may begin, whose connection the server closes otherwise: nothing behind it would be tried."""
 LONGEST_CHUNK = 10.0
 PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0, "Carry": 0.2, "Probe": 0.2}
 """Seconds that calls which wait are waited for."""
-ESCAPED = {"UNKNOWN", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
+ESCAPED = {"UNKNOWN", "INTERNAL", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
 """How calls end that nobody has refused: by an exception that nobody expected, as an exchange is gone, or of a stranger
 by an answer.
 """
@@ -356,6 +362,7 @@ class Sender:
         self.known.request = signing_request(self._key)
         self._channels: dict[str, list[grpc.Channel]] = {}
         self._pool, self._few = ThreadPoolExecutor(AT_ONCE), ThreadPoolExecutor(1)
+        self._streams, self._pace = ThreadPoolExecutor(BULK_CALLS_MAX - 1), Pace(MESSAGES_A_SECOND, AT_ONCE)
         self._texts = [*TEXTS, *target.blocks, *target.parameters, target.guest.name, target.honest, target.link.name]
         self._texts += [target.run, target.neighbour.name, "forward", "backward", json.dumps({"seed": 1})]
         strangers = [None, *(credentials_of(name, target) for name in (target.honest, "exchange", "away"))]
@@ -403,7 +410,7 @@ class Sender:
                 self._take_place()
                 self._forget_invited()
             calls = list(self._block(call, who, first + sent, most))
-            pool = self._few if CALLS[call] is ADMISSION else self._pool
+            pool = self._few if CALLS[call] is ADMISSION else self._streams if call in STREAMS else self._pool
             for code, said in pool.map(partial(self._send, call, who), calls):
                 codes[code] += 1
                 escaped += [said] if said else []
@@ -430,12 +437,13 @@ class Sender:
             code = knock(address, random.choice(self._strange), as_http2(call))
             return code, f"{[frame[:200].hex() for frame in call.frames[:3]]}" if code in ESCAPED else ""
         self._disturb(who, name)
+        time.sleep(self._pace.due_in(who, 1))
         channel = random.choice(self._channels_to(name, who))
         try:
             self._make(channel, name, call)
             return "OK", ""
         except grpc.RpcError as error:
-            code = error.code().name
+            code = status_of(error)
             said = f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}"
             return code, said if code in ESCAPED and not said.startswith(NO_CONTRIBUTIONS) else ""
 

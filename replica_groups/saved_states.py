@@ -192,7 +192,8 @@ class SavedStates:
         return next(filter(None, failures), "")
 
     def _begin(self, part: Path) -> None:
-        shutil.rmtree(part, ignore_errors=True)
+        if part.exists():  # a failed save left it
+            shutil.rmtree(part)
         part.mkdir(parents=True)
 
     def _end(self, part: Path, round_: int, files: dict[str, str]) -> None:

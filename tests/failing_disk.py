@@ -35,19 +35,21 @@ class FailingDisk:
         self.count = self.failures = 0
         self._first = 0
         self._lasts = False
-        self._number = errno.ENOSPC
+        self._numbers: tuple[int, ...] = (errno.ENOSPC,)
         self._share, self._dice = 0.0, random.Random(1)
 
     def fail(self, first: int, lasts: bool, number: int = errno.ENOSPC) -> None:
         """Let operation number `first` fail from now on. With `lasts`, all later ones fail too, until `mend`."""
         with self._lock:
-            self._first, self._lasts, self._number = first, lasts, number
+            self._first, self._lasts, self._numbers = first, lasts, (number,)
             self.count = self.failures = 0
 
-    def fail_by_chance(self, share: float, number: int = errno.ENOSPC) -> None:
-        """Let this share of the operations outside the main thread fail, drawn with a fixed seed."""
+    def fail_by_chance(self, share: float, *numbers: int) -> None:
+        """Let this share of the operations outside the main thread fail, drawn with a fixed seed, with these errors in
+        turn.
+        """
         with self._lock:
-            self._share, self._number, self._dice = share, number, random.Random(1)
+            self._share, self._numbers, self._dice = share, numbers, random.Random(1)
             self.count = self.failures = 0
 
     def mend(self) -> None:
@@ -64,8 +66,9 @@ class FailingDisk:
             fails = self.count == self._first or (self._lasts and 0 < self._first <= self.count)
             fails = fails or (self._share > 0 and self._dice.random() < self._share)
             self.failures += fails
+            number = self._numbers[self.failures % len(self._numbers)]
         if fails:
-            raise OSError(self._number, os.strerror(self._number), *([os.fspath(path)] if is_named else []))
+            raise OSError(number, os.strerror(number), *([os.fspath(path)] if is_named else []))
 
     def has(self, path: Any) -> bool:
         """Return whether a path or file descriptor is below the folder."""

@@ -14,13 +14,13 @@ from typing import Protocol
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-from hetero_pp.errors import AskAgain, HeteroPPError, Refused
+from hetero_pp.errors import HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionServicer
 from hetero_pp.rpc.callers import Callers, Guests, shown_certificate
 from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.probe import BUSY, PROBE_SECONDS, Probe
+from hetero_pp.rpc.probe import PROBE_SECONDS, Probe
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Admission"]
 
@@ -139,7 +139,7 @@ class Admission(AdmissionServicer):
         """
         self._unnamed = unnamed
         self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
-        self._lobby, self._probing, self._relayed = lobby, threading.Lock(), relayed
+        self._lobby, self._relayed = lobby, relayed
         self._seating = threading.Lock()
         """Between looking which places are free and taking one."""
 
@@ -210,15 +210,12 @@ class Admission(AdmissionServicer):
         over.start()
         try:
             probe = Probe(frames)  # once it has said something: who says nothing keeps nobody waiting
-            if not self._probing.acquire(blocking=False):
-                raise AskAgain(BUSY)
+            self._lobby.begin_probe(ticket, context.cancel)
             try:
-                self._lobby.begin_probe(ticket, context.cancel)
                 yield from probe.frames()
                 self._lobby.probed(ticket, probe.up, probe.down)
             finally:
                 self._lobby.end_probe(ticket)
-                self._probing.release()
         finally:
             over.cancel()
 

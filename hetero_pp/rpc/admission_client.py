@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import grpc
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionStub
@@ -38,7 +38,8 @@ def enrol(
     """A place and a certificate, for who shows a ticket and asks for a certificate of its key.
 
     Raises Refused if it gets none, RunOver or RunFailed if the run has ended, StoreError if a disk or a store fails
-    there, LinkTimeout if the exchange does not answer within so many seconds (by default SECONDS). `on_wait` is told
+    there, TooMuch if it may ask again later, LinkTimeout if the exchange does not answer within so many seconds (by
+    default SECONDS). `on_wait` is told
     once if it takes long to connect: for how many seconds already, and how many there are in all.
     """
     asked = pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
@@ -95,6 +96,8 @@ def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route
         return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(seconds)}{route.note}")
     if error.code() in _ENDED:
         return ERROR_OF_CODE[error.code()](error.details())
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return TooMuch(str(error.details()))
     if error.code() is grpc.StatusCode.INTERNAL:
         return StoreError(str(error.details()))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.pace import Pace
-from hetero_pp.rpc.permissions import require_call, require_process, require_report
+from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
@@ -71,6 +70,9 @@ MOST_OF_A_NAME = 80
 """Characters of how a caller calls itself."""
 
 _MOST_OPEN_OF_A_TICKET = 2
+
+MOST_OPEN_OF_TICKETS = 32
+"""Calls by tickets at once, of each of their two kinds: each call has a thread, and there may be many tickets."""
 
 MOST_OF_AN_ADDRESS = 300
 """Characters: a host's name has at most 253."""
@@ -247,7 +249,9 @@ def serve_exchange(
             relay.carried_for,
             open_house.unnamed,
         )
-        handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))
+        of_tickets = {call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose is Whose.TICKET}
+        threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
+        handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 
 
@@ -269,8 +273,8 @@ class _Servicer(ExchangeServicer):
         self._joins = Pace(JOINS_A_MINUTE / 60, JOINS_AT_ONCE)
         self._stalls = StreamWatch()
         self._counting = threading.Lock()
-        self._sent: Counter[int] = Counter()
-        """By round, how many calls send its snapshot."""
+        self._sent: dict[int, list[grpc.ServicerContext]] = {}
+        """By round, the calls that send its snapshot."""
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 
@@ -432,22 +436,30 @@ class _Servicer(ExchangeServicer):
     ) -> Iterator[bytes]:
         is_newest = not request.HasField("round")
         round_ = self.exchange.newest_snapshot(self._is_asked(context))[0] if is_newest else request.round
-        with self._sending(round_):
+        with self._sending(round_, context):
             yield from self._snapshot(request.names, round_, context)
 
     @contextmanager
-    def _sending(self, round_: int) -> Iterator[None]:
-        """Count a snapshot that is being sent. Raises TooMuch if others are: each is a whole model in memory."""
+    def _sending(self, round_: int, context: grpc.ServicerContext) -> Iterator[None]:
+        """Note a snapshot that is being sent, as each round's is a whole model in memory.
+
+        If too many rounds are, cut the streams of the oldest one: a slow reader keeps nobody from a newer snapshot.
+        Raises TooMuch if this round is older than all of them.
+        """
         with self._counting:
             if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_IN_MEMORY_MAX:
-                raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; try again later")
-            self._sent[round_] += 1
+                if round_ < (oldest := min(self._sent)):
+                    raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; try again later")
+                for slow in self._sent.pop(oldest):
+                    slow.cancel()
+            self._sent.setdefault(round_, []).append(context)
         try:
             yield
         finally:
             with self._counting:
-                self._sent[round_] -= 1
-                self._sent += Counter[int]()  # drops those that are zero
+                left = [one for one in self._sent.pop(round_, []) if one is not context]
+                if left:
+                    self._sent[round_] = left
 
     def _snapshot(self, names: Sequence[str], round_: int, context: grpc.ServicerContext) -> Iterator[bytes]:
         if len(names) != len(set(names)):

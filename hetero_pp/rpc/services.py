@@ -6,8 +6,8 @@ In a call, a Frame of the .proto is one frame of raw bytes; everything else is t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -35,6 +35,7 @@ from hetero_pp.messages.messages_pb2 import Frame
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc.call_rate import CallRate, close_connection
 from hetero_pp.rpc.open_calls import OpenCalls
+from hetero_pp.rpc.stalled import STALL_SECONDS, StreamWatch
 
 
 class Door(Protocol):
@@ -79,6 +80,9 @@ REQUEST_BYTES_MAX = 64 << 10
 _REQUEST_BYTES_MAX = {"Agree": 1 << 20, "Confirm": 4 << 20, "Report": 4 << 20, "Snapshot": 1 << 20}
 """The same for calls that carry a configuration, hashes or names of all parameters, or many reports."""
 
+REQUEST_SECONDS = STALL_SECONDS
+"""A call whose request has not arrived after so long is cut. 4 MiB take 34 s at 1 Mbit/s."""
+
 BULK_CALLS_MAX = 3
 """Streams of frames that one caller may have open: it sends or fetches one at a time, and may retry after a lost
 connection that the server has not noticed yet."""
@@ -92,16 +96,33 @@ def call_path(service: ServiceDescriptor, call: str) -> str:
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
 
 
-def service_handler(service: ServiceDescriptor, servicer: object, door: Door, most_open: int) -> grpc.GenericRpcHandler:
+def service_handler(
+    service: ServiceDescriptor,
+    servicer: object,
+    door: Door,
+    most_open: int,
+    most_together: Mapping[str, int] | None = None,
+) -> grpc.GenericRpcHandler:
     """For `make_server`: every call of a service goes to the servicer's method of its name, if the door lets it in.
 
     A caller has at most so many calls open. A HeteroPPError that is raised ends the call with its status code.
+    `most_together`: by call, how many are open at once of all callers together.
     """
     open_calls, open_streams = OpenCalls(most_open), OpenCalls(min(most_open, BULK_CALLS_MAX), "streams")
-    rate = CallRate()
+    rate, requests = CallRate(), StreamWatch(REQUEST_SECONDS)
+    together = {call: OpenCalls(most) for call, most in (most_together or {}).items()}
     handlers = {
         call.name: _call_handler(
-            _Call(call, getattr(servicer, call.name), door, open_calls, open_streams if _is_bulk(call) else None, rate)
+            _Call(
+                call,
+                getattr(servicer, call.name),
+                door,
+                open_calls,
+                open_streams if _is_bulk(call) else None,
+                together.get(call.name),
+                rate,
+                requests,
+            )
         )
         for call in service.methods
     }
@@ -118,7 +139,11 @@ class _Call:
     open_calls: OpenCalls
     open_streams: OpenCalls | None
     """Counts the streams of frames of each caller; None for other calls."""
+    together: OpenCalls | None
+    """Counts this call of all callers; None if only each caller's own calls are bounded."""
     rate: CallRate
+    requests: StreamWatch
+    """Cuts calls whose request does not arrive."""
 
     @contextmanager
     def entered(self, context: grpc.ServicerContext) -> Iterator[None]:
@@ -127,7 +152,7 @@ class _Call:
         try:
             caller = self._admitted(context)
             due = self._due_in(caller, context)
-            with self.open_calls.one_more(caller), self._one_more_stream(caller):
+            with self.open_calls.one_more(caller), self._one_more_stream(caller), self._one_more_of_all():
                 time.sleep(due)  # it holds one of the caller's own open calls
                 yield
         except HeteroPPError as error:
@@ -139,6 +164,9 @@ class _Call:
 
     def _one_more_stream(self, caller: str) -> AbstractContextManager[None]:
         return nullcontext() if self.open_streams is None else self.open_streams.one_more(caller)
+
+    def _one_more_of_all(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.together is None else self.together.one_more(f"`{self.method.name}`")
 
     def _admitted(self, context: grpc.ServicerContext) -> str:
         """Return the caller. A call that is not let in counts for its connection, as anybody may name anybody."""
@@ -156,12 +184,14 @@ class _Call:
             close_connection(context.peer())
             raise
 
-    def request(self, messages: Iterator[bytes]) -> object:
+    def request(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
         """What is asked; the messages themselves where there are many, or no protobuf."""
         if self.method.client_streaming:
             return messages
         most = _REQUEST_BYTES_MAX.get(self.method.name, REQUEST_BYTES_MAX)
-        return _parsed(self.method.input_type, next(messages, None), most)
+        with closing(self.requests.watched(messages, context)) as watched:
+            message = next(watched, None)
+        return _parsed(self.method.input_type, message, most)
 
 
 def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
@@ -169,11 +199,11 @@ def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
 
     def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
         with call.entered(context):
-            return call.answer(call.request(messages), context)
+            return call.answer(call.request(messages, context), context)
 
     def many(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[object]:
         with call.entered(context):
-            yield from call.answer(call.request(messages), context)
+            yield from call.answer(call.request(messages, context), context)
 
     serializer = _serializer(call.method.output_type)
     if call.method.server_streaming:

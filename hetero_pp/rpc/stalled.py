@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -31,7 +31,7 @@ class StreamWatch:
         self._streams: set[_Stream] = set()
         self._is_watching = False
 
-    def watched(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def watched(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yield the same frames, and cancel their call if none is taken, or none comes, for too long."""
         stream = _Stream(context, time.monotonic())
         with self._lock:

@@ -670,6 +670,10 @@ class Exchange:
         missing = self._names - hashes.keys()
         if missing:
             raise self._refused(member, f"no member of {replica} confirmed {sorted(missing)} in round {round_}")
+        with self._reporting:
+            complaint = self._reports.check_verified(member, self.coordinator.last_round)
+        if complaint is not None:
+            raise self._refused(member, complaint)
         verified = RoundVerified(round=round_, replica=replica, parameters_sha256=parameters_sha256(hashes))
         self.report([Report(member=EXCHANGE, round_verified=verified)])
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_pp.errors import Forbidden, Refused
+from hetero_pp.errors import AskAgain, Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
+from hetero_pp.rpc.probe import BUSY
 
 SETTLE_SECONDS = 2.0
 """For so long nobody has come when a group forms: of some who come at once the best are to be chosen."""
@@ -67,6 +69,10 @@ class Lobby:
         """Ticket -> when its probe began."""
         self._probing: dict[str, Callable[[], object]] = {}
         """Ticket -> ends the measurement that is under way."""
+        self._probes_begun: Counter[str] = Counter()
+        """Ticket -> measurements of its line since this process started."""
+        self._in_queue: dict[str, tuple[float, float]] = {}
+        """Ticket that asked for a measurement -> when it asked first, and last."""
         self._answered: dict[str, float] = {}
         """Ticket -> when it was last told to wait, while it does."""
         self._changed = threading.Condition(self._lock)
@@ -113,14 +119,24 @@ class Lobby:
         self._changed.notify_all()
 
     def begin_probe(self, ticket: str, end: Callable[[], object] = lambda: None) -> None:
-        """The line of who shows a ticket is about to be measured, unless `end` is called. Raises Forbidden if it was
-        lately.
+        """Begin to measure the line of a ticket's holder. `end` is called if the measurement has to stop early.
+
+        Tickets that were measured least often come first, then those that asked first. So tickets that are measured
+        again and again keep nobody else waiting. Raises Forbidden if this line was measured lately, AskAgain if it is
+        another ticket's turn.
         """
         with self._lock:
             self._forget()
             if ticket in self._probes or ticket in self._guests:
                 raise Forbidden(f"a line is measured at most once in {PROBE_AGAIN_SECONDS:g} seconds")
-            self._probes[ticket] = self._answered[ticket] = self._clock()
+            now = self._clock()
+            self._in_queue[ticket] = (self._in_queue.get(ticket, (now, now))[0], now)
+            first = min(self._in_queue, key=lambda one: (self._probes_begun[one], self._in_queue[one][0]))
+            if self._probing or first != ticket:
+                raise AskAgain(BUSY)
+            del self._in_queue[ticket]
+            self._probes_begun[ticket] += 1
+            self._probes[ticket] = self._answered[ticket] = now
             self._probing[ticket] = end
 
     def end_probe(self, ticket: str) -> None:
@@ -199,6 +215,8 @@ class Lobby:
             self._leave(ticket)
         for ticket in [one for one, answered in self._answered.items() if now - answered > FORGET_SECONDS]:
             self._waits_no_more(ticket)
+        for ticket in [one for one, (_, asked) in self._in_queue.items() if now - asked > FORGET_SECONDS]:
+            del self._in_queue[ticket]
         for ticket in [one for one, (_, until) in self._promised.items() if now > until]:
             del self._promised[ticket]
         for ticket in [one for one, begun in self._probes.items() if now - begun > PROBE_AGAIN_SECONDS]:

@@ -12,14 +12,17 @@ from hetero_pp.report_bounds import ReportBounds, complaint, drop_unknown
 from hetero_pp.run.spec import Roster
 from hetero_pp.steady_clock import steady_clock
 
-_TRIES = 8
+TRIES = 8
 """Times that one round may be reported: a replica that is formed anew trains its round again."""
-_ROUNDS_BEFORE = 8
+ROUNDS_BEFORE = 8
 """Rounds that are added to those of the run: a member reports before the first round, and after the last."""
 _LINK_REPORTS_A_SECOND = 4.0
 """Of one direction of one link. A member sends two while it trains."""
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
 """A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
+
+REFUSAL_CHARACTERS = 200
+"""Characters of each text of a reported refusal. Only refusals grow with time instead of with rounds."""
 
 
 class MemberReports:
@@ -53,15 +56,22 @@ class MemberReports:
         if report.HasField("refusal") and report.refusal.kind not in frozenset(Kind):
             return f"`refusal.kind`: got `{report.refusal.kind[:40]}`, expected one of: {', '.join(Kind)}"
         event = report.WhichOneof("event") or ""
-        most = self._most(report.member, event, last_round)
-        if self._told[report.member, event] >= most:
+        return self._count(report.member, event, last_round)
+
+    def check_verified(self, member: str, last_round: int) -> str | None:
+        """Say why a hash that a member's confirmation completes is not reported; None if it is."""
+        return self._count(member, "round_verified", last_round)
+
+    def _count(self, sender: str, event: str, last_round: int) -> str | None:
+        most = self._most(sender, event, last_round)
+        if self._told[sender, event] >= most:
             return f"`{event}`: got more than {most} reports up to round {last_round}"
-        self._told[report.member, event] += 1
+        self._told[sender, event] += 1
         return None
 
     def _most(self, member: str, event: str, last_round: int) -> int:
         """How many reports of one kind a member may have sent by now."""
-        rounds, seconds = _TRIES * (last_round + _ROUNDS_BEFORE), self._clock() - self._first
+        rounds, seconds = TRIES * (last_round + ROUNDS_BEFORE), self._clock() - self._first
         match event:
             case "inner_step":
                 return rounds * self._bounds.steps
@@ -80,5 +90,8 @@ class MemberReports:
         now = self.now()
         age = report.sent - report.time if report.HasField("sent") else 0.0
         made = now - age if 0 < age < math.inf else now
+        if report.HasField("refusal"):
+            refusal = report.refusal
+            refusal.sender, refusal.reason = (text[:REFUSAL_CHARACTERS] for text in (refusal.sender, refusal.reason))
         report.time = self._newest[report.member] = max(made, self._newest.get(report.member, self._first))
         return drop_unknown(report)

@@ -11,11 +11,12 @@ import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetero_pp.errors import Forbidden, Refused, StoreError
+from hetero_pp.errors import Forbidden, Refused, StoreError, TooMuch
 from hetero_pp.rpc.admission import MOST_BLAMED
+from hetero_pp.rpc.pace import Pace
 from hetero_pp.steady_clock import steady_clock
 
 _SCHEMA = """
@@ -29,6 +30,16 @@ CREATE TABLE IF NOT EXISTS holders (
 CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NULL);
 """
 _BUSY_SECONDS = 10.0
+
+SEATS_A_MINUTE, SEATS_AT_ONCE = 10.0, 20
+"""How often one ticket may take a slot: each time is a row, flushed to the disk while all other calls wait."""
+
+HOLDERS_KEPT = 100
+"""Newest holders of a slot that the database keeps. Only the newest one can act."""
+
+RENEWED_SHARE = 1e-3
+"""Share of a certificate's time within which a second renewal writes nothing. Honest members renew at its half."""
+
 _ID_BYTES = 8
 
 
@@ -64,6 +75,7 @@ class Memberships:
         """Open the database in a file, which is made if it is not there. Raises StoreError if that cannot be done."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._clock, self._lock = path, clock or steady_clock(), threading.RLock()
+        self._seats = Pace(SEATS_A_MINUTE / 60, SEATS_AT_ONCE, self._clock)
         try:
             self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             path.chmod(0o600)
@@ -94,7 +106,7 @@ class Memberships:
     def valid_tickets(self) -> int:
         """Return how many tickets a member uses, or may still use."""
         query = "SELECT COUNT(*) FROM tickets WHERE NOT revoked AND (key IS NOT NULL OR until > ?)"
-        with self._lock:
+        with self._reading():
             count: int = self._database.execute(query, (self._clock(),)).fetchone()[0]
         return count
 
@@ -103,11 +115,13 @@ class Memberships:
 
         With the same key it may be asked again: should the answer have been lost, or who has left come back. `vacant`:
         places at which nobody is. Raises Refused for a ticket that is unknown and where no place is free, Forbidden for
-        one that is used, over or taken back.
+        one that is used, over or taken back, TooMuch for one that takes slots too often.
         """
         with self._changing():
             place = self._good_for(ticket, key)
             if not self._has_place(ticket):
+                if (wait_seconds := self._seats.refused_for(ticket)) > 0:
+                    raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
                 self._let_in(ticket, key, self._place_for(place, vacant), seconds)
             found = self._of_ticket(ticket)
             assert found is not None
@@ -115,7 +129,7 @@ class Memberships:
 
     def lacks_place(self, ticket: str, key: bytes) -> bool:
         """Whether who shows a ticket with a key is to have one that nobody has named. Raises as `enrol`."""
-        with self._lock:
+        with self._reading():
             return self._good_for(ticket, key) is None and not self._has_place(ticket)
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
@@ -157,20 +171,21 @@ class Memberships:
         row = (place, newest.number + 1 if newest else 1, ticket, key, self._clock() + seconds)
         self._database.execute("UPDATE tickets SET key = ? WHERE id = ?", (key, ticket))
         self._database.execute("INSERT INTO holders (place, holder, ticket, key, until) VALUES (?, ?, ?, ?, ?)", row)
+        self._database.execute("DELETE FROM holders WHERE place = ? AND holder <= ?", (place, row[1] - HOLDERS_KEPT))
 
     def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder:
         """The same for so many seconds from now on. Raises Refused for who is not let in, or has another key."""
         with self._changing():
             self._require_in(place, number)
-            changed = self._database.execute(
-                "UPDATE holders SET until = ? WHERE place = ? AND holder = ? AND key = ?",
-                (self._clock() + seconds, place, number, key),
-            )
-            if changed.rowcount != 1:
+            query, holder = "SELECT key FROM holders WHERE place = ? AND holder = ?", (place, number)
+            if self._database.execute(query, holder).fetchone() != (key,):
                 raise Forbidden("a certificate can only be renewed for its original key")
-            found = self._newest(place)
+            found, until = self._newest(place), self._clock() + seconds
             assert found is not None
-            return found
+            if found.until > until - RENEWED_SHARE * seconds:
+                return found
+            self._database.execute("UPDATE holders SET until = ? WHERE place = ? AND holder = ?", (until, *holder))
+            return replace(found, until=until)
 
     def end(self, place: str, number: int, why: str) -> None:
         """A holder is let in no more, and its place is free. Nothing if it was not any more."""
@@ -205,7 +220,7 @@ class Memberships:
     def tickets(self) -> list[IssuedTicket]:
         """All that were made and not taken back, in the order in which they end."""
         query = "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
-        with self._lock:
+        with self._reading():
             found = self._database.execute(query).fetchall()
         return [IssuedTicket(id, place, until, bool(is_used)) for id, place, until, is_used in found]
 
@@ -236,25 +251,25 @@ class Memberships:
 
     def require_in(self, place: str, number: int) -> None:
         """Raise Refused for who does not hold a place, or not any more."""
-        with self._lock:
+        with self._reading():
             self._require_in(place, number)
 
     def require_open(self, ticket: str) -> None:
         """Raise Refused for a ticket that lets nobody in, whatever its key."""
-        with self._lock:
+        with self._reading():
             if self._ticket(ticket)[3]:
                 raise Refused("the ticket was revoked")
 
     def held_by(self, place: str) -> Holder | None:
         """Who holds a place; None if nobody does that was invited."""
-        with self._lock:
+        with self._reading():
             newest = self._newest(place)
             return newest if newest is not None and self._is_in(newest) else None
 
     def holders(self) -> list[Holder]:
         """All that there were, by place and number."""
         query = "SELECT place, holder, until, ended FROM holders ORDER BY place, holder"
-        with self._lock:
+        with self._reading():
             found = self._database.execute(query).fetchall()
         return [Holder(*row) for row in found]
 
@@ -294,6 +309,17 @@ class Memberships:
         )
         row = found.fetchone()
         return None if row is None else Holder(*row)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Nobody changes anything during the block. Raises StoreError."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.ProgrammingError:  # it is closed
+                raise
+            except sqlite3.DatabaseError as error:  # a disk that fails, or a damaged file
+                raise StoreError(f"{self._path}: cannot be read ({error})") from error
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import grpc
@@ -92,14 +91,9 @@ class Served:
         """At the port of before, if it was served already."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
         house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby, self.unnamed)
-        with mock.patch("hetero_pp.rpc.exchange.Admission", self._make_admission):
-            self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
+        self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{self.port}"
         self._stack.callback(self.stop)
-
-    def _make_admission(self, *arguments: Any) -> admission.Admission:
-        self.admission = admission.Admission(*arguments)
-        return self.admission
 
     def stop(self) -> None:
         self.server.stop(None).wait(TIMEOUT)
@@ -495,15 +489,16 @@ def test_one_line_is_measured_at_a_time(served: Served) -> None:
     lines, ticket, over = _lines(served), served.ticket(), threading.Event()
     with closing(make_channel(served.address, ticket.identity, EXCHANGE)) as channel:
         answers = _probe(channel, _until(over, HALF))
-        served.wait_until(served.admission._probing.locked)
-        assert be_probed(served.address, served.ticket().identity) == BUSY
+        served.wait_until(lambda: bool(served.lobby._probing))
+        second = served.ticket()
+        assert be_probed(served.address, second.identity) == BUSY
         over.set()
         with pytest.raises(grpc.RpcError):
             next(answers)
-    served.wait_until(lambda: not served.admission._probing.locked())
+    served.wait_until(lambda: not served.lobby._probing)
     assert lines == []
     assert be_probed(served.address, ticket.identity) == "a line is measured at most once in 120 seconds"
-    assert be_probed(served.address, served.ticket().identity) == ""
+    assert be_probed(served.address, second.identity) == ""
 
 
 def test_who_says_nothing_keeps_nobody_from_being_measured(served: Served) -> None:
@@ -524,7 +519,7 @@ def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: 
                 pass
         assert isinstance(error.value, grpc.Call)
         assert error.value.code() is grpc.StatusCode.CANCELLED
-        served.wait_until(lambda: not served.admission._probing.locked())
+        served.wait_until(lambda: not served.lobby._probing)
         over.set()
 
 
@@ -674,3 +669,38 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
     ticket = make_ticket("run", served.address, SECRET.authority, served.spare, time.time() + HOUR)
     with pytest.raises(Refused, match=r"a is taken by another host: ask the operator of the run to free it"):
         served.takes(ticket, "a second datacenter")
+
+
+def test_any_number_of_tickets_that_send_nothing_keep_no_member_waiting(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call has a thread of the server. The calls of all tickets together have fewer threads than there are."""
+    monkeypatch.setattr("hetero_pp.rpc.exchange.MOST_OPEN_OF_TICKETS", 3)
+    monkeypatch.setattr("hetero_pp.rpc.services.REQUEST_SECONDS", 1.0)
+    with mock.patch("hetero_pp.rpc.exchange.MOST_CARRIED", 1):
+        served.serve_again()
+    refused, cut, is_over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    def asks_nothing(channel: grpc.Channel) -> None:
+        def nothing() -> Iterator[bytes]:
+            is_over.wait()
+            yield from ()
+
+        begin: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(admission.SERVICE, "Enrol"))
+        with pytest.raises(grpc.RpcError) as error:
+            begin(nothing(), timeout=TIMEOUT)
+        (refused if error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else cut).release()
+
+    with ExitStack() as channels, ThreadPoolExecutor(80) as pool:
+        channels.callback(is_over.set)
+        for _ in range(40):
+            channel = channels.enter_context(make_channel(served.address, served.ticket().identity, EXCHANGE))
+            for _ in range(2):
+                pool.submit(asks_nothing, channel)
+        for _ in range(80 - 3):
+            assert refused.acquire(timeout=TIMEOUT)
+        member = served.client(SECRET.credentials("a", encrypted=True))
+        assert member.last_round() == 0
+        for _ in range(3):
+            assert cut.acquire(timeout=TIMEOUT)  # as no request has arrived
+        channels.pop_all().close()

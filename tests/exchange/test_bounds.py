@@ -304,17 +304,32 @@ def test_a_snapshot_is_refused_in_one_line_for_names_that_it_does_not_have(names
     assert len(error.details() or "") < 200
 
 
-def test_few_rounds_have_their_snapshots_in_memory(served: Served) -> None:
-    callers = Callers(SECRET, served.run.exchange.roster)
-    servicer = served_exchange._Servicer(served.run.exchange, callers)
+class _Context:
+    """A call that can be cancelled."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_few_rounds_have_their_snapshots_in_memory_and_slow_readers_keep_nobody_from_a_newer_one(
+    served: Served,
+) -> None:
+    servicer: Any = served_exchange._Servicer(served.run.exchange, Callers(SECRET, served.run.exchange.roster))
     with ExitStack() as sending:
-        for round_ in range(served_exchange.SNAPSHOTS_IN_MEMORY_MAX):
-            sending.enter_context(servicer._sending(round_))
-        sending.enter_context(servicer._sending(0))  # the same snapshot
-        with pytest.raises(TooMuch, match=r"^snapshots after the rounds \[0, 1, 2\] are being sent; try again"):
-            sending.enter_context(servicer._sending(9))
-    with servicer._sending(9):
-        assert list(servicer._sent) == [9]
+        calls = {round_: _Context() for round_ in (5, 6, 7)}
+        for round_, call in calls.items():
+            sending.enter_context(servicer._sending(round_, call))
+        sending.enter_context(servicer._sending(5, same := _Context()))  # the same snapshot
+        with pytest.raises(TooMuch, match=r"^snapshots after the rounds \[5, 6, 7\] are being sent; try again"):
+            sending.enter_context(servicer._sending(4, _Context()))
+        assert not any(one.is_cancelled for one in (same, *calls.values()))
+        sending.enter_context(servicer._sending(9, _Context()))
+        assert [call.is_cancelled for call in (calls[5], same, calls[6], calls[7])] == [True, True, False, False]
+        assert sorted(servicer._sent) == [6, 7, 9]
+    assert servicer._sent == {}
 
 
 def _half_sent(served: Served) -> Iterator[bytes]:

@@ -29,7 +29,7 @@ from replica_groups.exchange.audits import audited
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 
-TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENFILE, errno.EMFILE)
+TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ENFILE, errno.EMFILE)
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
 BLOCKS = frozenset({"tok_embeddings", "layers.0", "norm", "lm_head"})
 ROSTER = Roster({"dc": "dc"}, {"dc": BLOCKS})

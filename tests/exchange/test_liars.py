@@ -46,7 +46,12 @@ class Outcome:
 
 
 def _run(
-    corpus: Path, folder: Path, names: Sequence[str], exchange: Mapping[str, Any] | None = None, **options: Any
+    corpus: Path,
+    folder: Path,
+    names: Sequence[str],
+    exchange: Mapping[str, Any] | None = None,
+    outer: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Outcome:
     config = RunConfig.model_validate(
         {
@@ -56,7 +61,7 @@ def _run(
             "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
             "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 8},
             "inner": {"steps": STEPS, "warmup_steps": 4, "learning_rate": 0.02},
-            "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
+            "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}, **(outer or {})},
             "exchange": {"quorum": 1.0, **(exchange or {})},
             "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in names],
         }
@@ -140,3 +145,17 @@ def test_who_sends_too_much_is_bounded_and_nobody_else_is(
         found = _run(corpus, tmp_path / str(number), names)
         assert found.named == (set() if lie == "next to nothing" else {LIAR}), lie
         assert found.loss < honest.loss + most, lie
+
+
+@pytest.mark.parametrize("outer", [{"overlap": 1}, {"keep_local": True}], ids=["overlapped", "parameters kept"])
+def test_a_liar_neither_ends_a_run_of_these_kinds_nor_excludes_an_honest_member(
+    outer: Mapping[str, Any], corpus: Path, tmp_path: Path, tells: Callable[[Lie], None]
+) -> None:
+    """With `overlap` the liar takes its own lie for applied: one a million times too large ends its own training."""
+    names = ("first", LIAR, "second")
+    honest = _run(corpus, tmp_path / "honest", names, outer=outer)
+    tells(lambda _, change: 10 * change)
+    found = _run(corpus, tmp_path / "lie", names, outer=outer)
+    assert honest.named == set() and found.named == {LIAR}
+    assert all({"first", "second"} <= {one.replica for one in record.contributions} for record in found.records)
+    assert found.loss < honest.loss + 0.6

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_run import Clock
 
-from hetero_pp.errors import Forbidden, Refused
+from hetero_pp.errors import AskAgain, Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
 from hetero_pp.planner.spares import group_spares
 from replica_groups.exchange import lobby as lobby_module
@@ -166,22 +166,54 @@ def test_a_place_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) 
     assert waiting.ask("ben") == "home-1.1"
 
 
+def _probe(waiting: Waiting, ticket: str) -> bool:
+    """Measure the line of a ticket's holder; return whether it was its turn."""
+    try:
+        waiting.lobby.begin_probe(ticket)
+    except AskAgain:
+        return False
+    waiting.lobby.end_probe(ticket)
+    return True
+
+
 def test_a_line_is_measured_once_in_a_while(waiting: Waiting) -> None:
-    waiting.lobby.begin_probe("anna")
-    waiting.lobby.begin_probe("ben")
+    assert _probe(waiting, "anna") and _probe(waiting, "ben")
     with pytest.raises(Forbidden, match="once in 120 seconds"):
-        waiting.lobby.begin_probe("anna")
+        _probe(waiting, "anna")
     waiting.clock.time += lobby_module.PROBE_AGAIN_SECONDS + 0.1
-    waiting.lobby.begin_probe("anna")
+    assert _probe(waiting, "anna")
 
 
 def test_who_waited_and_was_forgotten_is_measured_again_at_once(waiting: Waiting) -> None:
-    waiting.lobby.begin_probe("anna")
+    assert _probe(waiting, "anna")
     waiting.come("anna")
     with pytest.raises(Forbidden, match="once in 120 seconds"):
-        waiting.lobby.begin_probe("anna")
+        _probe(waiting, "anna")
     waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
+    assert _probe(waiting, "anna")
+
+
+def test_tickets_that_are_measured_again_and_again_keep_nobody_else_waiting(waiting: Waiting) -> None:
+    """The attackers always ask first, and have been measured before: their time between two measurements is over."""
+    attackers = [f"attacker {number}" for number in range(10)]
+    assert all(_probe(waiting, ticket) for ticket in attackers)
+    waiting.clock.time += lobby_module.PROBE_AGAIN_SECONDS + 0.1
+    waiting.lobby.begin_probe(attackers[0])
+    for ticket in (*attackers[1:], "anna"):
+        assert not _probe(waiting, ticket)
+    waiting.lobby.end_probe(attackers[0])
+    assert not any(_probe(waiting, ticket) for ticket in attackers[1:])
+    assert _probe(waiting, "anna")
+    assert [_probe(waiting, ticket) for ticket in attackers[1:3]] == [True, True]
+
+
+def test_a_ticket_that_asks_no_more_loses_its_turn(waiting: Waiting) -> None:
     waiting.lobby.begin_probe("anna")
+    assert not _probe(waiting, "ben")
+    waiting.lobby.end_probe("anna")
+    assert not _probe(waiting, "cleo")
+    waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
+    assert _probe(waiting, "cleo")
 
 
 def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:

@@ -16,6 +16,7 @@ from hetero_pp.report_bounds import MOST_BYTES, ReportBounds, complaint
 from hetero_pp.rpc.permissions import REPORTS
 from hetero_pp.run.spec import Roster
 from hetero_pp.steady_clock import steady_clock
+from replica_groups.exchange import member_reports
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.member_reports import MemberReports
 from replica_groups.exchange.reporter import Reporter
@@ -158,6 +159,31 @@ def _dated(reports: MemberReports, time: float, sent: float | None = None) -> fl
     report = pb.Report(member="a", time=time, sent=sent, finished=pb.Finished())
     assert reports.take(report)
     return report.time
+
+
+def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run) -> None:
+    """Each one that completes a replica's hash is a report, whatever it says: the record of the run would fill up."""
+    run.deposit(1, "a", "b", "c")
+    hashes = dict.fromkeys(run.snapshot.parameters, bytes(32))
+    most = member_reports.TRIES * (1 + member_reports.ROUNDS_BEFORE)
+    for _ in range(most):
+        run.exchange.confirm("a", 1, hashes)
+    for _ in range(100):
+        with pytest.raises(Refused, match=r"a: `round_verified`: got more than \d+ reports up to round 1"):
+            run.exchange.confirm("a", 1, hashes)
+    run.exchange.confirm("b", 1, hashes)  # no other member pays for it
+    told = run.exchange.watch()
+    run.exchange.end_watching()
+    verified = [one.round_verified.replica for one in told if one.HasField("round_verified")]
+    assert verified == ["a"] * most + ["b"]
+
+
+def test_texts_of_a_refusal_are_cut(run: Run) -> None:
+    """A member may report two refusals a second for as long as the run lasts: each takes little of the disk."""
+    run.exchange.report([_refusal(sender="x" * 2_000, reason="y" * 2_000)])
+    (told,) = [one for one in _told(run.exchange) if one.HasField("refusal")]
+    most = member_reports.REFUSAL_CHARACTERS
+    assert (told.refusal.sender, told.refusal.reason) == ("x" * most, "y" * most)
 
 
 def test_reports_are_dated_by_the_exchange() -> None:

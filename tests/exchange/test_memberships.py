@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.errors import Refused, StoreError
+from hetero_pp.errors import Refused, StoreError, TooMuch
 from hetero_pp.rpc.admission import MOST_BLAMED
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange import memberships as memberships_module
+from replica_groups.exchange.memberships import SEATS_A_MINUTE, SEATS_AT_ONCE, Memberships
 
 DAY, HOUR = 86400.0, 3600.0
 PLACES = ["dc", "home.0", "home.1"]
@@ -221,3 +222,75 @@ def test_malformed_messages_are_counted_by_the_ticket_whatever_number_it_has(mem
         memberships.enrol(ticket, ANNA, PLACES, HOUR)
     assert not memberships.blame("home.0", 1)
     assert memberships.enrol(next_one, BEN, PLACES, HOUR).number == MOST_BLAMED + 1
+
+
+def _take_and_give(memberships: Memberships, ticket: str, key: bytes) -> None:
+    found = memberships.enrol(ticket, key, PLACES, HOUR)
+    memberships.end(found.place, found.number, "it was given back")
+
+
+def test_a_ticket_that_takes_and_gives_its_slot_in_a_loop_has_to_wait(memberships: Memberships, clock: Clock) -> None:
+    ticket = memberships.invite("home.0", DAY)
+    for _ in range(SEATS_AT_ONCE):
+        _take_and_give(memberships, ticket, ANNA)
+    with pytest.raises(TooMuch, match="this ticket takes a slot too often; it may again in 6 s"):
+        _take_and_give(memberships, ticket, ANNA)
+    _take_and_give(memberships, memberships.invite("home.0", DAY), BEN)  # no other ticket waits
+    clock.time += 60 / SEATS_A_MINUTE
+    _take_and_give(memberships, ticket, ANNA)
+
+
+def test_the_database_keeps_the_newest_holders_of_a_slot(
+    memberships: Memberships, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memberships_module, "HOLDERS_KEPT", 3)
+    ticket = memberships.invite("home.0", DAY)
+    for _ in range(10):
+        _take_and_give(memberships, ticket, ANNA)
+    assert [one.number for one in memberships.holders()] == [8, 9, 10]
+    with pytest.raises(Refused, match="another holder since"):
+        memberships.require_in("home.0", 1)
+
+
+def test_renewals_in_a_loop_write_nothing(memberships: Memberships, clock: Clock, tmp_path: Path) -> None:
+    ticket = memberships.invite("home.0", DAY)
+    number = memberships.enrol(ticket, ANNA, PLACES, HOUR).number
+    changes = memberships._database.total_changes
+    for _ in range(100):
+        clock.time += 0.01
+        assert memberships.renew("home.0", number, ANNA, HOUR).until == 1000.0 + HOUR
+    assert memberships._database.total_changes == changes
+    clock.time += HOUR / 2
+    assert memberships.renew("home.0", number, ANNA, HOUR).until == pytest.approx(1001.0 + 1.5 * HOUR)
+    with pytest.raises(Refused, match="the key that it began with"):
+        memberships.renew("home.0", number, BEN, HOUR)
+
+
+def test_a_database_that_cannot_be_read_is_one_line_that_names_it(
+    memberships: Memberships, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an exception that escapes from each call of a member, with a traceback in the exchange's log."""
+
+    class Failing:
+        in_transaction = False
+
+        def execute(self, *_: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    calls: list[Callable[[], object]] = [
+        lambda: memberships.require_in("home.0", 1),
+        lambda: memberships.require_open("ticket"),
+        lambda: memberships.held_by("home.0"),
+        lambda: memberships.lacks_place("ticket", ANNA),
+        memberships.holders,
+        memberships.tickets,
+        memberships.valid_tickets,
+        lambda: memberships.end("home.0", 1, "it was given back"),
+    ]
+    database = memberships._database
+    with monkeypatch.context() as patch:
+        patch.setattr(memberships, "_database", Failing())
+        for call in calls:
+            with pytest.raises(StoreError, match=r"members\.sqlite: cannot be (read|written) \(disk I/O error\)$"):
+                call()
+    assert memberships._database is database

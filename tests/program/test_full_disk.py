@@ -50,6 +50,7 @@ from replica_groups.saved_states import SavedStates
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
+ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES)
 NOW_AND_THEN = 1 / 50
 """The share of operations that fail in a run."""
 
@@ -174,16 +175,34 @@ def test_a_state_that_cannot_be_saved_is_none_and_all_ranks_go_on(world: int, la
             folder = tmp_path / "disk" / str(n)
             states = [SavedStates(folder, "run", 1, ranks) for ranks in (_ranks() if world == 2 else [ALONE])]
             assert save(states, 1) == [""] * world
-            disk.fail(n, lasts)
+            number = ERRORS[n % len(ERRORS)]
+            disk.fail(n, lasts, number)
             (failure,) = set(save(states, 2))
             disk.mend()
             if failure:
                 assert failure.startswith(str(folder))
-                assert "No space left on device" in failure
+                assert os.strerror(number) in failure
             assert sound(states) in ([1], [1, 2]), n
             assert save(states, 3) == [""] * world
             assert not (folder / "part").exists()
             assert max(sound(states)) == 3
+
+
+def test_a_state_says_why_what_a_failed_save_left_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk becomes read-only during a save. The next save must not say that a file exists."""
+
+    def read_only(path: Any, **_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+
+    states = SavedStates(tmp_path / "dc", "run", 1, ALONE)
+    (tmp_path / "dc" / "part").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", read_only)
+        failure = states.save(1, lambda _: None)
+    assert failure.startswith(f"{tmp_path / 'dc' / 'part'}: Read-only file system")
+    assert states.save(1, lambda _: None) == ""
 
 
 # ---- rows of tables ----
@@ -334,13 +353,13 @@ def _train(corpus: Path, runs: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("numbers", [(errno.ENOSPC, errno.EROFS), (errno.EIO, errno.EACCES)])
 def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_does_not(
-    number: int, undisturbed: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    numbers: tuple[int, ...], undisturbed: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Members' states, the log, the record, and what is left of a run's start."""
     with failing_disk(tmp_path / "mixed") as disk:
-        disk.fail_by_chance(NOW_AND_THEN, number)
+        disk.fail_by_chance(NOW_AND_THEN, *numbers)
         summary = _train(corpus, tmp_path)
         assert disk.failures > 5
     expected = json.loads((undisturbed / "summary.json").read_text())

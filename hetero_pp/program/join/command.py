@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver, TooMuch
 from hetero_pp.files import print_without_fail
 from hetero_pp.links import RELAYED
 from hetero_pp.program.join.leave import leavable
@@ -59,7 +59,7 @@ def join(text: str, here: Here) -> None:
     except LinkTimeout as error:
         found = f"{error}; the run {ticket.run} is over, is not served now, or has another address"
         raise ConfigError((), f"{found}; ask the operator of the run") from None
-    except Refused as error:
+    except (Refused, TooMuch) as error:
         raise ConfigError((), str(error)) from None
     except RunOver as error:
         say(f"{ticket.run}: {error}")

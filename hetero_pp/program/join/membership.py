@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.bounded import read_bounded, read_json_object
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.files import write_whole
 from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
@@ -122,14 +122,14 @@ def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[
     while (silent := time.monotonic() - since) < _SECONDS_FOR_AN_EXCHANGE:
         try:
             return enrol(ticket.address, ticket.identity, request, _SECONDS_FOR_AN_ANSWER)
-        except (LinkTimeout, StoreError) as error:
+        except (LinkTimeout, StoreError, TooMuch) as error:
             silent = time.monotonic() - since
             if silent >= due:
                 last = f"last heard after round {lobby.last_round} of {lobby.rounds}"
                 found = no_answer(ticket.address, silent, _SECONDS_FOR_AN_EXCHANGE, has_answered=True, last=last)
-                say(f"{ticket.run}: {f'{error}; retrying' if isinstance(error, StoreError) else found}")
+                say(f"{ticket.run}: {found if isinstance(error, LinkTimeout) else f'{error}; retrying'}")
                 due = max(1.0, min(2 * silent, silent + MOST_BETWEEN))
-            if isinstance(error, StoreError):  # this error arrives at once, so a retry without a pause would spin
+            if not isinstance(error, LinkTimeout):  # this error arrives at once, so a retry without a pause would spin
                 time.sleep(_SECONDS_IN_LOBBY)
     raise LinkTimeout(f"the exchange at {ticket.address} did not answer within {format_seconds(silent)}")
 
