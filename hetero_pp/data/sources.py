@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetero_pp.data.corpora import skipped_files
 from hetero_pp.data.hub import Shards, open_splits
 from hetero_pp.data.order import Order
 from hetero_pp.data.settings import DataSettings
@@ -135,14 +134,6 @@ Source = TokenStore | StreamedCorpus
 def tokens_digest(source: Source | None) -> str:
     """By which hosts tell whether they read the same: see TokenStore. Empty for nothing, and for what is streamed."""
     return source.digest if isinstance(source, TokenStore) else ""
-
-
-def notes_on(settings: DataSettings, source: Source | None) -> tuple[str, ...]:
-    """Lines that the user has to see before training begins: what of the corpus is skipped, and the like."""
-    if source is None:
-        return ()
-    skipped = skipped_files(settings) if isinstance(source, TokenStore) else ""
-    return (*([skipped] if skipped else []), *source.notes)
 
 
 def open_source(settings: DataSettings, cache: Path, on_progress: OnProgress = untold) -> Source:
