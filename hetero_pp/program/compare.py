@@ -205,7 +205,7 @@ def _draw(found: Sequence[ComparedRun], path: Path) -> None:
         by_tokens.set_ylabel("nats per token")
         by_tokens.set_xlabel("tokens of all replicas")
         by_tokens.xaxis.set_major_formatter(lambda value, _: _short(value))
-        by_time.set_xlabel("training time")
+        by_time.set_xlabel("training time without pauses (from a minute on: min:s or h:min:s)")
         by_time.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0 s")
         handles, names = by_time.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4))

@@ -200,9 +200,14 @@ def test_a_corpus_is_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     (folder / "a.txt").write_text("enough to train on and to validate on")
     (folder / "notes.md").write_text("no")
-    walks = []
+    walks: list[Path] = []
     iterdir = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda path: walks.append(path) or iterdir(path))
+
+    def watched(path: Path) -> Iterator[Path]:
+        walks.append(path)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", watched)
     settings = DataSettings(corpus=str(folder), validation_share=0.2)
     for _ in range(2):
         walks.clear()
