@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 BITS_PER_SECOND = {
@@ -74,18 +76,26 @@ def format_bits_per_second(value: float | None) -> str:
     """Format bits per second: 1e8 -> "100 Mbit/s"; None -> "unlimited"."""
     if value is None:
         return "unlimited"
-    for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+    for factor, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if value >= 0.99995 * factor:
-            return f"{value / factor:.4g} {unit}"
-    return f"{value:.4g} bit/s"
+            return f"{format_number(value / factor, 4).replace(',', '')} {unit}"
+    return f"{format_number(value, 4)} bit/s"
 
 
 def format_bytes(value: float) -> str:
     """Format bytes: 1536 -> "1.54 kB"."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= 0.9995 * factor:
-            return f"{value / factor:.3g} {unit}"
+            return f"{format_number(value / factor).replace(',', '')} {unit}"
     return f"{value:.0f} B"
+
+
+def format_flops(value: float) -> str:
+    """Format a number of floating-point operations: 5.1e16 -> "51 PFLOP"."""
+    for factor, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if value >= factor:
+            return f"{format_number(value / factor, 2)} {unit}"
+    return f"{format_number(value / 1e6, 2)} MFLOP"
 
 
 def format_percent(value: float) -> str:
@@ -94,13 +104,20 @@ def format_percent(value: float) -> str:
 
 
 def format_ratio(value: float) -> str:
-    """Format a ratio: 0.03125 -> "1/32"."""
-    return str(Fraction(value).limit_denominator(4096))
+    """Format a ratio: 0.03125 -> "1/32"; 1e-5 -> "1/100000"."""
+    is_small = 0 < abs(value) < 1 / 4096
+    return str(Fraction(value).limit_denominator(round(abs(1 / value)) if is_small else 4096))
 
 
 def format_count(count: int, one: str) -> str:
     """Format a count: (1, "replica") -> "1 replica"; (2000, "replica") -> "2,000 replicas"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+
+
+def format_names(names: Collection[str], shown: int, separator: str = ", ") -> str:
+    """List the first `shown` names and count the others: "anna, ben, carla and 2 more"."""
+    more = len(names) - shown
+    return separator.join(islice(names, shown)) + (f" and {more:,} more" if more > 0 else "")
 
 
 def format_times(count: int) -> str:
@@ -109,9 +126,10 @@ def format_times(count: int) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """Format seconds: 0.02 -> "20 ms"; 95 -> "1:35"."""
+    """Format seconds: 0.02 -> "20 ms"; 2e-6 -> "2 µs"; 95 -> "1:35"."""
     if value < 1:
-        return f"{value * 1e3:.4g} ms"
+        is_tiny = 0 < value < 1e-5
+        return f"{format_number(value * 1e6)} µs" if is_tiny else f"{format_number(value * 1e3, 4)} ms"
     if value < 60:
         return f"{value:.3g} s"
     minutes, seconds = divmod(round(value), 60)

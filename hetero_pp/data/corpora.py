@@ -38,13 +38,19 @@ class Rows:
         return f"data.corpus: {settings.corpus}: {skipped}" if self.null else ""
 
 
-def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: Rows | None = None) -> Iterator[str]:
+def documents(
+    settings: DataSettings,
+    on_share: OnShare = lambda _: None,
+    rows: Rows | None = None,
+    listing: Listing | None = None,
+) -> Iterator[str]:
     """Yield every document of the corpus that is not blank, file by file in the order of their names.
 
-    Rows whose text is null are skipped and counted in `rows`. Raises ConfigError for an unreadable file, for a file
-    whose rows are all null, and for a corpus without any document.
+    Rows whose text is null are skipped and counted in `rows`. `listing`: the corpus's files, if they are listed
+    already. Raises ConfigError for an unreadable file, for a file whose rows are all null, and for a corpus without
+    any document.
     """
-    found, listing = False, _listing(settings)
+    found, listing = False, listing or list_corpus(settings)
     for text in _documents_of(listing.files, settings, on_share, rows or Rows()):
         found = True
         yield text
@@ -59,7 +65,7 @@ def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
     The files amount to about `size` bytes, or to all if there are fewer. From one large file, it takes the
     first documents.
     """
-    files = _listing(settings).files
+    files = list_corpus(settings).files
     whole = _bytes_of(files)
     some = files[:: max(1, whole // size)]
     part = _bytes_of(some) / whole
@@ -123,24 +129,28 @@ def _within(on_share: OnShare, before: float, part: float, share: float) -> None
     on_share(before + part * share)
 
 
-def fingerprint(settings: DataSettings) -> str:
-    """Return a digest of names, sizes and modification times, which detects a changed corpus without reading it."""
-    listing = [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in _listing(settings).files]
-    is_docstrings = settings.corpus == DOCSTRINGS
-    return hashlib.sha256(json.dumps([is_docstrings, settings.text_field, listing]).encode()).hexdigest()
+def fingerprint(settings: DataSettings, listing: Listing | None = None) -> str:
+    """Return a digest of names, sizes and modification times, which detects a changed corpus without reading it.
 
-
-def skipped_files(settings: DataSettings) -> str:
-    """Say in one line how many files are read and what is skipped.
-
-    Return an empty string if nothing is skipped or the corpus is an installed one.
+    `listing`: the corpus's files, if they are listed already.
     """
-    summary = "" if settings.corpus in INSTALLED else _listing(settings).summary()
+    files = (listing or list_corpus(settings)).files
+    found = [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
+    is_docstrings = settings.corpus == DOCSTRINGS
+    return hashlib.sha256(json.dumps([is_docstrings, settings.text_field, found]).encode()).hexdigest()
+
+
+def skipped_files(settings: DataSettings, listing: Listing) -> str:
+    """Say in one line how many files of the listing are read and what is skipped; empty if nothing is skipped."""
+    summary = listing.summary()
     return f"data.corpus: {settings.corpus}: {summary}" if summary else ""
 
 
-def _listing(settings: DataSettings) -> Listing:
-    """Return the files of the corpus, sorted. Raises ConfigError if there is none."""
+def list_corpus(settings: DataSettings) -> Listing:
+    """Return the files of the corpus, sorted. Raises ConfigError if there is none.
+
+    The listing of an installed corpus counts no skipped files, because the user did not choose its folders.
+    """
     corpus, suffixes = settings.corpus, readers_of(settings.corpus).keys()
     if settings.streamed is not None:
         raise ConfigError(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.data.corpora import Rows
-from hetero_pp.data.readers import bad_utf8, holds_text, names_of, text_of_line, texts_of_column
+from hetero_pp.data.readers import bad_utf8, holds_text, names_of_fields, text_of_line, texts_of_column
 from hetero_pp.data.settings import STREAMED, DataSettings, is_on_the_hub
 from hetero_pp.data.walk import each_once
 from hetero_pp.errors import ConfigError
@@ -109,7 +109,7 @@ def _columns_of(file: str) -> str:
     from pyarrow import parquet
 
     with fsspec.open(file, "rb") as opened:
-        return f"{file}: {names_of(parquet.read_schema(opened).names)}"
+        return f"{file}: {names_of_fields(parquet.read_schema(opened).names)}"
 
 
 def _json_lines(table: Any, file: str, number: int, field: str) -> Iterator[str | None]:

@@ -9,13 +9,14 @@ import ast
 import codecs
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.data.prose import prose_of
 from hetero_pp.data.settings import DOCSTRINGS, PROSE, STANDARD_LIBRARY
 from hetero_pp.errors import ConfigError
+from hetero_pp.units import format_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -131,7 +132,7 @@ def text_of_line(line: str | bytes, where: str, field: str) -> str | None:
         found = type(record).__name__
         raise ConfigError(_KEY, f"{where}: found JSON of type {found}, expected an object with text in `{field}`")
     if field not in record:
-        raise ConfigError(_FIELD_KEY, f"found `{field}`, expected a field of {where}: {names_of(record)}")
+        raise ConfigError(_FIELD_KEY, f"found `{field}`, expected a field of {where}: {names_of_fields(record)}")
     text = record[field]
     if not isinstance(text, str | None):
         raise ConfigError(_FIELD_KEY, f"found `{field}` of type {type(text).__name__} in {where}, expected text")
@@ -158,7 +159,7 @@ def _parquet(path: Path, field: str, on_share: OnShare) -> Iterator[str | None]:
 def _require_text(schema: pa.Schema, field: str, path: Path) -> None:
     """Raise ConfigError if there is no such column, or it holds no text."""
     if field not in schema.names:
-        raise ConfigError(_FIELD_KEY, f"found `{field}`, expected a column of {path}: {names_of(schema.names)}")
+        raise ConfigError(_FIELD_KEY, f"found `{field}`, expected a column of {path}: {names_of_fields(schema.names)}")
     kind = schema.field(field).type
     if not holds_text(kind):
         raise ConfigError(_FIELD_KEY, f"found `{field}` of type {kind} in {path}, expected text")
@@ -209,7 +210,6 @@ def _not_utf8(data: bytes, position: int) -> str:
     return f"found the byte 0x{data[position]:02x}, which is not UTF-8, expected UTF-8 text{hint}"
 
 
-def names_of(names: Iterable[str]) -> str:
-    """Join the names of fields, as many as fit on a line."""
-    found = list(names)
-    return ", ".join([*found[:_FIELDS_SHOWN], *(["..."] if len(found) > _FIELDS_SHOWN else [])]) or "it has none"
+def names_of_fields(names: Collection[str]) -> str:
+    """List the first fields of a file, as an error message shows them."""
+    return format_names(names, _FIELDS_SHOWN) or "it has none"

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetero_pp.data.corpora import skipped_files
 from hetero_pp.data.hub import Shards, open_splits
 from hetero_pp.data.order import Order
 from hetero_pp.data.settings import DataSettings
@@ -135,14 +134,6 @@ Source = TokenStore | StreamedCorpus
 def tokens_digest(source: Source | None) -> str:
     """Return the digest by which hosts verify that they read the same tokens; empty without a TokenStore."""
     return source.digest if isinstance(source, TokenStore) else ""
-
-
-def notes_on(settings: DataSettings, source: Source | None) -> tuple[str, ...]:
-    """Return lines to show to the user before training, such as the skipped files of the corpus."""
-    if source is None:
-        return ()
-    skipped = skipped_files(settings) if isinstance(source, TokenStore) else ""
-    return (*([skipped] if skipped else []), *source.notes)
 
 
 def open_source(settings: DataSettings, cache: Path, on_progress: OnProgress = untold) -> Source:

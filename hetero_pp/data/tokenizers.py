@@ -13,7 +13,7 @@ import numpy as np
 from hetero_pp.bounded import parse_json, read_bounded, read_json_object, require_shallow
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_count
+from hetero_pp.units import format_count, format_names
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Names of the files of a tokenizer. The second file names its special tokens and is optional."""
@@ -166,9 +166,9 @@ def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) 
     changed = [f"{name} {given[name]} -> {ids[name]}" for name in given if ids.get(name, given[name]) != given[name]]
     if not changed:
         return ()
-    shown = ", ".join([*changed[:_RENUMBERED_SHOWN], *(["..."] if len(changed) > _RENUMBERED_SHOWN else [])])
     count = f"{len(changed):,} of {format_count(len(ids), 'token')}"
     why = "because the ids in the file are not in the order of its vocabulary"
+    shown = format_names(changed, _RENUMBERED_SHOWN)
     return (f"data.tokenizer: {path}: {count} have other ids than in the file, {why}: {shown}",)
 
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from hetero_pp.data.corpora import Rows, documents, fingerprint
+from hetero_pp.data.corpora import Rows, documents, fingerprint, list_corpus, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
@@ -47,7 +47,7 @@ class TokenStore:
     path: Path
     digest: str
     notes: tuple[str, ...] = ()
-    """Lines for the user about the tokenizer and about rows without text."""
+    """Lines for the user about skipped files, the tokenizer, and rows without text."""
 
     def describe(self, tokens: int | None) -> str:
         """Describe the data for a run of `tokens` tokens in words; None if that number is unknown."""
@@ -64,18 +64,20 @@ def prepare_tokens(
     the files are equal, and each is renamed atomically to the final name.
     """
     tokenizer = tokenizer or load_tokenizer(settings)
-    key = json.dumps([_FORMAT, fingerprint(settings), tokenizer.identity, tokenizer.separator])
+    listing = list_corpus(settings)
+    key = json.dumps([_FORMAT, fingerprint(settings, listing), tokenizer.identity, tokenizer.separator])
     path = cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with naming(path), TemporaryDirectory(prefix="encoding-", dir=cache, ignore_cleanup_errors=True) as scratch:
             rows = Rows()
-            texts = documents(settings, partial(on_progress, "encoding the corpus"), rows)
+            texts = documents(settings, partial(on_progress, "encoding the corpus"), rows, listing)
             written = _write(Path(scratch), texts, tokenizer, on_progress)
             _keep_rows(path, rows)
             rename_whole(written, path)
     with naming(path):
         tokens = np.load(path, mmap_mode="r")
+    skipped = skipped_files(settings, listing)
     held_out = round(len(tokens) * settings.validation_share)
     if not 0 < held_out < len(tokens):
         raise ConfigError(
@@ -89,7 +91,7 @@ def prepare_tokens(
         vocabulary=tokenizer.vocabulary,
         path=path,
         digest=_digest(path),
-        notes=(*tokenizer.notes, *_kept_rows(path, settings)),
+        notes=(*([skipped] if skipped else []), *tokenizer.notes, *_kept_rows(path, settings)),
     )
 
 

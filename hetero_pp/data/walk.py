@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_count
+from hetero_pp.units import format_count, format_names
 
 _KEY = ("data", "corpus")
 _HIDDEN_FILE, _HIDDEN_FOLDER = "hidden file", "hidden folder"
@@ -41,9 +41,7 @@ class Listing:
 
     def skips(self) -> str:
         """Return `skipped 3 hidden files and 2 repeated links`, or "" if nothing is skipped."""
-        shown = sorted(self.other_suffixes)[:_SUFFIXES_SHOWN]
-        more = ["..."] if len(self.other_suffixes) > len(shown) else []
-        return _skips(self.skipped, f" ({', '.join([*shown, *more])})")
+        return _skips(self.skipped, f" ({format_names(sorted(self.other_suffixes), _SUFFIXES_SHOWN)})")
 
 
 def list_files(

@@ -10,7 +10,7 @@ from hetero_pp.planner.split import Load, Sizes, part_of_stage, stage_bytes
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.topology import ParticipantsReplica
-from hetero_pp.units import format_bytes, format_count
+from hetero_pp.units import format_bytes, format_count, format_names
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ def no_split(spec: RunSpec, index: int, loads: Sequence[Load]) -> ConfigError:
     rooms = [_rooms(spec, replica, load) for load in loads]
     best = max(range(len(loads)), key=lambda one: sum(room.layers for room in rooms[one]))
     load, found = loads[best], rooms[best]
-    machines = "; ".join(map(_described, found[:SHOWN]))
-    if len(found) > SHOWN:
-        machines += f"; and {len(found) - SHOWN} more"
+    machines = format_names([_described(room) for room in found], SHOWN, "; ")
     members = [one for one in spec.members.values() if one.replica is replica]
     told = (
         f"found {format_count(len(found), 'stage')} of {replica.name} with memory for "

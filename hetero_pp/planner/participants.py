@@ -19,6 +19,7 @@ from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSetti
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import SHOWN, assumption
 from hetero_pp.topology import ParticipantsReplica, StageSettings
+from hetero_pp.units import format_names
 
 TIME_LIMIT = 45.0
 """Longest search for groups, in seconds."""
@@ -164,12 +165,11 @@ def _no_group(config: RunConfig, seconds: np.ndarray) -> ConfigError:
     most = [max(int(np.isfinite(stage).sum()) for stage in own) for own in seconds]
     held = [
         f"{person.name} ({person.hardware or config.simulate.machine}) {number}"
-        for number, person in sorted(zip(most, people, strict=True), key=lambda one: -one[0])[:SHOWN]
+        for number, person in sorted(zip(most, people, strict=True), key=lambda one: -one[0])
     ]
-    more = f", and {len(people) - SHOWN} more" if len(people) > SHOWN else ""
     told = (
         f"found {len(people)} participants, but no {plan.stages} of them have enough memory for the "
-        f"model's {layers} layers; most layers that fit: {', '.join(held)}{more}; expected machines with "
+        f"model's {layers} layers; most layers that fit: {format_names(held, SHOWN)}; expected machines with "
         "more memory, or more stages per group (`plan.stages`)"
     )
     assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])

@@ -73,6 +73,8 @@ class Result:
     reached: bool
     limit: str
     """Largest remaining cost, in words."""
+    slowest: str
+    """Label of the replicas whose round takes longest; `what` of their choices."""
     choices: list[Choice]
     groups: dict[str, list[str]]
     """Participants of each new replica, stage by stage."""
@@ -107,6 +109,7 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
         utilization=utilization,
         reached=utilization >= target,
         limit=_limit(boundaries, outer, free),
+        slowest=label_of([planned.replicas[one] for one in classes[_slowest_class(boundaries)]]),
         choices=[
             *(_grouping_choices(grouped) if grouped is not None else ()),
             *_outer_choices(config, planned, vocabulary, outer, own_outer),
@@ -301,6 +304,10 @@ def describe_penalty(penalty: Penalty) -> str:
     """Return the rise of the loss as text, with the tables that it comes from."""
     ours = "not measured here" if penalty.measured is None else f"+{penalty.measured:.1%} measured at 0.34M"
     return f"loss +{penalty.paper:.1%} (Het-PP Table 2, 512M; {ours})"
+
+
+def _slowest_class(boundaries: Sequence[Boundary]) -> int:
+    return max(range(len(boundaries)), key=lambda one: boundaries[one].seconds)
 
 
 def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> str:

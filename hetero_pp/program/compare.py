@@ -21,7 +21,7 @@ from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.sweeps import quantity_of
-from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+from hetero_pp.units import format_bits_per_second, format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,7 +185,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or _ABSENT
     if isinstance(value, float):
-        return f"{value:g}"
+        return format_number(value, 6)
     if not isinstance(value, str):
         return _ABSENT if value in (None, {}) else json.dumps(value)
     quantity = quantity_of(value) if value.endswith(tuple(f" {unit}" for unit in _FORMATS)) else None
@@ -205,7 +205,7 @@ def _draw(found: Sequence[ComparedRun], path: Path) -> None:
         by_tokens.set_ylabel("nats per token")
         by_tokens.set_xlabel("tokens of all replicas")
         by_tokens.xaxis.set_major_formatter(lambda value, _: _short(value))
-        by_time.set_xlabel("training time")
+        by_time.set_xlabel("training time without pauses (from a minute on: min:s or h:min:s)")
         by_time.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0 s")
         handles, names = by_time.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4))

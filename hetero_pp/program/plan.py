@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
+from fractions import Fraction
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,20 @@ from rich.console import Console
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import write_whole
-from hetero_pp.planner.search import Result, describe_penalty, search
+from hetero_pp.planner.search import Choice, Result, describe_penalty, search
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption
+from hetero_pp.run.alike import range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.simulator.machines import assumed_in
 from hetero_pp.units import format_count, parse_fraction
+
+MOST_EXPLAINED = 8
+"""Most entries of the explanation that are shown."""
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+|/[1-9]\d*)?")
+"""A number or a ratio."""
 
 
 def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | None, write: Path | None) -> None:
@@ -43,7 +51,8 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     say(console, lines[0], bold=lines[0])
     for line in lines[1:]:
         say(console, line)
-    _print_choices(console, result)
+    explained, hidden = _explained(result.choices, result.slowest)
+    _print_choices(console, explained, hidden)
     print_exchange(console, result.prediction.exchange)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     if json_path is not None:
@@ -59,7 +68,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     except ConfigError as error:
         grouped = f"{error.message} (the plan has {format_count(len(result.config.replicas), 'replica')})"
         raise file.located(ConfigError(error.key, grouped)) from None
-    reasons = (f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)
+    reasons = (f"{what}: {chosen}: {why}" for what, own in explained for chosen, why in own)
     save_config(result.config, write, [*lines, *reasons])
     say(console, f"Written to {write}.")
 
@@ -89,13 +98,73 @@ def _lines(path: Path, target: float, result: Result) -> Sequence[str]:
     return lines
 
 
-def _print_choices(console: Console, result: Result) -> None:
+Explained = tuple[str, list[tuple[str, str]]]
+"""What was chosen for, and pairs of a choice and its reason."""
+
+
+def _explained(choices: Sequence[Choice], slowest: str) -> tuple[list[Explained], int]:
+    """Group choices by what they are for. Return what to show, and how many entries are hidden.
+
+    Of more than MOST_EXPLAINED entries, those whose texts differ only in numbers become one entry with ranges. If still
+    more are left, the first ones and the entry with `slowest` are shown.
+    """
+    found: list[Explained] = [
+        (what, [(one.chosen, one.why) for one in own]) for what, own in groupby(choices, key=lambda one: one.what)
+    ]
+    if len(found) <= MOST_EXPLAINED:
+        return found, 0
+    alike: dict[str, list[Explained]] = {}
+    for entry in found:
+        alike.setdefault(_without_numbers(entry), []).append(entry)
+    kinds = list(alike.values())
+    worst = [kind for kind in kinds[MOST_EXPLAINED - 1 :] if any(what == slowest for what, _ in kind)]
+    shown = [*kinds[: MOST_EXPLAINED - 1], *(worst or kinds[MOST_EXPLAINED - 1 : MOST_EXPLAINED])]
+    return [_folded(kind) for kind in shown], len(found) - sum(map(len, shown))
+
+
+def _without_numbers(entry: Explained) -> str:
+    return _NUMBER.sub("#", json.dumps(_renamed(entry)))
+
+
+def _renamed(entry: Explained) -> list[str]:
+    """Return the texts of an entry, with the replica's own name as `home-*`: names of its members contain it."""
+    name = entry[0].split(" ")[0]
+    pattern = re.compile(rf"(?<![\w-]){re.escape(name)}(?=\.|\b)")
+    common = re.sub(r"\d+", "*", name)
+    return [pattern.sub(lambda _: common, text) for pair in entry[1] for text in pair]
+
+
+def _folded(kind: Sequence[Explained]) -> Explained:
+    """Return one entry for entries whose texts differ only in numbers: `20..98 Mbit/s`."""
+    if len(kind) == 1:
+        return kind[0]
+    texts = [_with_ranges(same) for same in zip(*map(_renamed, kind), strict=True)]
+    what = f"{range_of([what for what, _ in kind])} ({len(kind)} that differ only in numbers)"
+    return what, list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _with_ranges(texts: Sequence[str]) -> str:
+    """Merge texts with the same words into one, in which numbers that differ are ranges."""
+    words = _NUMBER.split(texts[0])
+    numbers = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    ranges = [_range(same) for same in numbers]
+    return "".join(part for pair in zip_longest(words, ranges, fillvalue="") for part in pair)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    ordered = sorted(set(numbers), key=lambda number: Fraction(number.replace(",", "")))
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]}..{ordered[-1]}"
+
+
+def _print_choices(console: Console, explained: Sequence[Explained], hidden: int) -> None:
     """Print each choice, grouped by what it is for, with its reason below."""
-    for what, choices in groupby(result.choices, key=lambda choice: choice.what):
+    for what, choices in explained:
         say(console, what, bold=what)
-        for choice in choices:
-            say(console, choice.chosen, indent="  ")
-            say(console, choice.why, style="dim", indent="    ")
+        for chosen, why in choices:
+            say(console, chosen, indent="  ")
+            say(console, why, style="dim", indent="    ")
+    if hidden:
+        say(console, f"{hidden:,} more are not shown; `--json FILE` has every choice.")
 
 
 def _as_json(target: float, result: Result, write: Path) -> dict[str, Any]:

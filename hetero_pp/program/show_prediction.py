@@ -204,10 +204,15 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
             spanned((one.backward_busy for one in same), format_percent) if backward else "–",
         )
     console.print(table)
-    if any(link.has_lines for link in spec.links.values()):
-        _explain(console, ["busy –: the link itself has no limit; the table of lines has the limits of its lines"])
-    else:
-        _explain(console, ["busy: share of the round in which the link carries bytes; –: the link has no limit"])
+    has_lines = any(link.has_lines for link in spec.links.values())
+    limit = "it has no limit itself; the table of lines has the limits of its lines" if has_lines else "it has no limit"
+    _explain(
+        console,
+        [
+            "a round: bytes that the link carries in a round; →: towards later stages or the exchange, ←: back",
+            f"busy: share of the round in which the link carries bytes; –: {limit}",
+        ],
+    )
 
 
 def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> None:
@@ -222,6 +227,9 @@ def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> Non
             spanned((line.down_busy for line in same), format_percent),
         )
     console.print(table)
+    _explain(
+        console, ["a round, busy: bytes that the line carries in a round, and its share of the round; ↑ up, ↓ down"]
+    )
 
 
 def print_sweep(
@@ -293,8 +301,9 @@ def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Co
             named = [value if first == 0 else ""] if key else []
             where = f" ({one.where})" if len(places) > 1 else ""
             holds = {None: "", True: "yes", False: "no"}[one.holds]
-            table.add_row(*named, f"{one.what}{where}", *numbers, f"{one.ratio:.3g}", holds)
+            table.add_row(*named, f"{one.what}{where}", *numbers, format_number(one.ratio), holds)
     console.print(table)
+    _explain(console, ["ratio: predicted over published; holds: whether the prediction keeps a published bound"])
     if len(places) == 1:
         say(console, f"Published: {places.pop()}.")
 
@@ -306,7 +315,7 @@ def _formatted(what: str, value: float) -> str:
         return format_seconds(value)
     if name.endswith("_bytes"):
         return format_bytes(value)
-    return format_percent(value) if "utilization" in what else f"{value:,.6g}"
+    return format_percent(value) if "utilization" in what else format_number(value, 6)
 
 
 def _short(value: str) -> str:

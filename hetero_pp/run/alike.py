@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from hetero_pp.links import exchange_link_name, stage_link_name
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
-from hetero_pp.units import format_count
+from hetero_pp.units import format_count, format_names
 
 
 class _Named(Protocol):
@@ -107,8 +107,7 @@ def range_of(names: Sequence[str]) -> str:
         return names[0]
     if len(names) > 2 and _are_numbered(names):
         return f"{names[0]} .. {names[-1]}"
-    more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")
+    return format_names(names, _NAMED_AT_MOST)
 
 
 def _are_numbered(names: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ from hetero_pp.run.hardware import ASSUMED, Hardware, hardware_named
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import ParticipantsReplica
-from hetero_pp.units import format_bytes
+from hetero_pp.units import format_bytes, format_names
 
 SHOWN = 5
 """Largest number of names in a message."""
@@ -35,7 +35,7 @@ def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
         return ""
     core = hardware_named(ASSUMED, settings.hardware, ("simulate", "machine"))
     speed = f"{core.achieved_flops / 1e9:.3g} GFLOP/s in training, {format_bytes(core.memory)}"
-    names = ", ".join(unnamed[:SHOWN]) + (f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else "")
+    names = format_names(unnamed, SHOWN)
     return f"no hardware is set for {names}, so one CPU core each is assumed ({speed}): {HOW_TO_NAME}"
 
 

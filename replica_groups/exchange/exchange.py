@@ -661,6 +661,7 @@ class Exchange:
         with self._changed:
             confirmed = self._confirmed[round_]
             confirmed[member] = sha256
+            self._changed.notify_all()
             while len(self._confirmed) > _REMEMBERED_CONFIRMATIONS:
                 del self._confirmed[min(self._confirmed)]
             members = [one for one, owner in self.roster.members.items() if owner == replica]
@@ -778,6 +779,19 @@ class Exchange:
     def halt(self) -> int:
         """Close no further round, as the run is being stopped, and return the last closed one; see Decisions.halt."""
         return self.decisions.halt()
+
+    def wait_until_applied(self, round_: int, seconds: float) -> None:
+        """Wait until the present members of the replicas that a closed round includes have confirmed it.
+
+        Returns after `seconds` at the latest, and at once for a round that an earlier process of the exchange closed.
+        """
+        if round_ <= self._begun_after:
+            return
+        included = {one.replica for one in self.record(round_).contributions}
+        with self._changed:
+            members = [member for member, replica in self.roster.members.items() if replica in included]
+            confirmed = self._confirmed[round_]
+            self._changed.wait_for(lambda: self._here.intersection(members) <= confirmed.keys(), seconds)
 
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""

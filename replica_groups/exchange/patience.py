@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Awaited, Missing, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
-from hetero_pp.units import format_seconds
+from hetero_pp.units import format_names, format_seconds
 
 NAMED = 8
 """How many members a line names."""
@@ -134,9 +134,8 @@ def whom(waiting: Waiting) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
-    return ", ".join([*names[:NAMED], *more])
+    """List the first names, and say how many more there are."""
+    return format_names(names, NAMED)
 
 
 def _named(missing: Missing) -> str:

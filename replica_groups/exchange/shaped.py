@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
+from hetero_pp.errors import Stopped
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaper import Shaper
 from hetero_pp.link.shared_lines import Lines
@@ -102,8 +104,12 @@ class ShapedExchange:
         return data
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangeService."""
-        self._exchange.confirm(member, round_, sha256)
+        """See ExchangeService.
+
+        A member that is asked to stop and gets no answer goes on without one: it has applied the round.
+        """
+        with suppress(Stopped), self._stopping.allowed(round_):
+            self._exchange.confirm(member, round_, sha256)
 
     def report(self, reports: Sequence[Report]) -> None:
         """See ExchangeService."""

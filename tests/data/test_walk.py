@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hetero_pp.data.corpora import documents, skipped_files
+from hetero_pp.data.corpora import documents, list_corpus, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.data.walk import list_files
@@ -33,7 +33,8 @@ def read(corpus: Path) -> list[str]:
 
 
 def said(corpus: Path) -> str:
-    return skipped_files(DataSettings(corpus=str(corpus)))
+    settings = DataSettings(corpus=str(corpus))
+    return skipped_files(settings, list_corpus(settings))
 
 
 @pytest.fixture
@@ -193,3 +194,32 @@ def test_the_encoded_text_of_a_loop_is_that_of_the_file(tmp_path: Path) -> None:
     settings = DataSettings(corpus=str(tmp_path / "a"), validation_share=0.2)
     store = prepare_tokens(settings, tmp_path / "cache")
     assert len(store.train) + len(store.validation) == len("only once") + 1
+
+
+def test_a_corpus_is_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note on skipped files comes from the walk that opened the corpus."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("enough to train on and to validate on")
+    (folder / "notes.md").write_text("no")
+    walks: list[Path] = []
+    iterdir = Path.iterdir
+
+    def watched(path: Path) -> Iterator[Path]:
+        walks.append(path)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", watched)
+    settings = DataSettings(corpus=str(folder), validation_share=0.2)
+    for _ in range(2):
+        walks.clear()
+        store = prepare_tokens(settings, tmp_path / "cache")
+        assert store.notes == (f"data.corpus: {folder}: read 1 file; skipped 1 other file (.md)",)
+        assert walks == [folder]
+
+
+def test_the_first_suffixes_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"a.{number}").touch()
+    (tmp_path / "a.txt").write_text("text")
+    assert said(tmp_path).endswith("skipped 7 other files (.0, .1, .2, .3, .4 and 2 more)")

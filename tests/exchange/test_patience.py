@@ -96,7 +96,7 @@ def test_a_line_names_some_and_counts_the_rest() -> None:
     patience.look(Expected(JOINING, 0, names, 0), 0.0)
     waiting = patience.look(Expected(JOINING, 0, names, 0), FIRST_TOLD)
     assert waiting is not None
-    assert whom(waiting) == f"waiting for {NAMED + 2} members to join: {', '.join(names[:NAMED])}, 2 more"
+    assert whom(waiting) == f"waiting for {NAMED + 2} members to join: {', '.join(names[:NAMED])} and 2 more"
 
 
 @pytest.fixture(scope="module")

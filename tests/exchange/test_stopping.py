@@ -6,12 +6,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from small_run import Run
 
 import replica_groups.stopping
 from hetero_pp.errors import Stopped
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
+from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.ranks import ALONE
 from replica_groups.stopping import Stopping
 
@@ -72,3 +76,42 @@ def test_an_exchange_that_is_halted_tells_the_last_closed_round_and_closes_no_ot
         run.assign(1, name)
         run.deposit(2, name)
     assert run.exchange.last_round() == run.log.last_record() == run.exchange.halt() == 1
+
+
+def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_round(tmp_path: Path) -> None:
+    """Members of other hosts fetch and confirm the round from it. A member that has left is not waited for."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    for name in ("a", "b"):
+        run.assign(0, name)
+        threading.Thread(target=run.exchange.stay, args=[name], daemon=True).start()
+        run.deposit(1, name)
+    run.exchange.decisions.wait_until(lambda: run.exchange._here == {"a", "b"})
+    closed = run.exchange.halt()
+    waiting = threading.Thread(target=run.exchange.wait_until_applied, args=[closed, 600], daemon=True)
+    waiting.start()
+    hashes = {name: bytes(32) for name in run.snapshot.parameters}
+    run.exchange.confirm("a", closed, hashes)
+    assert waiting.is_alive()
+    run.exchange.left("b")
+    waiting.join(60)
+    assert not waiting.is_alive()
+    run.exchange.wait_until_applied(0, 600)  # no round of this exchange
+    run.exchange.left("a")
+
+
+def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmation(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has applied the round, and saves its state although the exchange is gone."""
+    monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
+    is_over = threading.Event()
+
+    class Gone:
+        def confirm(self, *_: object) -> None:
+            stopping.ask(None)
+            is_over.wait(60)
+            is_over.set()
+
+    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
+    ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping).confirm("a", 1, {})
+    assert not is_over.is_set()

@@ -88,7 +88,10 @@ def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
     draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
     curves, of_steps = pictures[0].axes
-    assert (curves.get_xlabel(), of_steps.get_xlabel()) == ("inner step", "inner.steps")
+    assert (curves.get_xlabel(), of_steps.get_xlabel()) == (
+        "inner step",
+        "H: inner steps per round (inner.steps)",
+    )
     for row, line in zip(rows, curves.get_lines(), strict=True):
         assert np.asarray(line.get_xdata()).tolist() == list(range(row.steps or 1, 101, row.steps or 1))
     lines = {str(one.get_label()): np.asarray(one[0].get_xydata()).tolist() for one in of_steps.containers}

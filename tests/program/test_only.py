@@ -233,9 +233,21 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
 
 @pytest.mark.starts_processes
 def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: Hosts) -> None:
+    """After all hosts were stopped at once, as Slurm does, members hold the last round. Then all are killed."""
+    text, endless.text = endless.text, f"{endless.text}states: {{every: 1000}}\n"
     for part in PARTS:
         endless.start(part)
-    endless.wait_for_round(2)
+    endless.wait_for('"event": "round_closed", "round": 2')
+    for part in PARTS:
+        endless.processes[part].send_signal(signal.SIGUSR1)
+    assert [endless.wait(part)[0] for part in PARTS] == [130] * len(PARTS)
+    saved = endless.rounds_recorded()
+    assert [_states(endless, part) for part in PARTS[1:]] == [{saved}] * 3
+    endless.text = text
+    endless.start("exchange", "--resume")
+    for part in PARTS[1:]:
+        endless.start(part)
+    endless.wait_for_round(saved + 2)
     for part in PARTS:
         endless.processes[part].send_signal(signal.SIGKILL)
         endless.wait(part)

@@ -43,6 +43,8 @@ _OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
 _SECONDS_TO_END = 3.0
 _SECONDS_TO_ANSWER = 4.0
 """Within which a process answers that it was asked to stop; a frozen one does not."""
+_SECONDS_TO_APPLY = 12.0
+"""Seconds for the exchange to answer that members on other hosts have applied its last round; longer than its limit."""
 _SECONDS_UNTIL_TOLD = 8.0
 """Seconds after which the user is told that member checkpoints are still being saved."""
 _SECONDS_TO_SAVE = 60.0
@@ -165,10 +167,14 @@ class Crew:
         """Have members save their states after the last finished round, and wait until they have ended.
 
         The exchange goes first and closes no further round. Members are told the last closed one, after which all save.
+        Without members on this host, the exchange answers until those of other hosts have applied that round: hosts are
+        often stopped at the same moment, and a member that does not have the round would wait for the exchange.
         """
         self._is_interrupted = True
         members = [member for member, process in self._processes.items() if process.is_alive() and member != EXCHANGE]
         closed = self._ask_to_stop([EXCHANGE], STOP).get(EXCHANGE, {}) if EXCHANGE in self._processes else {}
+        if closed and not members:  # members on other hosts may still need what the last round included
+            self._ask_to_stop([EXCHANGE], {**STOP, **closed}, _SECONDS_TO_APPLY)
         asked = self._ask_to_stop(members, {**STOP, **closed})
         started = time.monotonic()
         for seconds in (_SECONDS_UNTIL_TOLD, _SECONDS_TO_SAVE):
@@ -182,14 +188,16 @@ class Crew:
                 limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; press Ctrl-C again to stop without saving"
                 print(f"{self._spec.config.name}: {line}, {limit}", file=sys.stderr, flush=True)
 
-    def _ask_to_stop(self, members: Sequence[str], request: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """Ask processes to stop; return the answers of those that have answered."""
+    def _ask_to_stop(
+        self, members: Sequence[str], request: Mapping[str, str], seconds: float = _SECONDS_TO_ANSWER
+    ) -> dict[str, dict[str, str]]:
+        """Ask processes to stop; return the answers of those that have answered within `seconds`."""
         waiting: dict[Connection, str] = {}
         for member in members:
             with suppress(OSError):
                 self._connections[member].send_bytes(json.dumps(request).encode())
                 waiting[self._connections[member]] = member
-        answered, until = dict[str, dict[str, str]](), time.monotonic() + _SECONDS_TO_ANSWER
+        answered, until = dict[str, dict[str, str]](), time.monotonic() + seconds
         while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.data.sources import Source, notes_on, open_source
+from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.links import EXCHANGE
@@ -47,7 +47,7 @@ class Prepared:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the corpus that the user has to see before training begins."""
-        return notes_on(self.spec.config.data, self.source)
+        return () if self.source is None else self.source.notes
 
 
 def prepare(

@@ -17,7 +17,8 @@ STOP = {"stop": "yes"}
 """Message by which the launcher asks a process to stop, and the process's answer.
 
 A member saves its checkpoint and ends; the exchange closes no further round. The exchange's answer has a second key,
-`round`: the last closed round. Requests to members have it, too.
+`round`: the last closed round. Requests to members have it, too. An exchange that is told this round answers once
+members have applied it.
 """
 
 

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,6 +55,8 @@ from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
 """Seconds for which the exchange still answers after the run has ended, for members that have not heard of it."""
+_SECONDS_TO_APPLY = 10.0
+"""Seconds for which an exchange that is asked to stop still answers, for members that do not have its last round."""
 _SECONDS_KEPT = 5.0
 """Seconds for which the exchange keeps freed memory: longer than the time between two frames of a round."""
 
@@ -154,7 +157,7 @@ def _run_exchange(
 
     try:
         exchange = keep_trying(make, _say) if job.again else make()
-        lifeline.stop = lambda _: exchange.halt()
+        lifeline.stop = partial(_stop_exchange, exchange)
     except (ConfigError, StoreError) as error:
         _send(launcher, failure=str(error))
         return FAILED
@@ -193,6 +196,14 @@ def _run_exchange(
     _tell_guests(house)
     server.stop(5).wait()
     return 0
+
+
+def _stop_exchange(exchange: Exchange, closed: int | None) -> int:
+    """Have the exchange close no further round. If told the last closed round, wait until members have applied it."""
+    if closed is None:
+        return exchange.halt()
+    exchange.wait_until_applied(closed, _SECONDS_TO_APPLY)
+    return closed
 
 
 def _tell_guests(house: OpenHouse | None) -> None:

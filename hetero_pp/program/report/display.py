@@ -27,7 +27,7 @@ from hetero_pp.program.report.standing_lines import reasons, result_standings, t
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_two, heads_of
 from hetero_pp.topology import DatacenterReplica
-from hetero_pp.units import format_bytes, format_count, format_seconds
+from hetero_pp.units import format_bytes, format_count, format_number, format_seconds
 from replica_groups.exchange.patience import listed, whom
 
 REFRESH_SECONDS = 0.25
@@ -239,7 +239,12 @@ def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float,
         stalled = ""
     what = "training" if is_training else "trained"
     unit = "s" if state.inner_steps is None else "inner steps"
-    return f"round {waiting.round}: {what} ({done:.4g} of {planned:.4g} {unit}; {waits}){heard}{stalled}"
+    return f"round {waiting.round}: {what} ({_amount(done)} of {_amount(planned)} {unit}; {waits}){heard}{stalled}"
+
+
+def _amount(value: float) -> str:
+    """Format inner steps, or seconds of a round."""
+    return format_number(round(value, 1), 6)
 
 
 def earlier_line(state: RunState) -> str:
@@ -316,7 +321,7 @@ def _progress(state: RunState, now: float) -> Table:
         (" outer rounds", (state.rounds, state.rounds_planned)),
         (f" {what} of this round", state.progress_of_open_round(now)),
     ):
-        grid.add_row(label, ProgressBar(total=total, completed=done), f"{done:.4g}/{total:.4g} ")
+        grid.add_row(label, ProgressBar(total=total, completed=done), f"{_amount(done)}/{_amount(total)} ")
     return grid
 
 
@@ -428,7 +433,7 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if bits is not None:
         yield (
             f"Contributions: {format_bytes(contributions['bytes'])} in total, "
-            f"{contributions['kept_values']:,} values kept, {bits:.3g} bits per kept value."
+            f"{contributions['kept_values']:,} values kept, {format_number(bits)} bits per kept value."
         )
     hashes = set(summary["parameters_sha256"].values())
     if len(hashes) == 1:

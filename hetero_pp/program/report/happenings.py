@@ -26,7 +26,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.report.standings import with_name
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_seconds
+from hetero_pp.units import format_number, format_seconds
 
 
 class Happenings:
@@ -114,7 +114,7 @@ class Happenings:
     def _what_becomes_of_it(self) -> str:
         if self._returned == 0:
             return "its contribution is discarded"
-        share = "" if self._returned == 1 else f"{100 * self._returned:.3g} % of "
+        share = "" if self._returned == 1 else f"{format_number(100 * self._returned)} % of "
         return f"{share}its contribution is restored to its error feedback"
 
 

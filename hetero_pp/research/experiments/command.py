@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hetero_pp.data.sources import notes_on
 from hetero_pp.errors import RunFailed
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
@@ -67,7 +66,7 @@ def reproduce(request: Request) -> None:
 
 def _tell_notes(tables: Iterable[_Table], console: Console) -> None:
     """Print which parts of the corpora are skipped; print each line once."""
-    found = (notes_on(table.corpus.data, table.corpus.source) for table in tables if table.corpus is not None)
+    found = (table.corpus.source.notes for table in tables if table.corpus is not None)
     for note in dict.fromkeys(chain.from_iterable(found)):
         tell(console, note)
 

@@ -10,6 +10,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.units import format_number
 
 PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
 """Compression settings of SparseLoCo's paper."""
@@ -67,7 +68,7 @@ def token_count(spec: RunSpec) -> int:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e6:.2g} M" if count < 1e7 else f"{count / 1e6:.0f} M"
+    return f"{format_number(count / 1e6, 2)} M" if count < 1e7 else f"{count / 1e6:.0f} M"
 
 
 def rounded(tokens: int) -> str:

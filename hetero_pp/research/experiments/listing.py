@@ -21,7 +21,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import Estimates, Supply
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_bytes
+from hetero_pp.units import format_bytes, format_flops, format_number
 
 SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}
 """Seconds per FLOP of one core at the micro scale (measured), and of one large GPU at a tenth of its peak (assumed)."""
@@ -39,17 +39,21 @@ def list_experiments(request: Request, path: Path | None) -> None:
         if "error" in entry:
             table.add_row(entry["name"], entry["state"])
         else:
-            numbers = str(entry["rows"]), str(len(entry["claims"])), f"{entry['hours']:.2g}"
+            numbers = str(entry["rows"]), str(len(entry["claims"])), format_number(entry["hours"], 2)
             table.add_row(entry["name"], entry["title"], *numbers, entry["state"].partition(" rows ")[0])
     console = standard_output()
     console.print(table)
-    unit = "of one core" if request.catalog.scale(request.scale).hardware == "cpu" else "of one GPU (assumed speed)"
     print_broken(console, broken)
     notes = (
         f"`known`: trained rows, of the rows that the scale {request.scale} can represent. `hours`: "
-        f"{unit}, for {request.seeds} seeds of every row, including known rows."
+        f"{_unit(request)}, for {request.seeds} seeds of every row, including known rows."
     )
     say(console, notes, style="dim")
+
+
+def _unit(request: Request) -> str:
+    is_cpu = request.catalog.scale(request.scale).hardware == "cpu"
+    return "of one core" if is_cpu else "of one GPU (assumed speed)"
 
 
 def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
@@ -108,7 +112,7 @@ def dry_run(request: Request) -> None:
     estimates = Estimates()
     for setting in settings:
         supply = estimates.of(setting)
-        table = PlainTable(["row"], ["parameters", "tokens", "FLOPs", "sends", "hours"], ["state"])
+        table = PlainTable(["row"], ["parameters", "tokens", "compute", "sends", "hours"], ["state"])
         for row in setting.experiment.rows:
             table.add_row(row.name, *_cost_cells(setting, row))
         name = setting.experiment.name
@@ -116,6 +120,12 @@ def dry_run(request: Request) -> None:
         console.print(table)
         if supply is not None:
             print_supply(console, supply)
+    say(
+        console,
+        "`compute`: 6 floating-point operations per parameter and token. `sends`: all contributions of all "
+        f"rounds. `hours`: {_unit(request)}, for one seed.",
+        style="dim",
+    )
     print_broken(console, broken)
 
 
@@ -131,6 +141,6 @@ def _cost_cells(setting: Setting, row: Row) -> Iterator[str]:
         yield from ("", "", "", "", "", reason)
         return
     cost = Cost.of(setting, row)
-    yield from (f"{cost.parameters:,}", f"{cost.tokens:,}", f"{cost.flops:.2g}", format_bytes(cost.sent_bytes))
-    yield f"{cost.hours:.2g}"
+    yield from (f"{cost.parameters:,}", f"{cost.tokens:,}", format_flops(cost.flops), format_bytes(cost.sent_bytes))
+    yield format_number(cost.hours, 2)
     yield setting.why_not(row) or "ready"

@@ -8,6 +8,7 @@ from typing import Any
 
 from hetero_pp.research.experiments.definition import WAYS
 from hetero_pp.research.experiments.provenance import describe
+from hetero_pp.units import format_number
 
 COLUMNS = {
     "paper": "loss in the paper, nats",
@@ -69,7 +70,7 @@ def _paragraph(result: Mapping[str, Any]) -> Iterator[str]:
     if corpus is not None:
         read = "streamed"
         if corpus["tokens"] is not None:
-            read = f"{corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times"
+            read = f"{corpus['tokens']:,} tokens, read {format_number(corpus['epochs'], 2)} times"
         named = f", encoded by {corpus['tokenizer']}" if "tokenizer" in corpus else ""
         yield f"Corpus: {corpus['name']}{named}, {read}."
 

@@ -22,6 +22,14 @@ Row = Mapping[str, Any]
 Point = tuple[Place, float, float]
 """Position on the horizontal axis, mean loss, standard deviation over seeds."""
 
+_FINAL_LOSS = "final validation loss, nats per token\n(mean over seeds; bars: standard deviation)"
+_RANK_SHARE = "k/d: share of the dimensions that cross a boundary"
+_MEANINGS = {
+    "inner.steps": "H: inner steps per round",
+    "outer.compression.density": "density: share of the values that is sent",
+}
+"""Meanings of settings that are an axis of several tables."""
+
 
 def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     """Write the picture of a result."""
@@ -47,9 +55,15 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
 
 
 def _name_rows(figure: Figure) -> None:
-    """Add a legend of the rows beside the panels, where it hides nothing."""
+    """Add a legend of the rows beside the panels, where it hides nothing.
+
+    Its title says to which panels it belongs if some have a legend of their own, which gives colours other meanings.
+    """
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=_legend_columns(len(labels)))
+    own = [axes for axes in figure.axes if axes.get_legend() is not None]
+    title = "rows (panels without an own legend)" if own else "rows"
+    columns = _legend_columns(len(labels))
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=columns, title=title)
 
 
 def _legend_columns(rows: int) -> int:
@@ -74,7 +88,7 @@ def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> N
             losses = seeds[min(seeds)]["validation_loss"]
             along = [round_ * _steps_of(result, row) for round_ in range(1, len(losses) + 1)]
             axes.plot(along, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
-    axes.set(xlabel=_progress(result), ylabel="validation loss, nats")
+    axes.set(xlabel=_progress(result), ylabel="validation loss of the first seed, nats per token")
 
 
 def _progress(result: Mapping[str, Any]) -> str:
@@ -103,7 +117,8 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
                 [mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1)
             )
             axes.fill_between(along, low, high, color=style["color"], alpha=0.15)
-    axes.set(xlabel=_progress(result), ylabel="cosine of two contributions")
+    axes.set_xlabel(_progress(result))
+    axes.set_ylabel("cosine of two contributions of the first seed\n(band: standard deviation over pairs)")
 
 
 def _similarity(seeds: Mapping[int, Mapping[str, Any]] | None) -> Sequence[tuple[int, float, float]]:
@@ -125,7 +140,7 @@ def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
             front.append((volume, row["ours"]["mean"]))
     axes.plot(*zip(*front, strict=True), color="gray", linestyle=":", zorder=0)
     lay_out(axes, [Place(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
-    axes.set(xlabel=f"a replica sends in all rounds, {_WAYS[way]}", ylabel="final loss, nats")
+    axes.set(xlabel=f"a replica sends in all rounds, {_WAYS[way]}", ylabel=_FINAL_LOSS)
 
 
 def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
@@ -149,7 +164,7 @@ def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
         else:
             axes.axhline(loss, color=style["color"], linestyle="--")
     lay_out(axes, [Place(size, format_bytes(size)) for size in sorted(sizes)])
-    axes.set(xlabel="bytes a token, hop and direction (dashed: not compressed)", ylabel="final loss, nats")
+    axes.set(xlabel="bytes a token, hop and direction (dashed: not compressed)", ylabel=_FINAL_LOSS)
 
 
 def _draw_point(axes: Axes, point: tuple[float, float, float], style: Mapping[str, Any]) -> None:
@@ -200,10 +215,10 @@ def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Lines) -> None:
     _draw_lines(axes, lines)
     for row, _ in _known(result):
         if row["name"] == result["baseline"]:
-            axes.axhline(row["ours"]["mean"], color="gray", linestyle="--", label=row["name"])
+            axes.axhline(row["ours"]["mean"], color="gray", linestyle="--", label=_baseline(row["name"]))
         elif row["bytes_per_token"] == 0:
             axes.axhline(row["ours"]["mean"], color="gray", linestyle=":", label=row["name"])
-    axes.set(xlabel="k/d", ylabel="final loss, nats")
+    axes.set(xlabel=_RANK_SHARE, ylabel=_FINAL_LOSS)
     _name_lines(axes)
 
 
@@ -221,6 +236,8 @@ def _name_lines(axes: Axes) -> None:
 
 def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
     """Draw gaps against widths, with each law and its interval; the paper's gaps are stars."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for number, trend in enumerate(trends):
         colour = f"C{number % 10}"
         for point in trend["points"]:
@@ -232,8 +249,18 @@ def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(widths, [one["percent"] for one in trend["law"]], color=colour, label=trend["name"])
         lows, highs = [one["interval"][0] for one in trend["law"]], [one["interval"][1] for one in trend["law"]]
         axes.fill_between(widths, lows, highs, color=colour, alpha=0.1)
-    axes.set(xscale="log", yscale="log", xlabel="width (stars: the paper)", ylabel="above no compression, %")
+    axes.set(yscale="log", xlabel="width of the model (dots: seeds; stars: the paper)")
+    axes.set_ylabel("final loss above no compression\n(lines: fitted laws; bands: their intervals)")
+    lay_out(axes, [Place(width, f"{width:g}") for width in {width for trend in trends for width in _widths(trend)}])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     _name_lines(axes)
+
+
+def _widths(trend: Mapping[str, Any]) -> list[int]:
+    """Return the widths of a trend: our measurements and the paper's."""
+    return [*(point["width"] for point in trend["points"]), *map(int, trend["paper"])]
 
 
 def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
@@ -257,10 +284,19 @@ def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequenc
     _draw_lines(axes, named)
     baseline = result["baseline"]
     if baseline in known and all(baseline != name for line in lines for name, _ in line):
-        axes.axhline(known[baseline]["ours"]["mean"], color="gray", linestyle="--", label=baseline)
-    axes.set(xlabel=key, ylabel="final loss, nats")
+        axes.axhline(known[baseline]["ours"]["mean"], color="gray", linestyle="--", label=_baseline(baseline))
+    axes.set(xlabel=_meaning(key), ylabel=_FINAL_LOSS)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         _name_lines(axes)
+
+
+def _baseline(name: str) -> str:
+    return f"{name} (baseline)"
+
+
+def _meaning(key: str) -> str:
+    """Return the label of an axis along a setting."""
+    return f"{_MEANINGS[key]} ({key})" if key in _MEANINGS else key
 
 
 def _place(key: str, value: float) -> Place:
@@ -289,5 +325,5 @@ def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:
     _draw_lines(axes, {kind: sorted(points) for kind, points in lines.items()})
     for number, row in enumerate(row for row in known if cell not in row.get("swept", {})):
         axes.axhline(row["ours"]["mean"], color=f"C{(len(lines) + number) % 10}", linestyle="--", label=row["name"])
-    axes.set(xlabel=cell, ylabel="final loss, nats")
+    axes.set(xlabel=_meaning(cell), ylabel=_FINAL_LOSS)
     _name_lines(axes)

@@ -13,6 +13,7 @@ from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, requi
 from hetero_pp.research.experiments.facts import rounded
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
+from hetero_pp.units import format_number
 
 MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"
 SURE = 1.25
@@ -122,7 +123,7 @@ class Supply:
     def _times(self) -> str:
         """Number of times that the corpus is read, with at least two digits."""
         epochs = self.epochs or 0.0
-        return f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+        return format_number(epochs, 2) if epochs < 10 else f"{epochs:,.0f}"
 
     def _count(self, tokens: int) -> str:
         return f"{tokens:,}" if self.is_counted else f"about {rounded(tokens)}"
