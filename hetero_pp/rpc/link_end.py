@@ -134,8 +134,11 @@ class GrpcLinkEnd:
                 self._has_ended = True
                 self._outbox.add(None)
                 if self._stream is not None:
+                    self._tell(self._stream)
                     self._put_end(self._stream)
-            self._changed.wait_for(lambda: self._is_delivered, CLOSE_SECONDS)
+            self._changed.wait_for(lambda: self._is_delivered or self._has_peer_left, CLOSE_SECONDS)
+            if self._has_peer_left:
+                self.lost(PEER_CLOSED)
 
     def abort(self, cause: str) -> None:
         self.failure = self.failure or cause
@@ -339,6 +342,14 @@ class GrpcLinkEnd:
     @property
     def _is_done(self) -> bool:
         return self._has_ended and self._peer_closed and not self._outbox
+
+    @property
+    def _has_peer_left(self) -> bool:
+        """Whether both ends have closed, the peer has every message, and its stream is gone.
+
+        Only this end's END has not arrived. A peer that has closed does not wait for it.
+        """
+        return self._stream is None and self._has_ended and self._peer_closed and len(self._outbox) <= 1
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

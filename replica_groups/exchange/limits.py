@@ -62,6 +62,8 @@ class ContributionLimits:
     def __init__(self, inner: InnerSettings, outer: OuterSettings, rates: Callable[[int], float]) -> None:
         """`rates` returns the sum of the learning rates of a round's inner steps."""
         self._inner, self._outer, self._rates = inner, outer, rates
+        self._adamw_step = adamw_step(inner.betas) or math.inf
+        """Largest step of an element at learning rate 1; equal for all tensors."""
         self._accumulated, self._moved = [0.0], [0.0]
         self._tensors = list[_Tensor]()
         self._largest: dict[str, float] = {}
@@ -122,7 +124,7 @@ class ContributionLimits:
         if inner.optimizer == "sgd":
             peak = (inner.clip_norm or math.inf) / (1 - (inner.momentum or 0.0))
         else:
-            peak = adamw_step(inner.betas) or math.inf
+            peak = self._adamw_step
         norm = peak if inner.optimizer == "sgd" else peak * math.sqrt(elements)
         if inner.optimizer == "muon" and name.startswith(LAYERS) and len(shape) > 1:
             peak = _MUON_RMS * _LARGEST_SINGULAR_VALUE * math.sqrt(max(shape))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from started import run_program
 
 pytestmark = pytest.mark.starts_processes
 
@@ -45,12 +46,16 @@ def test_torchrun_comes_to_the_same(tmp_path: Path, corpus: Path) -> None:
     (folder / "scales" / "tiny.yaml").write_text(SCALE.replace("CORPUS", str(corpus)))
     (folder / "toy" / "one.yaml").write_text(EXPERIMENT)
     losses = {}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, prefix in (("alone", []), ("together", launcher)):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name in ("alone", "together"):
         results = tmp_path / name
         options = ["--experiments", folder, "--runs", tmp_path / "runs", "--results", results, "--no-compile"]
-        command = [sys.executable, *prefix, "-m", "hetero_pp", "reproduce", "--scale", "tiny", "--seeds", "1"]
-        done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, timeout=180)
+        command = ["reproduce", "--scale", "tiny", "--seeds", "1", *map(str, options)]
+        if name == "alone":
+            done = run_program(*command)
+        else:
+            start = [*torchrun, "-m", "hetero_pp", *command]
+            done = subprocess.run(start, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = json.loads((results / "tiny" / "toy" / "one.json").read_text())["rows"]
         losses[name] = {row["name"]: row["ours"]["mean"] for row in rows}

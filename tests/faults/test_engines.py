@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from started import run_program
 from typer.testing import CliRunner
 
 from hetero_pp.errors import ConfigError
@@ -33,8 +32,7 @@ def _command(corpus: Path, runs: Path, *settings: str) -> list[str]:
 @pytest.mark.starts_processes
 def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
     command = _command(corpus, tmp_path, 'replicas.1.deepspeed={"optimizer": {"type": "Nonsense", "params": {}}}')
-    start = [sys.executable, "-m", "hetero_pp", *command]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=120)
+    done = run_program(*command)
     assert done.returncode == 1
     told = r"zero: rank [01] of zero: AssertionError: Nonsense is not a supported DeepSpeed Optimizer"
     assert re.search(told, done.stderr)

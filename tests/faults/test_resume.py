@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from ended import still_running
-from started import run_program
+from started import run_program, start_program
 
 pytestmark = pytest.mark.starts_processes
 
@@ -57,8 +56,7 @@ class Launched:
     """A run in the background, and every process of it."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
-        start = [sys.executable, "-m", "hetero_pp", *command]
-        self.process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = start_program(*command)
         self.folder = folder
 
     def wait_for_round(self, round_: int) -> None:
@@ -81,8 +79,19 @@ class Launched:
                 pytest.fail(str(self.process.communicate()))
             members = [path for path in (self.folder / "state").glob("*") if path.is_dir()]
             if len(members) > 1 and all((path / f"round-{round_:06d}").is_dir() for path in members):
-                return psutil.Process(self.process.pid).children(recursive=True)
+                processes = self._processes()
+                assert len(processes) > len(members)  # those, and the exchange
+                return processes
         pytest.fail("the run did not get that far")
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return the members' processes, which write to the run's logs, and their ranks."""
+        found = []
+        for one in psutil.Process().children(recursive=True):
+            with suppress(OSError, psutil.Error):  # it has ended
+                if Path(f"/proc/{one.pid}/fd/2").resolve().parent == (self.folder / "logs").resolve():
+                    found += [one, *one.children(recursive=True)]
+        return list(dict.fromkeys(found))
 
 
 @pytest.fixture

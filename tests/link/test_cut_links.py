@@ -23,7 +23,7 @@ from hetero_pp.lines import LineSpec
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES
-from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, Message
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, PEER_CLOSED, Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
@@ -119,6 +119,22 @@ def test_cut_at_random_in_the_midst_of_messages(stack: ExitStack, kind: str, see
         count = end.ledger.of_round(0)
         assert (count.messages, count.payload_bytes) == (len(sizes), sum(sizes))
     assert link.proxy.cuts > 3
+
+
+@pytest.mark.parametrize("first", ["above", "below"])
+def test_a_stage_that_ends_after_its_neighbour_does_not_wait_for_it(stack: ExitStack, first: str) -> None:
+    """Its last word cannot arrive any more, but nothing else is missing there."""
+    link = CutLink(stack)
+    for index in range(3):
+        link.above.send(_message(index, 100))
+        link.below.receive(SECONDS)
+        link.below.send(_message(index, 100))
+        link.above.receive(SECONDS)
+    leaves, stays = (link.above, link.below) if first == "above" else (link.below, link.above)
+    leaves.close()
+    link.proxy.close()
+    stays.close()
+    assert stays.over == PEER_CLOSED
 
 
 def test_what_has_arrived_is_not_held(stack: ExitStack) -> None:

@@ -157,9 +157,12 @@ def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("shape", [(128, 192), (130, 70), (50,)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 70), (50,)], ids=str)
 def test_the_compiled_pass_keeps_what_torch_keeps(shape: tuple[int, ...]) -> None:
-    """But for the last place of the error, where a compiler may round once instead of twice."""
+    """But for the last place of the error, where a compiler may round once instead of twice.
+
+    The matrix has whole tiles and the narrower ones of both edges.
+    """
     generator = torch.Generator().manual_seed(3)
     error, delta = (torch.randn(shape, generator=generator) for _ in range(2))
     found = {}

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,9 @@ GRACE = 'exchange.grace={"factor": 1, "least": "6 s", "most": "6 s"}'
 def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], corpus: Path, tmp_path: Path) -> None:
     chaos = tmp_path / "chaos.yaml"
     chaos.write_text("faults: [{miss: home, rounds: [1]}, {miss: dc, rounds: [3]}]")
-    found = {}
-    for way, flags in (("threads", ["--in-process"]), ("processes", []), ("whole", ["--in-process"])):
+
+    def outcome(way: str, *flags: str) -> tuple[dict[str, str], list[float], list[list[str]]]:
+        """Return a run's parameters, its losses and the replicas that each round includes."""
         command = ["launch", str(MIXED), "--runs", str(tmp_path / way), *flags, "--set", f"data.corpus={corpus}"]
         command += [part for cell in cells for part in ("--set", cell)]
         command += [] if way == "whole" else ["--set", GRACE, "--chaos", str(chaos)]
@@ -177,7 +179,11 @@ def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], cor
         summary = json.loads((folder / "summary.json").read_text())
         records = [json.loads((folder / f"log/round-{n:06d}/record.json").read_text()) for n in (1, 2, 3)]
         counted = [[one["replica"] for one in record["contributions"]] for record in records]
-        found[way] = (summary["parameters_sha256"], summary["validation_loss"], counted)
-    assert found["processes"] == found["threads"]
-    assert found["threads"][2] == [["dc"], ["dc", "home"], ["home"]]
-    assert found["threads"][0] != found["whole"][0]
+        return summary["parameters_sha256"], summary["validation_loss"], counted
+
+    with ThreadPoolExecutor(2) as pool:  # both wait for the grace of two rounds
+        threads = pool.submit(outcome, "threads", "--in-process")
+        processes = pool.submit(outcome, "processes")
+    assert processes.result() == threads.result()
+    assert threads.result()[2] == [["dc"], ["dc", "home"], ["home"]]
+    assert threads.result()[0] != outcome("whole", "--in-process")[0]

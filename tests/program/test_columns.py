@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from catalogs import SHIPPED
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -66,7 +67,7 @@ def _require_fit(*arguments: str) -> None:
 
 @pytest.fixture
 def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed at several widths is predicted, planned or estimated once."""
+    """What is printed at several widths is predicted, planned or estimated once; the shipped tables are read once."""
     known: dict[str, Any] = {}
 
     def remember(module: ModuleType, name: str) -> None:
@@ -81,6 +82,7 @@ def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(module, name, remembered)
 
+    monkeypatch.setattr("hetero_pp.program.experiments.catalog.Catalog", lambda _: SHIPPED)
     remember(simulate, "predict")
     remember(plan, "search")
     remember(listing, "contribution_bytes")

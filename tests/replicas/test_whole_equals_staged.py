@@ -81,13 +81,13 @@ def _gradients_of(anchors: Sequence[Anchors]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "compiles"),
-    [
-        *((name, False) for name in BOUNDARIES),
-        *(pytest.param(name, True, marks=COMPILES) for name in BOUNDARIES if name.endswith("fp32")),
-    ],
+    [*((name, False) for name in BOUNDARIES), pytest.param("rank 8 fp32", True, marks=COMPILES)],
 )
 def test_gradients_agree(name: str, compiles: bool) -> None:
-    """Compiled (where that works) only without rounding: a last bit can decide which way a value is rounded."""
+    """Compile (where that works) with one boundary: layers are compiled, and what lies between them is not.
+
+    That boundary does not round, because a last bit can decide which way a value is rounded.
+    """
     settings = BoundarySettings.model_validate(BOUNDARIES[name])
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
     module = Transformer(SHAPE)

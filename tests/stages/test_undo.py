@@ -100,28 +100,41 @@ def _assert_equal(found: Outcome, expected: Outcome) -> None:
         assert ours.equal(theirs)
 
 
+def _break_off(group: StageMembers, breaker: _Breaker, event: int, round_: int) -> None:
+    """Break a stage off at one of its events, and undo the round."""
+    breaker.break_off_at(event)
+    with pytest.raises(_BrokenOff):
+        _trained(group, round_)
+    breaker.break_off_at(None)
+    group.undo(_fresh(group.spec))
+
+
 def test_broken_off_at_any_event_of_any_stage(spec: RunSpec, tmp_path: Path) -> None:
-    """In the first round, which begins without moments, and in the next; of three steps and an evaluation every seventh
-    event, of each stage in turn."""
+    """Break off every stage at every seventh of its events, in the first round, which starts without moments, and in
+    the second. A round has three steps and an evaluation.
+
+    After every break the data, the parameters and the moments are those of the round's start. The round is trained
+    again after every third break, because what a break leaves elsewhere stays until then.
+    """
     untouched, group = (StageMembers(spec, _fresh(spec), tmp_path) for _ in range(2))
     breakers = [_Breaker(member.worker, set(Action)) for member in group.members]
     batches = group.members[0].batches
     assert batches is not None
     for round_ in (1, 2):
-        start = batches.state()
+        start, theta, moments = batches.state(), group.parameters(), group.moments()
         expected = _trained(untouched, round_)
         _assert_equal(_trained(group, round_), expected)
-        counts = [breaker.seen for breaker in breakers]
-        for breaker, count in zip(breakers, counts, strict=True):
-            for event in range(round_, count, 7):
-                group.undo(_fresh(spec))
-                breaker.break_off_at(event)
-                with pytest.raises(_BrokenOff):
-                    _trained(group, round_)
-                breaker.break_off_at(None)
-                group.undo(_fresh(spec))
-                assert batches.state() == start
+        breaks = [(breaker, event) for breaker in breakers for event in range(round_, breaker.seen, 7)]
+        group.undo(_fresh(spec))
+        for number, (breaker, event) in enumerate(breaks):
+            _break_off(group, breaker, event, round_)
+            assert batches.state() == start
+            assert all(tensor.equal(theta[name]) for name, tensor in group.parameters().items())
+            assert all(ours.equal(theirs) for ours, theirs in zip(group.moments(), moments, strict=True))
+            if number % 3 == 2 or number == len(breaks) - 1:
                 _assert_equal(_trained(group, round_), expected)
+                group.undo(_fresh(spec))
+        _assert_equal(_trained(group, round_), expected)
         for one in (untouched, group):
             one.keep_what_was_trained()
             one.start_round()
