@@ -82,7 +82,7 @@ def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(module, name, remembered)
 
-    monkeypatch.setattr("hetero_pp.program.experiments.catalog.Catalog", lambda _: SHIPPED)
+    monkeypatch.setattr("hetero_pp.research.experiments.catalog.Catalog", lambda _: SHIPPED)
     remember(simulate, "predict")
     remember(plan, "search")
     remember(listing, "contribution_bytes")
