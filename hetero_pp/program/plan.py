@@ -105,8 +105,8 @@ Explained = tuple[str, list[tuple[str, str]]]
 def _explained(choices: Sequence[Choice], slowest: str) -> tuple[list[Explained], int]:
     """Group choices by what they are for. Return what to show, and how many entries are hidden.
 
-    If there are more than MOST_EXPLAINED entries, those whose texts differ only in numbers become one entry with ranges.
-    If still more are left, the first ones and the entry with `slowest` are shown.
+    If there are more than MOST_EXPLAINED entries, those whose texts differ only in numbers become one entry with
+    ranges. If still more are left, the first ones and the entry with `slowest` are shown.
     """
     found: list[Explained] = [
         (what, [(one.chosen, one.why) for one in own]) for what, own in groupby(choices, key=lambda one: one.what)

@@ -179,4 +179,4 @@ def _saved(rounds: frozenset[int], round_: int) -> str:
 
 
 def _listed(rounds: frozenset[int]) -> str:
-    return "has none" if rounds else "holds none"
+    return f"holds {', '.join(map(str, sorted(rounds)))}" if rounds else "holds none"

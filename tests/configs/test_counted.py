@@ -59,10 +59,3 @@ def test_a_run_that_needs_nobody_is_not_launched_whole(tmp_path: Path, corpus: P
     with pytest.raises(ConfigError, match=r"replicas\[0\]: found only optional replicas"):
         prepare(file, tmp_path / "runs")
     assert prepare(file, tmp_path / "runs", "home-2.1").names == ["home-2.1"]
-
-
-def test_configurations_without_any_mean_what_they_meant(tmp_path: Path, corpus: Path) -> None:
-    """So that runs from before go on."""
-    agreed = RunSpec(_file(tmp_path, corpus, "null").config, 256).agreed
-    assert "optional" not in agreed
-    assert "count" not in agreed.replace("micro_batch_count", "")

@@ -253,6 +253,5 @@ def test_a_stream_has_no_clusters() -> None:
         DataSettings(corpus="hf:a/b", clusters=2)
 
 
-def test_runs_without_clusters_keep_their_names(text: Path) -> None:
-    assert "clusters" not in RunSpec(_config(text, clusters=None), 256).agreed
+def test_runs_with_clusters_have_another_name(text: Path) -> None:
     assert RunSpec(_config(text), 256).run != RunSpec(_config(text, clusters=None), 256).run

@@ -156,12 +156,12 @@ def test_tickets_of_all_lengths_are_read() -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda text: text[:-1], "not whole"),
-        (lambda text: text[:200] + ("A" if text[200] != "A" else "B") + text[201:], "not whole"),
+        (lambda text: text[:-1], "incomplete"),
+        (lambda text: text[:200] + ("A" if text[200] != "A" else "B") + text[201:], "incomplete"),
         (lambda text: text.replace("hpp1.", "hpp9."), r"found 'hpp9\..*expected a ticket, which begins with hpp1\."),
         (lambda text: "", "expected a ticket"),
         (lambda text: "hpp1." + "A" * 40_000, "expected a ticket"),
-        (lambda text: text + "?", "not whole"),
+        (lambda text: text + "?", "incomplete"),
     ],
 )
 def test_what_is_no_ticket(served: Served, spoil: object, told: str) -> None:
@@ -295,7 +295,7 @@ def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
 
 def test_a_version_that_is_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_client, "PROTOCOL_VERSION", 99)
-    with pytest.raises(Refused, match=r"found version 99 of the protocol, expected .*: install the version"):
+    with pytest.raises(Refused, match=r"found version 99 of the protocol, expected .*: install the hetero-pp"):
         served.takes(served.ticket())
 
 

@@ -224,7 +224,7 @@ def test_a_callers_pace() -> None:
     assert pace.due_in("a", 1) == pytest.approx(0.1)
     now = 1000.0
     assert [pace.due_in("a", 20), pace.due_in("a", 1)] == pytest.approx([0.0, 0.1])
-    with pytest.raises(TooMuch, match="a has told 21 at once, expected at most 20"):
+    with pytest.raises(TooMuch, match="a has sent 21 at once, expected at most 20"):
         pace.due_in("a", 21)
 
 

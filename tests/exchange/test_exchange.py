@@ -289,7 +289,7 @@ def test_joining_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> Non
     exchange.died("home.1", "its host said so")
     exchange.join("home.1", "127.0.0.1:5")
     _expect_refusal(exchange, "second process of `home.1`", lambda: exchange.join("home.1", "127.0.0.1:6"))
-    _expect_refusal(exchange, "no member", lambda: exchange.join("stranger", ""))
+    _expect_refusal(exchange, "is not a member", lambda: exchange.join("stranger", ""))
     _expect_refusal(exchange, "no tensors", lambda: exchange.snapshot(["norm.weight", "no.weight"]))
     given = exchange.snapshot(["norm.weight", "subspace.basis"])
     assert given["norm.weight"].equal(snapshot.parameters["norm.weight"])
@@ -447,7 +447,7 @@ def test_a_replica_that_leaves_out_a_parameter_is_refused(
     _deposit_all(exchange, snapshot)
     hashes = _hashes(snapshot, FIRST | LAST)
     told = {name: one for name, one in hashes.items() if left_out is not None and name not in left_out}
-    _expect_refusal(exchange, r"nobody in dc confirmed", lambda: exchange.confirm("dc", 1, told))
+    _expect_refusal(exchange, r"no member of dc confirmed", lambda: exchange.confirm("dc", 1, told))
     assert exchange.record(1).round == 1
     exchange.confirm("dc", 1, hashes)
     assert [report.round_verified.replica for report in _reports(exchange) if report.HasField("round_verified")] == [
@@ -457,7 +457,7 @@ def test_a_replica_that_leaves_out_a_parameter_is_refused(
 
 def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
-    _expect_refusal(exchange, "no member", lambda: exchange.confirm("stranger", 1, {"norm.weight": bytes(32)}))
+    _expect_refusal(exchange, "is not a member", lambda: exchange.confirm("stranger", 1, {"norm.weight": bytes(32)}))
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
 
 

@@ -178,7 +178,7 @@ def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: P
         for name in states
     ]
     members[0].start()
-    with pytest.raises(Exception, match="the run has not begun"):
+    with pytest.raises(Exception, match="the run has not started"):
         exchange.snapshot(["norm.weight"])
     members[1].start()
     restart = _find(log, exchange.wait_until_joined())

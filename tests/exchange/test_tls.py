@@ -208,7 +208,7 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
             "uses TLS, but this host does not: `exchange.insecure` has to be",
         ),
         (Credentials("a", identity=_expired()), Refused, "the certificate of this host expired at"),
-        (Credentials("a", identity=_early()), Refused, "holds from .* on: check the clock of this host"),
+        (Credentials("a", identity=_early()), Refused, "is valid from .*: check the clock of this host"),
     ],
 )
 def test_who_cannot_connect_is_told_why(mine: Credentials, error: type[Exception], told: str, served: Served) -> None:

@@ -178,7 +178,7 @@ def test_the_line_of_the_picture_is_the_baselines_loss(
     draw(_result(outcomes), outcomes, tmp_path / "toy.png")
     [picture] = pictures
     curves, *_, ranks = ({line.get_label(): line.get_ydata() for line in axes.get_lines()} for axes in picture.axes)
-    assert list(np.asarray(ranks["base"])) == [3.0, 3.0]
+    assert list(np.asarray(ranks["base (baseline)"])) == [3.0, 3.0]
     assert list(np.asarray(curves["base"])) == [5.0, 1.0, 2.0]  # of the smallest seed
 
 

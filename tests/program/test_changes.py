@@ -250,8 +250,11 @@ def test_only_what_shapes_rounds_to_come_may_change() -> None:
         "inner.learning_rate",
         "inner.final_learning_rate_share",
         "inner.warmup_steps",
+        "inner.warmup_rounds",
         "outer.rounds",
         "outer.learning_rate",
+        "outer.final_learning_rate_share",
+        "outer.warmup_rounds",
         "snapshots.every",
     }
 

@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused(outer: dict[str, Any], told: str) -> None:
 
 
 def test_no_more_replicas_take_part_than_there_are(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="found 4, expected at most the 3 replicas") as error:
+    with pytest.raises(ConfigError, match="found 4, expected at most the number of replicas, 3") as error:
         _config(corpus, {"taking_part": {1: 1, 2: 4}}).check()
     assert error.value.key == ("outer", "taking_part", 2)
 

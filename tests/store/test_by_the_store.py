@@ -152,7 +152,7 @@ def test_an_exchange_sends_its_members_to_no_other_host(
             client.deposit("a", address, run.blob(address), epoch, 7)
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
-    assert f"{url} is not of http://127.0.0.1:" in capsys.readouterr().err
+    assert f"{url}, expected a URL of http://127.0.0.1:" in capsys.readouterr().err
 
 
 def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(

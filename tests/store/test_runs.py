@@ -69,7 +69,7 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     assert not folder.log.exists()
     assert (log.records(), log.snapshots()) == ({1, 2}, {0, 1, 2})
 
-    with pytest.raises(ConfigError, match=r"store\.url: found a run in .*/mixed, expected none there"):
+    with pytest.raises(ConfigError, match=r"store\.url: found a run in .*/mixed, expected none;"):
         _train(corpus, runs, url)
     assert folder.config.is_file()  # nor is its folder moved away
 

@@ -167,8 +167,8 @@ class Crew:
         """Have members save their states after the last finished round, and wait until they have ended.
 
         The exchange goes first and closes no further round. Members are told the last closed one, after which all save.
-        Without members on this host, the exchange answers until members of other hosts have applied that round. Hosts are
-        often stopped at the same moment, and a member without the round would wait for the exchange.
+        Without members on this host, the exchange answers until members of other hosts have applied that round. Hosts
+        are often stopped at the same moment, and a member without the round would wait for the exchange.
         """
         self._is_interrupted = True
         members = [member for member, process in self._processes.items() if process.is_alive() and member != EXCHANGE]
