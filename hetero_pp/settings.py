@@ -96,7 +96,7 @@ Seconds = Annotated[
     PlainSerializer(lambda value: f"{value!r} s", return_type=str),
     WithJsonSchema(
         {
-            "seconds, or a quantity such as `5 min`": ["number", "string"],
+            "type": ["number", "string"],
             "examples": ["5 min"],
             "description": "seconds, or such as `5 min`",
         }
@@ -113,7 +113,7 @@ Ratio = Annotated[
     BeforeValidator(parse_fraction),
     WithJsonSchema(
         {
-            "a number, or a ratio such as `1/8`": ["number", "string"],
+            "type": ["number", "string"],
             "examples": ["1/8"],
             "description": "a number or a ratio",
         }

@@ -265,7 +265,7 @@ def test_what_joins_two_participants(tmp_path: Path, corpus: Path) -> None:
         (["--set", "plan.participants=[]", "--set", "plan.pairs=[]"], "replicas: found nothing, expected at least"),
         (["--set", "simulate.machine=tiny", "--set",
           "simulate.hardware.tiny={flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}"],
-         "found 5 participants, but no 2 of them have enough memory for the model's 6 layers together"),
+         "found 5 participants, but no 2 of them have enough memory for the model's 6 layers"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(tmp_path: Path, corpus: Path, arguments: list[str], words: str) -> None:

@@ -189,7 +189,7 @@ def test_what_is_printed_is_as_people_write_it(tmp_path: Path) -> None:
     assert code == 0
     assert "1 replica, 1 member." in out
     assert "a round of 1 inner step " in out
-    assert "In 1 outer round a replica" in out
+    assert "In 1 outer round, a replica" in out
     assert "-0.0%" not in out
 
 

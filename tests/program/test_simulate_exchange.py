@@ -359,7 +359,7 @@ def test_a_line_without_a_bandwidth_is_named(tmp_path: Path) -> None:
     said = _said_of_exchange(_spec(tmp_path, WHOLE, "lines.fibre={latency: 5 ms}", "exchange.line=fibre"))
     assert "fibre: unlimited; shown: 1 Gbit/s" in said
     assert "its line `fibre` has no bandwidth" in said
-    assert said.endswith("give lines.fibre.bandwidth")
+    assert said.endswith("set lines.fibre.bandwidth")
 
 
 def test_members_at_the_site_of_the_exchange_cost_it_cpu_and_no_line(tmp_path: Path) -> None:
