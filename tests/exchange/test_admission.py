@@ -462,7 +462,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         assert not first.done()
         status_of(served.folder / "anna", "run", None, None)
         said = capsys.readouterr().out
-        assert re.search(r"run: this host waits for a group to form, for .*: 1 of 2 are here, 1 more needed\n", said)
+        assert re.search(r"run: this host waits for a group to form, for .*: 1 of 2 hosts are waiting, 1 more", said)
         assert "run: the run has finished round 0 of 9; the exchange answered " in said
         asked = served.client(SECRET.credentials("a", encrypted=True))
         reply = status(served.address, SECRET.authority.identity("a"))
@@ -470,7 +470,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         asked.close()
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
-    assert "run: waiting for a group to form: 1 of 2 are here" in said
+    assert "run: waiting for a group to form: 1 of 2 hosts are waiting" in said
     with pytest.raises(Refused, match="every slot of the run is taken"):
         served.takes(served.ticket(), "clara")
 
