@@ -24,7 +24,6 @@ UNFINISHED: dict[str, int] = {
     "tests/data": 8,
     "tests/engines": 11,
     "tests/equivalence": 7,
-    "tests/exchange": 107,
     "tests/experiments": 13,
     "tests/link": 18,
     "tests/method": 8,

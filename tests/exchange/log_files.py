@@ -1,4 +1,4 @@
-"""The files of a log that is in a folder, for tests that look at them, damage and remove them."""
+"""Helpers for tests that inspect, damage or remove the files of a run log that is kept in a folder."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from replica_groups.exchange.log import ContributionLog, round_key, snapshot_key
 
 
 def folder_of(log: ContributionLog) -> Path:
-    """The folder of its store."""
+    """Return the folder of the log's store."""
     assert isinstance(log.store, FolderStore)
     return log.store.folder
 
 
 def snapshot_path(log: ContributionLog, round_: int) -> Path:
-    """The snapshot after a round, whether it is there or not."""
+    """Return the path of the snapshot after a round. The file may be missing."""
     return folder_of(log) / snapshot_key(round_)
 
 
 def stored_blob(log: ContributionLog, round_: int, replica: str, epoch: int, block: str) -> str:
-    """The key of the only blob that a log holds of these."""
+    """Return the key of the only blob in the log for this round, replica, generation and block."""
     folder = f"{round_key(round_)}/{replica}/{epoch}"
     (name,) = (name for name in log.store.names(folder) if name.startswith(f"{block}."))
     return f"{folder}/{name}"

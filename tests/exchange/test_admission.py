@@ -1,4 +1,4 @@
-"""By a ticket into a run: over real gRPC, with real certificates, and what tickets and former holders cannot do."""
+"""Admission to a run by a ticket, over gRPC and TLS: real certificates, and attempts by tickets and former holders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HOUR = 3600.0
 
 
 class Places:
-    """Of the run below, in which nobody has joined by itself."""
+    """The slots of the run below; no member has joined without a ticket."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -71,13 +71,13 @@ class Places:
 
 
 class Served:
-    """A run of members `a` and `b` that is served to who shows a ticket."""
+    """A run of members `a` and `b` whose server admits hosts by tickets."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
         self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
         self.date_is_off = 0.0
-        """Seconds by which the date of the exchange's machine is wrong."""
+        """Error of the date on the exchange's machine, in seconds."""
         self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
         stack.callback(self.memberships.close)
         told = Told('{"name": "run"}', {"tokenizer.json": b"{}"})
@@ -88,7 +88,7 @@ class Served:
         self.serve()
 
     def serve(self) -> None:
-        """At the port of before, if it was served already."""
+        """Start the server. A later call uses the same port."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
         house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby, self.unnamed)
         self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
@@ -123,7 +123,7 @@ class Served:
         return client
 
     def takes(self, ticket: Ticket, host: str = "host") -> Membership:
-        """A host of its own."""
+        """Redeem the ticket on a host with its own folder."""
         return take_place(ticket, self.folder / host)
 
 
@@ -143,7 +143,7 @@ def test_a_ticket_is_a_line_of_text(served: Served) -> None:
 
 
 def test_tickets_of_all_lengths_are_read() -> None:
-    """Base64 is filled up where a length is no multiple of four."""
+    """Base64 padding is restored for every length, also for those that are no multiple of four."""
     lengths = set()
     for number in range(60):
         ticket = make_ticket("r" * number, "address:1", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
@@ -171,7 +171,7 @@ def test_what_is_no_ticket(served: Served, spoil: object, told: str) -> None:
 
 
 def _sealed(content: bytes) -> str:
-    """A text that is a ticket as far as its checksum says."""
+    """Return text with the format and the checksum of a ticket around any content."""
     data = zlib.compress(content)
     body = base64.urlsafe_b64encode(hashlib.sha256(data).digest()[:4] + data).decode().rstrip("=")
     return f"hpp1.{body}"
@@ -225,7 +225,7 @@ def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> N
 def test_a_place_by_any_other_name_is_no_file(
     served: Served, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exchange cannot have a host write elsewhere."""
+    """A slot name from the exchange cannot make a host write outside its folder."""
     key, host = new_key(), tmp_path / "host"
     named = pb.Certificate(pem=SECRET.authority.sign(key.public_key(), place, 1, time.time() + HOUR))
     monkeypatch.setattr(membership_module, "enrol", lambda *_, **__: pb.EnrolReply(place=place, certificate=named))
@@ -279,7 +279,7 @@ def test_members_have_no_need_of_a_ticket_and_get_nothing_for_another(served: Se
 def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
     ticket = served.ticket()
     request = bytearray(signing_request(new_key()))
-    request[-1] ^= 1  # another's request, or one whose key was put in by somebody else
+    request[-1] ^= 1  # a key that another host requested, or one that was substituted on the way
     with pytest.raises(Refused, match="found no certificate request"):
         enrol(served.address, ticket.identity, bytes(request))
     with pytest.raises(Refused, match="found no certificate request"):
@@ -325,7 +325,10 @@ def test_who_was_taken_back_watches_no_more(served: Served) -> None:
 
 
 def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> None:
-    """A member that was started with the run's secret ends the run once no quorum is left without it."""
+    """A member that was started with the run's secret fails the run once no quorum is left without it.
+
+    A guest does not.
+    """
     client = served.client(served.takes(served.ticket("b")).credentials)
     client._term = 1
     failed = Report(failure=Failure(cause="made up"))
@@ -359,7 +362,7 @@ def test_who_is_where(served: Served) -> None:
 
 
 def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And who was let in goes on by the new one, over a connection that is made anew, too."""
+    """The admitted member then uses the new certificate, also over a new connection."""
     monkeypatch.setattr(admission, "CERTIFICATE_SECONDS", 6.0)
     membership, said = served.takes(served.ticket("b")), list[str]()
     client = served.client(membership.credentials)
@@ -369,10 +372,10 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
         until = membership.identity.shown.until
         _wait(lambda: membership.identity.latest.shown.until > until + 6.0)
         assert time.time() > until
-        assert client.last_round() == 0  # by the connection that it has
+        assert client.last_round() == 0  # over the existing connection
         served.stop()
         served.serve()
-        assert client.last_round() == 0  # by another, for which the first certificate is no good
+        assert client.last_round() == 0  # over a new connection, which would reject the first certificate
     assert said == []
     assert (
         read_membership(Path(membership.identity.kept_in).parent).identity.certificate
@@ -381,7 +384,7 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
 
 
 def test_a_certificate_without_its_holder_number_as_a_name_is_renewed_at_once(served: Served) -> None:
-    """Neighbours dial that name. Certificates of older versions do not have it."""
+    """Neighbours dial the holder's name. Certificates of older versions lack it."""
     with mock.patch.object(certificates, "holder_name", lambda name, holder: name):
         membership = served.takes(served.ticket("b"))
     assert not membership.identity.latest.shown.names_holder
@@ -392,7 +395,7 @@ def test_a_certificate_without_its_holder_number_as_a_name_is_renewed_at_once(se
 
 
 def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a connection that was made while its certificate held."""
+    """The connection was made while the certificate was valid."""
     membership = served.takes(served.ticket("b"))
     client = served.client(membership.credentials)
     client.agree("b", "{}")
@@ -406,7 +409,7 @@ def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPat
 def test_a_clock_that_is_set_costs_no_member_its_slot(
     days: float, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exchange's machine has another date from one call to the next."""
+    """The date of the exchange's machine changes between two calls."""
     membership = served.takes(served.ticket("b"))
     client = served.client(membership.credentials)
     client.agree("b", "{}")
@@ -421,7 +424,7 @@ def test_a_clock_that_is_set_costs_no_member_its_slot(
     client.agree("b", "{}")
     renew_once(membership)
     renewed = read_membership(Path(membership.identity.kept_in).parent).identity.shown
-    assert renewed.signed == pytest.approx(now, abs=60)  # others, whose clocks are right, take it at once
+    assert renewed.signed == pytest.approx(now, abs=60)  # hosts with correct clocks accept it at once
     assert renewed.until == pytest.approx(now + admission.CERTIFICATE_SECONDS, abs=60)
     client.agree("b", "{}")
 
@@ -435,7 +438,7 @@ def test_an_exchange_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_without_tickets(tmp_path: Path) -> None:
-    """Whose exchange is served by TLS, and no more."""
+    """The exchange is served by TLS without admission by tickets."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
     ticket = make_ticket("run", f"127.0.0.1:{port}", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
@@ -445,7 +448,7 @@ def test_a_run_without_tickets(tmp_path: Path) -> None:
 
 
 def _wait(condition: object) -> None:
-    """Until it holds."""
+    """Wait until the condition holds. Fail after TIMEOUT."""
     assert callable(condition)
     deadline = time.monotonic() + TIMEOUT
     while not condition():
@@ -569,7 +572,7 @@ def test_who_cheats_is_refused_and_not_measured(served: Served, frames: list[byt
 
 
 def _lines(served: Served) -> list[tuple[str, float, float]]:
-    """What the lobby is told of lines from now on."""
+    """Return a list that receives every line that the lobby is told about from now on."""
     told = list[tuple[str, float, float]]()
     served.lobby.probed = lambda *line: told.append(line)  # type: ignore[method-assign]
     return told
@@ -583,7 +586,7 @@ def _probe(
 
 
 def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[bytes]:
-    """Says this, and then nothing."""
+    """Yield these frames, then send nothing until `over` is set."""
     yield from frames
     over.wait(TIMEOUT)
 
@@ -609,7 +612,7 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
         assert told.result(2 * TIMEOUT)
     assert served.lobby.here == 0
     assert be_probed(served.address, served.ticket().identity).startswith("the run is over")
-    join(served.ticket().to_text(), Here(served.folder / "late"))  # ends well
+    join(served.ticket().to_text(), Here(served.folder / "late"))  # it returns without an error
     assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); no round was left to train\n")
     status_of(served.folder / "late", "run", None, None)
     assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), as reported 20")
@@ -619,7 +622,7 @@ def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalls = threading.Event()
-    monkeypatch.setattr(probe, "_said", lambda _: _until(stalls, HALF))  # a line that is slower than any limit
+    monkeypatch.setattr(probe, "_said", lambda _: _until(stalls, HALF))  # a line slower than any limit
     for module in (admission, probe):
         monkeypatch.setattr(module, "PROBE_SECONDS", 10 * TIMEOUT)
     served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
@@ -630,7 +633,7 @@ def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
         served.run.exchange.coordinator.last_round = 9
         served.run.exchange.coordinator.open = None
         assert served.lobby.wait_until_told(TIMEOUT)
-        waits.result(TIMEOUT)  # ends well: exit code 0
+        waits.result(TIMEOUT)  # it returns exit code 0
         stalls.set()
     said = capsys.readouterr().out.splitlines()
     ended = "run: the exchange stopped measuring this line"
@@ -674,7 +677,7 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
 def test_any_number_of_tickets_that_send_nothing_keep_no_member_waiting(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call has a thread of the server. The calls of all tickets together have fewer threads than there are."""
+    """Each call occupies a thread of the server. All calls by tickets together may occupy only some of the threads."""
     monkeypatch.setattr("hetero_pp.rpc.exchange.MOST_OPEN_OF_TICKETS", 3)
     monkeypatch.setattr("hetero_pp.rpc.services.REQUEST_SECONDS", 1.0)
     with mock.patch("hetero_pp.rpc.exchange.MOST_CARRIED", 1):
@@ -702,5 +705,5 @@ def test_any_number_of_tickets_that_send_nothing_keep_no_member_waiting(
         member = served.client(SECRET.credentials("a", encrypted=True))
         assert member.last_round() == 0
         for _ in range(3):
-            assert cut.acquire(timeout=TIMEOUT)  # as no request has arrived
+            assert cut.acquire(timeout=TIMEOUT)  # because no request has arrived
         channels.pop_all().close()

@@ -1,4 +1,7 @@
-"""What members have trained beyond theta, as the exchange sees it: of use only if all of a replica have it."""
+"""Rounds that members train ahead of theta.
+
+The exchange uses them only if all members of a replica have trained them.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ def run(tmp_path: Path) -> Run:
 
 
 def _ask(run: Run, holds: int, trained: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """What members get that hold theta after a round and have trained another one, or none: a round, and which of them
-    all have trained.
+    """Return what each member is assigned that holds theta after round `holds` and has trained another round.
+
+    In `trained`, 0 stands for no round. Each result is the round to train, and the trained round that all members of
+    the replica have.
     """
     asked = {one: in_thread(partial(run.exchange.assign, one, holds, trained=has)) for one, has in trained.items()}
     found = {one: waits.result(TIMEOUT) for one, waits in asked.items()}
@@ -51,7 +56,10 @@ def test_who_has_not_heard_it_is_told_again(run: Run) -> None:
 
 
 def test_who_has_trained_a_round_that_others_closed_is_told_that(run: Run) -> None:
-    """It holds theta after round 1 and has trained round 2, which was closed without it: not the one that is due."""
+    """The members hold theta after round 1 and have trained round 2.
+
+    That round closed without them, so round 3 is due.
+    """
     run.deposit(1, "dc", *HOMES)
     run.assign(1, "dc")
     run.deposit(2, "dc")
@@ -62,7 +70,7 @@ def test_who_has_trained_a_round_that_others_closed_is_told_that(run: Run) -> No
 
 
 def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> None:
-    """What was contributed whole stays counted all the same."""
+    """A complete contribution stays included."""
     run.deposit(1, *HOMES)
     run.exchange.died("home.1", "killed by a test")
     assert run.exchange.beat("home.0", 1, 2, term=1).suspended == 2
@@ -77,7 +85,7 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
 
 
 def test_own_parameters_of_a_round_that_not_all_of_a_group_have_are_of_no_use(run: Run) -> None:
-    """As of one that was replaced, or was not there: the others' are those after round 2."""
+    """A replaced or absent member has only the parameters after round 2, as the others have."""
     run.deposit(1, "dc", *HOMES)
     run.assign(1)
     run.deposit(2, "dc", *HOMES)
@@ -87,7 +95,7 @@ def test_own_parameters_of_a_round_that_not_all_of_a_group_have_are_of_no_use(ru
 
 
 def test_nobody_is_called_back_from_the_last_round(run: Run) -> None:
-    """There is no other to be trained: who has contributed to it waits for its record."""
+    """There is no later round to train, so a member that has contributed to the last one waits for its record."""
     for round_ in range(1, 9):
         run.deposit(round_, "dc", *HOMES)
         run.assign(round_)

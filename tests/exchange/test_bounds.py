@@ -1,4 +1,4 @@
-"""What one caller can take of the exchange: so many calls, so much that is unread, so many bytes, so long a wait."""
+"""Limits for one caller of the exchange: open calls, unread data, bytes and waiting time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SERVICE = served_exchange.SERVICE
 
 
 class Served:
-    """A run of members `a` and `b` behind a server; both train its first round."""
+    """A run of members `a` and `b` behind a server. Both train its first round."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run = Run(folder, {"a": 1, "b": 1}, quorum=1.0)
@@ -57,7 +57,7 @@ class Served:
         return client
 
     def half_open(self, call: str, credentials: Credentials) -> Iterator[bytes]:
-        """A call that is begun, and sends no request."""
+        """Open a call and send no request."""
         channel, waiting = make_channel(self.address), threading.Event()
         self._stack.callback(channel.close)
         self._stack.callback(waiting.set)
@@ -88,7 +88,7 @@ def _code(replies: Iterator[bytes]) -> grpc.StatusCode:
 
 @pytest.mark.parametrize("call", ["Beat", "Join", "Deposit", "Watch"])
 def test_strangers_that_open_calls_and_send_nothing_keep_nobody_waiting(call: str, served: Served) -> None:
-    """More of them than there are threads: each is turned away before its request is waited for."""
+    """There are more such calls than threads. Each caller is refused before the server waits for its request."""
     stranger = Secret("another secret").credentials("a")
     count = 3 * MOST_OPEN
     waiting = [served.half_open(call, stranger) for _ in range(count)]
@@ -105,7 +105,7 @@ def test_a_member_that_opens_calls_and_sends_nothing_harms_itself_alone(served: 
         assert first.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not served.client("b").beat("b", 1, 1).is_over
         assert served.refusals == {Kind.FORBIDDEN: 1}
-        served._stack.close()  # so that those that wait end
+        served._stack.close()  # so that the waiting calls end
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_member_that_opens_calls_and_sends_nothing_harms_itself_alone(served: 
     ],
 )
 def test_what_is_announced_is_looked_at_before_it_is_read(header: pb.BlobHeader, kind: Kind, served: Served) -> None:
-    """One frame only: whoever waited for another would wait for ever."""
+    """The test sends one frame only. A server that waited for a second frame would wait forever."""
     channel, waiting = make_channel(served.address), threading.Event()
 
     def frames() -> Iterator[bytes]:
@@ -152,7 +152,7 @@ def test_a_message_that_is_none_is_refused_and_counted(served: Served) -> None:
 
 
 def test_who_waits_is_asked_to_ask_again_and_does(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange waits a moment; the member, until its round is closed."""
+    """The exchange waits for a moment only. The member asks again until its round is closed."""
     monkeypatch.setattr(served_exchange, "LONGEST_WAIT", 0.0)
     asked, record = threading.Semaphore(0), served.run.exchange.record
 
@@ -206,7 +206,7 @@ def test_who_reads_too_slowly_is_cut() -> None:
 
 
 def test_who_was_cut_watches_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And misses nothing that the exchange still remembers."""
+    """It misses no event that the exchange still remembers."""
     watch, most = served.run.exchange.watch, iter([1, REMEMBERED_REPORTS])
     monkeypatch.setattr(served.run.exchange, "watch", lambda members, is_asked, _: watch(members, is_asked, next(most)))
     served.run.exchange.end_watching()
@@ -215,7 +215,7 @@ def test_who_was_cut_watches_again(served: Served, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_callers_pace() -> None:
-    """So many a second on average, as many as a burst at once; each caller by itself."""
+    """Each caller has its own average rate and its own maximum burst."""
     now = 100.0
     pace = Pace(10.0, 20, lambda: now)
     assert [pace.due_in("a", count) for count in (20, 5, 10)] == pytest.approx([0.0, 0.5, 1.5])
@@ -229,7 +229,7 @@ def test_a_callers_pace() -> None:
 
 
 def test_a_refused_caller_owes_nothing_for_having_asked() -> None:
-    """A member that retries each second is let in as often as the rate allows."""
+    """A member that retries each second is admitted as often as the rate allows."""
     now = 100.0
     pace = Pace(0.1, 2, lambda: now)
     let_in = []
@@ -266,7 +266,7 @@ def test_a_member_that_floods_with_reports_waits_and_nobody_else(
 
 
 def _ask(served: Served, call: str, request: bytes) -> grpc.RpcError:
-    """The error that a raw request of the member `a` gets."""
+    """Return the error of a raw request by member `a`."""
     with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
         ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, call))
         list(ask(request, metadata=shown(SECRET.credentials("a"), "run", 1), timeout=TIMEOUT))
@@ -333,7 +333,7 @@ def test_few_rounds_have_their_snapshots_in_memory_and_slow_readers_keep_nobody_
 
 
 def _half_sent(served: Served) -> Iterator[bytes]:
-    """A deposit of the member `a` of which nothing but the header is sent."""
+    """Begin a deposit of member `a` of which only the header is sent."""
     shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
     size = most_bytes(BlobAddress("run", 1, "a", "norm"), shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=size, steps=1)
@@ -390,7 +390,7 @@ def test_a_stream_that_moves_is_not_cut() -> None:
     assert context.cancelled.wait(TIMEOUT)
 
 
-# ---- how fast one caller calls, and what one connection may have ----
+# ---- call rates, and limits of one connection ----
 
 
 def test_a_caller_that_begins_too_many_calls_is_cut_until_it_stops() -> None:
@@ -410,19 +410,19 @@ def test_a_caller_that_begins_too_many_calls_is_cut_until_it_stops() -> None:
 
 
 def _short(text: str) -> bytes:
-    """A string of HPACK (RFC 7541, 5.2) of at most 126 bytes."""
+    """Encode a string of at most 126 bytes for HPACK (RFC 7541, 5.2)."""
     return bytes([len(text)]) + text.encode()
 
 
 def _frame(kind: int, flags: int, body: bytes, stream: int) -> bytes:
-    """A frame of HTTP/2 (RFC 9113, 4.1)."""
+    """Encode a frame of HTTP/2 (RFC 9113, 4.1)."""
     return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
 
 
 def test_the_connection_of_a_member_that_calls_too_often_is_closed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other connection is closed, not even one of the same address."""
+    """No other connection is closed, not even one from the same address."""
     due_in, was_refused = CallRate.due_in, threading.Event()
     monkeypatch.setattr(served.run.exchange, "refuse", lambda *_: was_refused.set())  # after the connection is closed
 
@@ -441,14 +441,14 @@ def test_the_connection_of_a_member_that_calls_too_often_is_closed(
     with suppress(ConnectionError), socket.create_connection((host, int(port)), TIMEOUT) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, b"", 0))
         connection.sendall(_frame(1, 4, block, 1))
-        while connection.recv(1 << 16):  # to its end, or TIMEOUT
+        while connection.recv(1 << 16):  # until it is closed, or TIMEOUT
             pass
     assert not other.beat("b", 1, 1).is_over
     assert was_refused.wait(TIMEOUT)
 
 
 def test_a_connection_has_a_bounded_number_of_streams_and_bounded_headers(served: Served) -> None:
-    """The server says so in its settings, and refuses headers before anything is asked."""
+    """The server announces both limits in its settings. It refuses large headers before any call begins."""
     host, _, port = served.address.rpartition(":")
     with socket.create_connection((host, int(port)), TIMEOUT) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04\x00" + bytes(4))

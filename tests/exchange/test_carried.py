@@ -1,4 +1,4 @@
-"""What is carried while a member trains: contributions, the record, and what others sent."""
+"""Background transfers while a member trains: its contributions, the round record and blobs of other replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINE, OTHERS = b"mine", b"others"
 
 
 class Far:
-    """An exchange whose round closes when a test says so."""
+    """An exchange whose round closes when a test sets `closed`."""
 
     def __init__(self) -> None:
         self.deposited: list[bytes] = []
@@ -59,7 +59,10 @@ def _contribute(carried: CarriedExchange, round_: int) -> None:
 
 
 def test_nobody_waits_until_the_record_is_asked_for() -> None:
-    """What others sent of the member's blocks is here by then, and nothing else was fetched."""
+    """Blobs of other replicas for the member's blocks have arrived before `record` is called.
+
+    No other blob was fetched.
+    """
     far = Far()
     carried = _carried(far)
     _contribute(carried, 1)
@@ -86,7 +89,7 @@ def test_what_is_not_here_is_fetched() -> None:
 
 
 def test_what_goes_wrong_is_heard_where_the_record_is_asked_for() -> None:
-    """And who then contributes again waits for the new answer, not for the old one."""
+    """A later contribution gets the new answer, not the old error."""
     far = Far()
     far.errors.append(ExchangeLost("gone"))
     carried = _carried(far)
@@ -101,7 +104,10 @@ def test_what_goes_wrong_is_heard_where_the_record_is_asked_for() -> None:
 
 
 def test_a_round_that_was_given_up_keeps_nobody() -> None:
-    """Its thread waits on, for a record that may never come; the round is contributed to again beside it."""
+    """The thread of the abandoned attempt keeps waiting, maybe forever.
+
+    The second contribution to the round does not wait for it.
+    """
     far, again = Far(), threading.Event()
     carried = _carried(far)
     _contribute(carried, 1)

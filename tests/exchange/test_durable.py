@@ -1,4 +1,4 @@
-"""What is written is there whole or not at all, and on the disk before it has its name."""
+"""Files are written completely or not at all, and are flushed to disk before they get their final name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 
 
 class Torn(Exception):
-    """The machine went down in the middle of a write."""
+    """Simulates a machine that crashes in the middle of a write."""
 
 
 def _write_half(path: Path, data: bytes) -> int:
@@ -99,7 +99,7 @@ def test_a_state_that_is_torn_is_none(tmp_path: Path) -> None:
 
 
 def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
-    """A snapshot that is not whole may be as large as the model, and every kill leaves another."""
+    """A partial snapshot may be as large as the model, and each kill may leave another one."""
     log, checkpoint = ContributionLog(FolderStore(tmp_path / "log")), tmp_path / "rows" / "row.pt"
     _blob(log, 1)
     before = _files(folder_of(log))
@@ -113,7 +113,7 @@ def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
 
 
 class _Disk:
-    """Notes, in order, what is flushed to the disk and what gets its name."""
+    """Records, in order, which files are flushed to disk and which are renamed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[tuple[str, str]] = []
@@ -147,7 +147,10 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
 
 
 def test_two_who_write_one_file_at_once(tmp_path: Path) -> None:
-    """As two nodes of one replica do with the configuration of a folder that both see: it is one of both, whole."""
+    """Two nodes of a replica may write the same configuration to a shared folder.
+
+    The result is one of the two, complete.
+    """
     path = tmp_path / "config.yaml"
     with whole(path) as first:
         first.write_text("first")
@@ -167,7 +170,7 @@ def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
 
 
 class _Slow:
-    """An exchange that answers when it is let."""
+    """An exchange that blocks in `report` until a test sets `lets`."""
 
     def __init__(self) -> None:
         self.lets, self.heard = threading.Event(), 0
@@ -178,7 +181,7 @@ class _Slow:
 
 
 def test_a_flush_waits_until_all_was_heard() -> None:
-    """What a state is saved after must not be told later than it."""
+    """A member's reports must reach the exchange before the member saves its state."""
     exchange = _Slow()
     reporter = Reporter(exchange, "dc", interval=1000.0)  # type: ignore[arg-type]
     for _ in range(3):
@@ -191,4 +194,4 @@ def test_a_flush_waits_until_all_was_heard() -> None:
     flushed.join()
     assert exchange.heard == 3
     reporter.close()
-    reporter.flush()  # nobody listens any more: it does not wait for ever
+    reporter.flush()  # the exchange gets no more reports: this returns at once

@@ -1,4 +1,4 @@
-"""The exchange: when rounds close, what it refuses, who wakes when it fails, and that its log replays."""
+"""The exchange: when rounds close, what it refuses, which waiting calls a failure ends, and that its log replays."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ ROSTER = Roster(
     follows={"home.1": frozenset({"tok_embeddings"})},
 )
 EPOCHS = {"home": 2, "dc": 1}
-"""The sum of the terms of a replica's places: each is held for the first time."""
+"""Generation of each replica: the sum of its members' incarnations, each of which is the first."""
 
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """As many threads as there are members are enough."""
+    """Use one Torch thread, because each member already has a thread of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture
 def exchange(snapshot: Snapshot, tmp_path: Path) -> Iterator[Exchange]:
-    """Every member training round 1."""
+    """An exchange in which every member trains round 1."""
     log = ContributionLog(FolderStore(tmp_path / "log"))
     tokens = {"home": 100, "dc": 300}
     exchange = Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER), tokens_a_step=tokens)
@@ -83,7 +83,7 @@ def _address(replica: str, block: str, round_: int = 1) -> BlobAddress:
 
 
 def _blob(snapshot: Snapshot, address: BlobAddress, seed: int = 0) -> bytes:
-    """What an honest member would send under this address."""
+    """Return a valid blob for this address."""
     compression = SETTINGS.compression
     shapes = shapes_by_block(shapes_of(snapshot.parameters))[address.block]
     selections = []
@@ -95,7 +95,7 @@ def _blob(snapshot: Snapshot, address: BlobAddress, seed: int = 0) -> bytes:
 
 
 def _deposits(round_: int = 1) -> list[tuple[str, BlobAddress]]:
-    """Every (member, address) that a round needs; `home` first."""
+    """Return every (member, address) that a round needs, with those of `home` first."""
     return [
         (member, _address(ROSTER.members[member], block, round_))
         for member in ("home.1", "home.0", "dc")
@@ -104,7 +104,7 @@ def _deposits(round_: int = 1) -> list[tuple[str, BlobAddress]]:
 
 
 def _deposit_all(exchange: Exchange, snapshot: Snapshot, round_: int = 1, steps: int = 0) -> None:
-    """Of a round, which members are given before if it is not the first."""
+    """Deposit all blobs of a round. For rounds after the first, assign the round to all members before."""
     if round_ > 1:
         assign_all(exchange, round_ - 1)
     for member, address in _deposits(round_):
@@ -112,7 +112,7 @@ def _deposit_all(exchange: Exchange, snapshot: Snapshot, round_: int = 1, steps:
 
 
 def _reports(exchange: Exchange) -> list[Report]:
-    """Everything told so far; there must be something."""
+    """Return all reports so far. There must be at least one."""
     watching = exchange.watch()
     first = next(watching)
     exchange.end_watching()
@@ -120,7 +120,7 @@ def _reports(exchange: Exchange) -> list[Report]:
 
 
 def _in_threads(*works: Callable[[], object]) -> list[HeteroPPError]:
-    """Run all at once; the errors that ended them."""
+    """Run all functions at once and return the errors that ended them."""
     errors: list[HeteroPPError] = []
 
     def run(work: Callable[[], object]) -> None:
@@ -143,7 +143,7 @@ def _in_threads(*works: Callable[[], object]) -> list[HeteroPPError]:
 
 @pytest.mark.parametrize("turn", range(0, 10, 3))
 def test_a_round_closes_with_the_last_blob_and_not_before(exchange: Exchange, snapshot: Snapshot, turn: int) -> None:
-    """Whichever blob comes last."""
+    """Any blob may be the last one."""
     deposits = _deposits()
     assert len(deposits) == 10
     for member, address in deposits[turn:] + deposits[:turn]:
@@ -160,7 +160,7 @@ def test_a_round_closes_with_the_last_blob_and_not_before(exchange: Exchange, sn
 def test_a_record_names_what_was_counted_in_replica_order(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot, steps=7)
     record = exchange.record(1)
-    assert [entry.replica for entry in record.contributions] == ["dc", "home"]  # home was handed in first
+    assert [entry.replica for entry in record.contributions] == ["dc", "home"]  # home's blobs were deposited first
     for entry in record.contributions:
         assert (entry.weight, entry.epoch, entry.steps) == (1.0, EPOCHS[entry.replica], 7)
         assert entry.tokens == {"home": 700, "dc": 2100}[entry.replica]
@@ -230,13 +230,13 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
 
 
 def test_a_blob_of_another_run_is_refused(exchange: Exchange, snapshot: Snapshot) -> None:
-    """Else it would be counted, and nobody could decode it."""
+    """Otherwise the blob would be included, and no member could decode it."""
     address = BlobAddress("another run", 1, "dc", "norm")
     _expect_refusal(exchange, "another run", lambda: exchange.deposit("dc", address, _blob(snapshot, address)))
 
 
 def test_a_round_that_has_closed_takes_nothing_more(exchange: Exchange, snapshot: Snapshot) -> None:
-    """Who is late is not refused: the record says that it was not counted."""
+    """A late deposit is not an error: the record names the contribution as late."""
     _deposit_all(exchange, snapshot)
     address = _address("dc", "norm")
     exchange.deposit("dc", address, _blob(snapshot, address, seed=1))
@@ -261,7 +261,7 @@ def test_a_second_different_blob_is_refused(exchange: Exchange, snapshot: Snapsh
 
 
 def test_a_refused_second_blob_leaves_the_first_in_the_log(exchange: Exchange, snapshot: Snapshot) -> None:
-    """The record names the first blob, so the first is what receivers must be given."""
+    """The record names the first blob, so receivers must get the first blob."""
     address = _address("dc", "norm")
     exchange.deposit("dc", address, _blob(snapshot, address))
     with pytest.raises(Refused):
@@ -323,7 +323,7 @@ def _happened(exchange: Exchange) -> list[tuple[int, str, int]]:
 
 
 def test_the_odd_one_out_is_told_to_heal(exchange: Exchange, snapshot: Snapshot) -> None:
-    """With its next round, and once; nobody else is, and the run goes on."""
+    """It is told once, with its next round. No other member is told, and the run continues."""
     _deposit_all(exchange, snapshot)
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
@@ -347,7 +347,10 @@ def test_who_confirms_after_the_auditor_is_held_against_it(exchange: Exchange, s
 
 
 def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_path: Path) -> None:
-    """The log decides, however many they are: each is healed once, then takes part in no round that does without it."""
+    """The run log decides, even against a majority of guests.
+
+    Each guest is told to recover once. After that it takes part in no round that a quorum can close without it.
+    """
     roster = Roster({name: name for name in ("dc", "x", "y")}, dict.fromkeys(("dc", "x", "y"), FIRST | LAST))
     log = ContributionLog(FolderStore(tmp_path / "guests"))
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=replace(patient(roster), quorum=0.3))
@@ -408,7 +411,7 @@ def test_guests_alone_do_not_end_a_run_either(snapshot: Snapshot, tmp_path: Path
 
 
 def test_if_all_replicas_of_the_operator_differ_the_run_ends(exchange: Exchange, snapshot: Snapshot) -> None:
-    """Then the machine that replays the log may be wrong."""
+    """In that case the machine that replays the log may be at fault."""
     _deposit_all(exchange, snapshot)
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST) | WRONG)
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
@@ -443,7 +446,7 @@ def test_hashes_of_different_rounds_are_not_compared(exchange: Exchange, snapsho
 def test_a_replica_that_leaves_out_a_parameter_is_refused(
     left_out: set[str] | None, exchange: Exchange, snapshot: Snapshot
 ) -> None:
-    """And ends nobody else's run."""
+    """The refusal ends no other member's run."""
     _deposit_all(exchange, snapshot)
     hashes = _hashes(snapshot, FIRST | LAST)
     told = {name: one for name, one in hashes.items() if left_out is not None and name not in left_out}
@@ -462,7 +465,10 @@ def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot
 
 
 class _Counted(threading.Condition):
-    """Tells how many wait: `waiting` is released by each, with the lock held. A clock, which waits long, is none."""
+    """A condition that counts its waiters: each waiter releases `waiting` while it holds the lock.
+
+    Timed waits are not counted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,7 +481,7 @@ class _Counted(threading.Condition):
 
 
 def _counted(exchange: Exchange) -> _Counted:
-    """From now on whoever waits for the exchange is counted."""
+    """Replace the exchange's condition by one that counts its waiters."""
     exchange._changed = exchange.decisions.changed = condition = _Counted()
     return condition
 
@@ -491,7 +497,7 @@ def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
 
     errors = _in_threads(
         lambda: exchange.record(1),
-        lambda: exchange.assign("home.0", 0),  # until somebody has the other place
+        lambda: exchange.assign("home.0", 0),  # until a process holds the other slot
         exchange.wait_until_finished,
         fail,
     )
@@ -519,7 +525,7 @@ def _fails(member: str, cause: str) -> Report:
 
 
 def test_a_members_failure_is_the_runs_once_no_quorum_is_left(exchange: Exchange) -> None:
-    """One member of several cannot end the run: its slot becomes vacant, and another process may take it."""
+    """The failure of one member does not end the run: its slot becomes vacant, and another process may take it."""
     exchange.report([_fails("home.1", "out of memory")])
     assert not exchange.coordinator.places["home.1"].held
     exchange.join("home.1", "")
@@ -531,7 +537,7 @@ def test_a_members_failure_is_the_runs_once_no_quorum_is_left(exchange: Exchange
         exchange.report([_fails("dc", "out of memory again")])
         exchange.record(1)
     exchange.fail("a consequence")
-    with pytest.raises(RunFailed, match="out of memory again"):  # the first cause stays
+    with pytest.raises(RunFailed, match="out of memory again"):  # the first cause is kept
         exchange.record(1)
     told = [report.failure.cause for report in _reports(exchange) if report.HasField("failure")]
     assert told == ["out of memory again", "a consequence"]
@@ -584,15 +590,15 @@ def test_the_run_is_over_when_every_member_has_finished(exchange: Exchange, snap
 
 
 class _SlowLog(ContributionLog):
-    """Writes at once, but for what is `held`: that waits, with `reached` released, until it is let."""
+    """A log whose write of `held` releases `reached` and blocks until `lets` is released. Other writes do not block."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(FolderStore(folder))
         self.held: BlobAddress | int | None = None
-        """A blob, or the record of a round."""
+        """Address of a blob, or the round of a record, whose write blocks."""
         self.reached, self.lets = threading.Semaphore(0), threading.Event()
         self.is_full = False
-        """Whether there is no room for the next that was held."""
+        """Whether the next held write fails because the disk is full."""
         self.written: list[BlobAddress] = []
 
     def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
@@ -629,7 +635,10 @@ def slow(snapshot: Snapshot, log: _SlowLog) -> Exchange:
 
 
 def _begin(exchange: Exchange, log: _SlowLog, address: BlobAddress, *blobs: bytes) -> list[Future[None]]:
-    """Deposits of `dc` under one address, each begun when the one before is where it waits: the disk, then the lock."""
+    """Begin one deposit of `dc` for each blob, all under one address.
+
+    Each deposit begins when the previous one is blocked: the first in the write, the second at the lock.
+    """
     condition = exchange._changed
     assert isinstance(condition, _Counted)
     log.held = log.held or address
@@ -683,7 +692,7 @@ def test_one_blob_twice_at_once_is_written_once(slow: Exchange, log: _SlowLog, s
 
 
 def test_a_blob_that_the_disk_does_not_take_is_not_counted(slow: Exchange, log: _SlowLog, snapshot: Snapshot) -> None:
-    """So that another may take its place."""
+    """A later deposit of the same address is accepted instead."""
     address = _address("dc", "norm")
     _deposit_all_others(slow, snapshot, address)
     blobs = [_blob(snapshot, address), _blob(snapshot, address, seed=1)]
@@ -740,7 +749,7 @@ def test_a_record_is_on_the_disk_before_it_is_told_and_nobody_else_waits(
 
 
 class _Member:
-    """Owns some blocks, changes them at random, and synchronises."""
+    """A member that owns some blocks, changes them at random and synchronises."""
 
     def __init__(self, exchange: Exchange, snapshot: Snapshot, name: str, seed: int) -> None:
         owned = {n: t for n, t in snapshot.parameters.items() if block_of(n) in ROSTER.blocks[name]}
@@ -762,7 +771,7 @@ class _Member:
 
 @pytest.fixture
 def trained(exchange: Exchange, snapshot: Snapshot) -> Iterator[tuple[Exchange, dict[str, Tensor]]]:
-    """A run of three members and the auditor, and what they hold at its end."""
+    """Run three members and the auditor to the end. Return the exchange and the members' final parameters."""
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
     auditor.start()
     members = [_Member(exchange, snapshot, name, seed) for seed, name in enumerate(ROSTER.members)]
@@ -860,14 +869,14 @@ def test_every_round_is_verified_for_every_replica(trained: tuple[Exchange, dict
 
 
 def _expect_failure(exchange: Exchange, cause: str) -> None:
-    """The run is over: whoever waits is told why, in these words (a pattern)."""
+    """Require that the run has failed, and that waiting callers get a cause that matches this pattern."""
     (error,) = _in_threads(exchange.wait_until_finished)
     assert isinstance(error, RunFailed)
     assert re.fullmatch(cause, str(error)), str(error)
 
 
 def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange: Exchange, snapshot: Snapshot) -> None:
-    """All members claim the initial weights after a round that changed them."""
+    """All members confirm the initial weights after a round that changed them."""
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
     _deposit_all(exchange, snapshot)
     for member in ROSTER.members:
@@ -889,7 +898,7 @@ def test_a_blob_changed_before_the_auditor_reads_it_fails_the_run(exchange: Exch
 
 
 def test_a_blob_lost_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
-    """A full disk or a lost file must not leave the run without its check and its snapshots unnoticed."""
+    """A full disk or a lost file must not silently stop the auditor, which checks the run and writes its snapshots."""
     _deposit_all(exchange, snapshot)
     (folder_of(exchange.log) / stored_blob(exchange.log, 1, "dc", 1, "norm")).unlink()
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)

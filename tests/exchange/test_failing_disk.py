@@ -1,6 +1,6 @@
-"""The n-th operation of a disk fails, once or until there is room again, for every n: the exchange waits, and says why.
+"""For every n, the n-th disk operation fails, once or until there is space again: the exchange waits and reports why.
 
-Nothing is acknowledged that is not kept, nothing half written has a name, and what comes of it has the same bits.
+It acknowledges nothing that is not stored, and gives no partial file its final name. The results have the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROUNDS = 1
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is tried again at once."""
+    """Retry failed operations at once."""
     monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.001)
     monkeypatch.setattr("replica_groups.exchange.decisions.LONGEST_PAUSE", 0.001)
     monkeypatch.setattr("replica_groups.protocol.coordinator.RETRY_SECONDS", 0.001)
@@ -51,7 +51,7 @@ def snapshot() -> Snapshot:
 
 
 class _Log:
-    """A log in a folder of its own, and a run of one round that writes it."""
+    """A log in its own folder, and a run of one round that writes it."""
 
     def __init__(self, folder: Path, snapshot: Snapshot) -> None:
         self.folder, self.snapshot = folder, snapshot
@@ -59,7 +59,7 @@ class _Log:
         self.exchange = Exchange("run", ROSTER, None, SETTINGS, self.log, rules=patient(ROSTER), text=folder / "text")
 
     def run(self) -> None:
-        """To its end, with its auditor."""
+        """Run to the end, with the auditor."""
         for member in ROSTER.members:
             self.exchange.agree(member, "{}", TOKENS)
             self.exchange.join(member, "")
@@ -77,7 +77,7 @@ class _Log:
         auditor.join()
 
     def assert_whole(self) -> str:
-        """All that a run leaves is there, and nothing else; the digest of theta after it."""
+        """Check that all files of the run exist and no others. Return the digest of the final theta."""
         assert self.exchange.decisions.failure is None
         assert not [path for path in self.folder.rglob("*") if path.name.endswith(PART)]
         assert self.log.records() == audited(self.log.store) == set(range(1, ROUNDS + 1))
@@ -118,7 +118,7 @@ def _has_stopped(own: _Log, done: Future[None]) -> bool:
 
 
 def _wait_for(condition: Callable[[], object]) -> None:
-    """Until it holds."""
+    """Wait until the condition holds. Fail after TIMEOUT."""
     waited = threading.Event()
     for _ in range(int(TIMEOUT / 0.001)):
         if condition():

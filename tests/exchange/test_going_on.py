@@ -1,4 +1,4 @@
-"""Outer rounds that go on from a snapshot and saved states come to what unbroken ones come to: members and auditor."""
+"""Outer rounds that resume from a snapshot and saved states give the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """As many threads as there are members are enough."""
+    """Use one Torch thread, because each member already has a thread of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,7 +60,7 @@ def _optimizer(settings: OuterSettings, snapshot: Snapshot) -> RoundOptimizer:
 
 
 class Run:
-    """Two replicas of one member each, the exchange and its auditor, from a snapshot on."""
+    """Two replicas of one member each, with the exchange and its auditor, started from a snapshot."""
 
     def __init__(self, settings: OuterSettings, snapshot: Snapshot, folder: Path) -> None:
         self.settings, self.first, self.folder = settings, snapshot.round, folder
@@ -89,12 +89,15 @@ class Run:
             )
 
     def load(self, folder: Path) -> None:
-        """The states that members saved after the round of the snapshot."""
+        """Load the states that members saved after the round of the snapshot."""
         for name, outer in self.outer.items():
             outer.load(folder / f"{name}-{self.first}", self.first)
 
     def train(self) -> None:
-        """All rounds that are left; every member saves its state after each. Fails if a member or the auditor does."""
+        """Train all remaining rounds and save each member's state after each.
+
+        Raise if a member or the auditor fails.
+        """
         self.auditor.start()
         threads = [threading.Thread(target=self._member, args=(name,), daemon=True) for name in NAMES]
         for thread in threads:
@@ -104,7 +107,7 @@ class Run:
             assert not thread.is_alive()
         self.auditor.join()
         assert self.errors == []
-        assert self.exchange.record(ROUNDS).round == ROUNDS  # raises if the auditor found something else than members
+        assert self.exchange.record(ROUNDS).round == ROUNDS  # raises if the auditor's result differs from the members'
 
     def _member(self, name: str) -> None:
         try:
@@ -121,7 +124,7 @@ class Run:
 
     @torch.no_grad()
     def _learn(self, name: str, round_: int) -> None:
-        """What the inner loop does: other weights, or gradients."""
+        """Stand in for the inner loop: change the parameters, or set gradients, as `source` requires."""
         for index, parameter in enumerate(self.parameters[name].values()):
             generator = torch.Generator().manual_seed(1000 * round_ + 10 * index + len(name))
             change = torch.randn(parameter.shape, generator=generator) * 0.1
@@ -131,7 +134,7 @@ class Run:
                 parameter.add_(change)
 
     def snapshot(self, round_: int) -> Snapshot:
-        """The auditor's."""
+        """Load the snapshot that the auditor wrote after a round."""
         return load_snapshot(snapshot_path(self.exchange.log, round_))
 
 
@@ -144,7 +147,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) -> None:
-    """Weights, what the outer optimizer and error feedback keep, what the auditor writes, and all contributions."""
+    """Compares weights, outer optimizer, error feedback, the auditor's snapshots and all contributions."""
     settings, folders = METHODS[method], [tmp_path / "unbroken", tmp_path / "resumed"]
     unbroken = Run(settings, initial_snapshot(SHAPE, None, seed=2), folders[0])
     unbroken.train()

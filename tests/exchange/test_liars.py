@@ -1,4 +1,4 @@
-"""A run with a member that lies: what it gets, and that honest members are neither scaled nor named."""
+"""A run with a member that lies: how far it can raise the loss, and that no honest member is scaled or named."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ LIAR = "liar"
 ROUNDS, STEPS = 12, 4
 
 Lie = Callable[[int, Tensor], Tensor]
-"""(round, honest change of a parameter) -> what the liar contributes instead"""
+"""A function of the round and the honest change of a parameter. It returns what the liar contributes instead."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The results of a run."""
 
     loss: float
-    """Of `first` on validation sequences, after the last round."""
+    """Validation loss of replica `first` after the last round."""
     digest: bytes
     records: Sequence[RoundRecord]
     refused: Sequence[str]
 
     @property
     def named(self) -> set[str]:
-        """The replicas that some record scales, leaves out or calls late."""
+        """Return the replicas that some record scales, leaves out or calls late."""
         scaled = {one.replica for record in self.records for one in record.contributions if scale_of(one) != 1}
         return scaled.union(*([*record.left_out, *record.late] for record in self.records))
 
@@ -82,7 +82,7 @@ def _run(
 
 @pytest.fixture
 def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
-    """Have the liar contribute something else than the way that it went."""
+    """Return a function that replaces the liar's honest pseudo-gradients by a lie."""
     contributed = OuterRound._contributed
 
     def tell(lie: Lie) -> None:
@@ -99,7 +99,7 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
 def test_who_claims_other_steps_is_refused_and_changes_nothing(
     steps: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run has the bits of one in which that member is late in every round."""
+    """The result has the bits of a run in which that member is late in every round."""
     names = ("first", LIAR, "second")
     soon = {"quorum": 0.6, "grace": {"factor": 1, "least": "1 ms", "most": "1 ms"}}
     without = _run(corpus, tmp_path / "0", names, soon, missed={LIAR: frozenset(range(1, ROUNDS + 1))})
@@ -131,7 +131,7 @@ LIES: dict[str, tuple[Lie, float]] = {
     "next to nothing, then a million": (lambda round_, change: (1e-6 if round_ < 6 else 1e6) * change, 0.4),
     "next to nothing": (lambda _, change: 1e-6 * change, 0.6),
 }
-"""What the liar contributes, and by how much that may raise the final loss."""
+"""Lies by name, each with the largest increase of the final loss that it may cause."""
 
 
 @pytest.mark.parametrize("names", [("first", LIAR), ("first", LIAR, "second")], ids=["of two", "of three"])
@@ -151,7 +151,10 @@ def test_who_sends_too_much_is_bounded_and_nobody_else_is(
 def test_a_liar_neither_ends_a_run_of_these_kinds_nor_excludes_an_honest_member(
     outer: Mapping[str, Any], corpus: Path, tmp_path: Path, tells: Callable[[Lie], None]
 ) -> None:
-    """With `overlap` the liar takes its own lie for applied: one a million times too large ends its own training."""
+    """With `overlap` the liar applies its own lie before the round is decided.
+
+    A lie of a million times the honest size would therefore end the liar's own training.
+    """
     names = ("first", LIAR, "second")
     honest = _run(corpus, tmp_path / "honest", names, outer=outer)
     tells(lambda _, change: 10 * change)

@@ -1,7 +1,9 @@
-"""Every field of every message that a member sends, set to values that it should not have, in a live run.
+"""Every field of every message of a member is set to invalid values, in a live run.
 
-No number may bend, stall or end the run: it ends, with the bits of honest contributions alone, nobody honest is blamed,
-no call escapes as an error that nobody expected, and the exchange's memory stays bounded.
+No value may change the result, stall the run or fail it. The run ends with the bits of honest contributions alone, and
+no honest member is blamed.
+
+No call ends by an unexpected exception, and the exchange's memory stays bounded.
 """
 
 from __future__ import annotations
@@ -38,25 +40,28 @@ from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import call_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-# of gRPC, which asks a connection that was closed whether it is connected
+# gRPC raises this in a thread that polls the connectivity of a closed channel.
 
 ROUNDS = 22
 AT_ONCE = 8
-"""Calls beside a member's own, of which it may have 16 open."""
+"""Concurrent false calls beside a member's own calls. A member may have 16 calls open."""
 TEMPLATES_AT_ONCE = 3
-"""Kinds of calls that `c` makes for lies alone, in one round."""
+"""Kinds of calls that `c` makes in one round only to lie about them."""
 INSTEAD: Mapping[bool, Mapping[str, Mapping[str, bool]]] = {
     False: {"d": {"Assign": True, "Beat": False}, "e": {"Record": True, "Report": False}},
     True: {"d": {"Deposit": True}, "e": {"Confirm": True}},
 }
-"""Whether rounds overlap -> member -> calls that it lies in; whether so only once in a round, as it may fail by it."""
+"""Calls in which a member lies, by member and by whether rounds overlap.
+
+The value is true if the member lies only once per round, because the lie may make it fail.
+"""
 WAITED = 0.3
-"""Seconds that calls which wait for something to happen are waited for."""
+"""Seconds to wait for calls that only return when some event happens."""
 WAIT = {"Assign", "Carry", "Join", "Record", "Stay", "Watch"}
 ESCAPED = {"UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS"}
-"""How calls end by an exception that nobody expected."""
+"""Status codes of calls that end by an unexpected exception."""
 MOST_GROWTH = 16e6
-"""Bytes that the exchange may keep of all lies: who watches is told 10,000 reports again."""
+"""Bytes that the exchange may keep of all lies. A new watcher gets 10,000 old reports again."""
 
 METHODS: Mapping[str, MethodDescriptor] = {
     one.name: one for service in (SERVED, ADMISSION, RELAY) for one in service.methods
@@ -65,31 +70,34 @@ FRAMES: Mapping[str, list[bytes]] = {
     "Probe": [bytes(PROBE_BYTES // 16)] * 16,
     "Carry": [bytes(1000)],
 }
-"""Honest frames of the calls that send raw frames."""
+"""Valid frames of the calls that send raw frames."""
 
 
-# ---- honest calls, of which lies are made ----
+# ---- honest calls, from which lies are made ----
 
 
 class Liar:
-    """The member `c`: sends lies beside its honest calls, and remembers how they ended."""
+    """The member `c`: it sends lies beside its honest calls and records how they ended."""
 
     def __init__(self, run: LyingRun) -> None:
         self._run = run
         self.sent: set[tuple[str, str]] = set()
-        """(method, field) that were lied about."""
+        """Pairs of a method and a field that were lied about."""
         self.escaped: list[str] = []
         self._lock = threading.Lock()
         self._assigned = 0
 
     def change(self, call: Call) -> Call:
-        """Lie beside the first honest call of each method; beside a later one in those that `c` never makes."""
+        """Lie beside the first honest call of each method.
+
+        For methods that `c` never calls, lie beside a later call.
+        """
         with self._lock:
             calls = [] if self._is_lied_about(call.name) else [call]
             if call.name == "Assign":
                 self._assigned += 1
                 left = [name for name in (*FRAMES, *TEMPLATES) if not self._is_lied_about(name)]
-                if self._assigned > 2:  # those that `c` makes it has made by now
+                if self._assigned > 2:  # by now `c` has made each call that it makes by itself
                     others = FRAMES.keys() | TEMPLATES.keys()
                     left += [name for name in METHODS if name not in others and not self._is_lied_about(name)]
                     calls += [self._template(name, call) for name in left[:TEMPLATES_AT_ONCE]]
@@ -103,7 +111,7 @@ class Liar:
         return (method, "") in self.sent
 
     def _template(self, method: str, call: Call) -> Call:
-        """An honest call that `c` does not make in this run, and may make."""
+        """Return a valid call that `c` is allowed to make but does not make in this run."""
         path = call_path(METHODS[method].containing_service, method)
         if method in FRAMES:
             return Call(path, None, FRAMES[method], (("link", "c-exchange"), *call.metadata))
@@ -137,12 +145,12 @@ def _lies_beside(honest: Call) -> Iterator[tuple[str, str, Sequence[bytes]]]:
         yield from (("", what, frames) for what, frames in raw_lies(honest.frames))
         return
     for lie in lies_about(honest.message):
-        with suppress(ValueError):  # longer than a header may be: the other end would not read it
+        with suppress(ValueError):  # longer than a header may be: the receiver would not read it
             yield lie.path, lie.what, honest.saying(lie.message).frames
 
 
 def made(channel: grpc.Channel, path: str, frames: Any, metadata: Any, timeout: float) -> str:
-    """How a call ended, and with which words."""
+    """Return the status and the details with which a call ended."""
     call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
     try:
         for _ in call(iter(frames), metadata=metadata, timeout=timeout):
@@ -170,14 +178,17 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "Died": lambda run: pb.DiedRequest(member="c", cause="made up", term=run.exchange.coordinator.places["c"].term),
     "Give": lambda run: pb.GiveRequest(),
 }
-"""Of methods that a member may call, and does not call in a run of datacenter replicas. `c` is out by the last one."""
+"""Valid requests of methods that members may call but do not call in a run of datacenter replicas.
+
+The last one ends the membership of `c`.
+"""
 
 
 # ---- what the exchange keeps ----
 
 
 def kept_bytes(root: object) -> int:
-    """Bytes of all that can be reached from an object, but for code and modules."""
+    """Return the bytes of all objects that can be reached from an object, without code and modules."""
     seen, left, total = set[int](), [root], 0
     while left:
         one = left.pop()
@@ -199,7 +210,7 @@ def _fields(method: str) -> Iterator[tuple[str, str]]:
 
 
 def test_every_call_that_a_member_may_make_is_lied_about() -> None:
-    """A new method is, too."""
+    """This includes methods that are added later."""
     assert CALLS.keys() == METHODS.keys()
     assert FRAMES.keys() == RAW
 

@@ -1,6 +1,6 @@
-"""Every field of every message on a stage link, set to values that it should not have, in a live run.
+"""Every field of every message on a stage link is set to invalid values, in a live run.
 
-No value may bend, stall or end the run, nor make the honest stage at the other end fail.
+No value may change the result, stall the run or fail it, nor make the honest stage at the other end fail.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-# of gRPC, which asks a connection that was closed whether it is connected
+# gRPC raises this in a thread that polls the connectivity of a closed channel.
 
 GROUP = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
 
 
 def misuses_relay(run: LyingRun, call: Call) -> None:
-    """Send the relay frames that no honest stage sends, for the own link and for others."""
+    """Send the relay frames that no honest stage sends, for the member's own link and for others."""
     with closing(make_channel(run.address, run.credentials["c.0"].identity, EXCHANGE)) as channel:
         carry: Any = channel.stream_stream(call_path(RELAY, "Carry"))
         for link in ("c.0-1", "d.0-1", "a-exchange", ""):
@@ -45,7 +45,7 @@ def misuses_relay(run: LyingRun, call: Call) -> None:
 
 
 def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_path: Path) -> None:
-    """The first stage of `c` and the last one of `d` lie. No round closes without both groups."""
+    """The first stage of `c` and the last stage of `d` lie. No round closes without both groups."""
     exchange = {"quorum": 1.0, "lease": {"least": "60 s", "most": "60 s"}}
     with LyingRun(lying_spec(corpus, 3, {"c": GROUP, "d": GROUP}, layers=2, exchange=exchange), tmp_path) as run:
         liars = {name: Replacer(run, {"LinkHello": False, "LinkHeader": False}) for name in ("c.0", "d.1")}

@@ -1,4 +1,4 @@
-"""The limits that a configuration sets: no step and no honest contribution exceeds them, whatever the gradients are."""
+"""Limits derived from a configuration: no optimizer step and no honest contribution exceeds them, for any gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {
 }
 
 Gradients = Callable[[int, Tensor], Tensor]
-"""(step, parameter) -> its gradient"""
+"""A function of the step and a parameter that returns the parameter's gradient."""
 
 
 def _steady(step: int, parameter: Tensor) -> Tensor:
@@ -35,7 +35,10 @@ def _steady(step: int, parameter: Tensor) -> Tensor:
 
 
 def _growing(step: int, parameter: Tensor) -> Tensor:
-    """The sequence for which the bound on AdamW's steps is an equality: gradients grow by b2 / b1 a step."""
+    """Return gradients that grow by b2 / b1 per step.
+
+    For these, the bound on AdamW's steps is an equality.
+    """
     return torch.full_like(parameter, (0.95 / 0.9) ** step)
 
 
@@ -56,7 +59,10 @@ def test_the_bound_on_a_step_is_reached_and_never_exceeded(betas: tuple[float, f
             adamw.step()
             largest = max(largest, abs(value.item() - before))
     assert bound * (1 - 1e-9) > largest * (1 - 1e-7)
-    assert largest > 0.95 * bound or betas == (0.9, 0.999)  # of which 100 steps are too few
+    assert largest > 0.95 * bound or betas == (
+        0.9,
+        0.999,
+    )  # slow betas: too few steps
     assert adamw_step((0.9, 0.5)) is None
 
 
@@ -79,7 +85,7 @@ def test_the_bound_on_a_step_is_reached_and_never_exceeded(betas: tuple[float, f
 def test_no_honest_contribution_exceeds_the_limits(
     inner: dict[str, Any], outer: dict[str, Any], gradients: Gradients
 ) -> None:
-    """A replica alone whose gradients point one way all the time, which moves it as far as can be."""
+    """One replica alone, whose gradients always have one direction, so that its parameters move as far as possible."""
     settings = InnerSettings.model_validate({"steps": STEPS, "warmup_steps": 0, "learning_rate": 0.01, **inner})
     rows = OuterSettings.model_validate({"rounds": ROUNDS, **outer})
     total = ROUNDS * STEPS

@@ -1,4 +1,4 @@
-"""Who waits for a group that may form: until when, for which, with whom."""
+"""The lobby: how long hosts wait for a group to form, for which group and together with which other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEGABIT = 1e6
 
 
 class Waiting:
-    """A lobby of a run, and who asks there."""
+    """The lobby of a run, and the free slots."""
 
     def __init__(self, groups: Mapping[str, Sequence[str]] = GROUPS) -> None:
         self.clock = Clock()
@@ -28,12 +28,12 @@ class Waiting:
         self.free = [place for places in groups.values() for place in places if place != "spot"]
 
     def come(self, ticket: str, up: float = 100.0, down: float = 100.0) -> str | InLobby:
-        """Of a line of so many Mbit/s."""
+        """Arrive with a line of these Mbit/s up and down, and ask for a slot."""
         self.lobby.probed(ticket, up * MEGABIT, down * MEGABIT)
         return self.ask(ticket)
 
     def ask(self, ticket: str) -> str | InLobby:
-        """A place that is given is taken."""
+        """Ask for a slot, and take it if one is offered."""
         found = self.lobby.place_for(ticket, self.free)
         if isinstance(found, str):
             self.free.remove(found)
@@ -41,7 +41,7 @@ class Waiting:
         return found
 
     def settle(self, *tickets: str) -> dict[str, str | InLobby]:
-        """Once nobody has come for a while each of them asks again, twice: who asks first does not know the others."""
+        """Let the settling time pass, then let each host ask twice: the first to ask does not know the others yet."""
         self.clock.time += lobby_module.SETTLE_SECONDS
         first = {ticket: self.ask(ticket) for ticket in tickets}
         return {ticket: self.ask(ticket) if isinstance(found, InLobby) else found for ticket, found in first.items()}
@@ -55,7 +55,7 @@ def waiting() -> Waiting:
 def test_a_group_forms_as_soon_as_enough_wait(waiting: Waiting) -> None:
     assert waiting.come("anna") == InLobby(here=1, needed=2, probed=True)
     assert waiting.settle("anna") == {"anna": InLobby(here=1, needed=2, probed=True)}
-    assert waiting.come("ben") == InLobby(here=2, needed=2, probed=True)  # others may come at once with ben
+    assert waiting.come("ben") == InLobby(here=2, needed=2, probed=True)  # a group may form with ben at once
     assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
     assert waiting.lobby.here == 0
 
@@ -67,7 +67,7 @@ def test_who_was_not_measured_is_not_one_of_them(waiting: Waiting) -> None:
 
 
 def test_who_comes_together_is_grouped_by_lines(waiting: Waiting) -> None:
-    """Two slow lines with two fast ones make one slow group, not two; the fast group is the first."""
+    """Two slow and two fast lines make one slow and one fast group. The fast group comes first."""
     lines = {"slow": (10, 50), "fast": (900, 900), "slower": (5, 900), "faster": (1000, 1000)}
     for ticket, line in lines.items():
         waiting.come(ticket, *line)
@@ -107,7 +107,7 @@ def test_a_place_is_kept_for_who_was_chosen_and_for_so_long(waiting: Waiting) ->
     waiting.come("ben")
     waiting.clock.time += lobby_module.SETTLE_SECONDS
     assert waiting.ask("anna") in ("home-1.0", "home-1.1")
-    assert waiting.ask("clara") == InLobby(here=0, needed=2, probed=False)  # of the second group
+    assert waiting.ask("clara") == InLobby(here=0, needed=2, probed=False)  # it waits for the second group
     (left,) = set(GROUPS["home-1"]) & set(waiting.free)
     waiting.clock.time += lobby_module.PROMISE_SECONDS + 0.1
     assert waiting.ask("dora") == left
@@ -123,7 +123,7 @@ def test_a_promised_place_that_another_was_invited_to_is_not_waited_for(waiting:
 
 
 def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
-    """One of them may not come."""
+    """A chosen host may not come back."""
     waiting.free = GROUPS["home-1"].copy()
     for ticket, up in {"slow": 1.0, "gone": 50.0, "fast": 80.0}.items():
         waiting.come(ticket, up)
@@ -167,7 +167,7 @@ def test_a_place_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) 
 
 
 def _probe(waiting: Waiting, ticket: str) -> bool:
-    """Measure the line of a ticket's holder; return whether it was its turn."""
+    """Measure the line of a ticket's holder. Return whether it was its turn."""
     try:
         waiting.lobby.begin_probe(ticket)
     except AskAgain:
@@ -194,7 +194,7 @@ def test_who_waited_and_was_forgotten_is_measured_again_at_once(waiting: Waiting
 
 
 def test_tickets_that_are_measured_again_and_again_keep_nobody_else_waiting(waiting: Waiting) -> None:
-    """The attackers always ask first, and have been measured before: their time between two measurements is over."""
+    """The attackers always ask first, and their time between two measurements is over."""
     attackers = [f"attacker {number}" for number in range(10)]
     assert all(_probe(waiting, ticket) for ticket in attackers)
     waiting.clock.time += lobby_module.PROBE_AGAIN_SECONDS + 0.1
@@ -224,7 +224,10 @@ def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_worst_link_of_groups_is_the_best_that_any_choice_has(stages: int) -> None:
-    """Through homes' own lines a link is as fast as the slowest of four ways: sorted, neighbours belong together."""
+    """A link over home lines is as fast as the slowest of its four directions.
+
+    Sorting therefore groups similar lines.
+    """
     random = np.random.default_rng(stages)
     lines = [Line(*pair) for pair in random.uniform(1e6, 1e9, (2 * stages, 2))]
     found = group_spares(lines, stages)

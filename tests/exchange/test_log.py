@@ -1,4 +1,4 @@
-"""What the log decides, and what it notices when it is read."""
+"""The run log: what it decides, and which damage it detects on reading."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_first_record_that_is_damaged_is_named(log: ContributionLog) -> None:
 
 
 def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
-    """Of a group that redid the round, whichever of the two it was."""
+    """A group that trained the round twice may have either generation included."""
     address = BlobAddress("run", 1, "home", "norm")
     log.write_blob(address, 2, BLOB)
     log.write_blob(address, 3, b"another epoch's")
@@ -98,7 +98,7 @@ def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
     assert read("home", "norm") == BLOB
     with pytest.raises(FileNotFoundError, match="no `norm` of dc was counted in round 1"):
         read("dc", "norm")
-    log.write_blob(address, 2, BLOB[:-1] + b"M")  # of another coordinator's group, say
+    log.write_blob(address, 2, BLOB[:-1] + b"M")  # for example from a group that another coordinator formed
     assert read("home", "norm") == BLOB
     log.store.put(blob_key(1, "home", 2, "norm", hashlib.sha256(BLOB).digest()), BLOB[:-1] + b"M")
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_of_many_that_claim_a_term_one_has_it(log: ContributionLog) -> None:
 
 
 class _AnswersGetLost(FolderStore):
-    """Does what it is asked to, and says that somebody else did: as over a network, where the first try was done."""
+    """A store that creates the object but answers that it existed, as when the answer to a first attempt got lost."""
 
     def create(self, key: str, data: bytes) -> bool:
         super().create(key, data)

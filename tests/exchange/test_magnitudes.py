@@ -1,4 +1,7 @@
-"""Contributions that are far too large are scaled down or not counted; honest ones are as they were, to the bit."""
+"""Contributions that are far too large are scaled down or excluded.
+
+Honest contributions stay as they were, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ SETTING = MagnitudeSettings()
 def _entry(
     replica: str, norm: float, peak: float | None = None, steps: int = 10, scale: float = 0.0
 ) -> ContributionEntry:
-    """Of two blocks, of which the first is as others' are."""
+    """Return a contribution of two blocks. The first block has the same norm in all contributions."""
     blobs = [
         BlobEntry(block="a", norm=1.0, peak=0.5),
         BlobEntry(block="b", norm=norm, peak=norm / 2 if peak is None else peak),
@@ -92,7 +95,7 @@ def test_one_that_is_far_larger_is_not_counted(norm: float) -> None:
 
 
 def test_it_is_held_against_its_own_too() -> None:
-    """Here all were small before, and all but one are now as large as they were: ten times."""
+    """Replica `x` is ten times as large as in its own past, though it is only as large as the other replicas."""
     before = _past({"x": [0.1] * 5, "y": [1.0] * 5, "z": [1.0] * 5})
     assert _bounded(_record(_entry("x", 1.0), _entry("y", 1.0), _entry("z", 1.0)), before)[0] == {
         "x": pytest.approx(SETTING.scale / 10),
@@ -102,13 +105,13 @@ def test_it_is_held_against_its_own_too() -> None:
 
 
 def test_what_was_scaled_is_no_measure() -> None:
-    """Who is too large again and again does not become the measure of itself."""
+    """A replica whose contributions are always too large does not raise its own limit."""
     before = [_record(_entry("x", 20.0, scale=0.05), _entry("y", 1.0), round_=n) for n in range(1, 6)]
     assert _bounded(_record(_entry("x", 20.0), _entry("y", 1.0)), before)[0]["x"] == pytest.approx(SETTING.scale / 20)
 
 
 def test_of_two_nobody_is_left_out_before_it_has_a_history() -> None:
-    """Else who sends next to nothing in the first round would have the other left out."""
+    """Otherwise a replica with a tiny first contribution would get the other one excluded."""
     pair = _record(_entry("x", 1.0), _entry("y", 1000.0))
     assert _bounded(pair) == ({"x": 1.0, "y": pytest.approx(SETTING.scale / 1000)}, [])
     small = _record(_entry("x", 1e-6), _entry("y", 1.0))
@@ -118,20 +121,23 @@ def test_of_two_nobody_is_left_out_before_it_has_a_history() -> None:
 
 
 def test_something_is_always_counted() -> None:
-    """As after a change of the learning rate: all are scaled, and the history follows."""
+    """After a change of the learning rate, for example, all are scaled and the history follows."""
     alone = _record(_entry("x", 1e9))
     assert _bounded(alone, _past({"x": [1.0] * 4})) == ({"x": pytest.approx(SETTING.scale / 1e9)}, [])
 
 
 def test_more_steps_come_to_more() -> None:
-    """Where a round has a fixed duration a fast replica takes ten times as many steps as a slow one."""
+    """If rounds have a fixed duration, a fast replica may take ten times as many steps as a slow one."""
     fast = _entry("y", 30.0, steps=100)
     assert _bounded(_record(_entry("x", 1.0), fast, _entry("z", 1.0)))[0]["y"] == 1.0
 
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_of_two_slow_growth_is_bounded_and_slow_decay_bounds_nobody(limited: bool) -> None:
-    """It grows 2.5 times every six rounds, and so never fivefold against its last eight: its first eight count, too."""
+    """`y` grows 2.5 times every six rounds, so never fivefold within its last eight.
+
+    Its first eight rounds therefore count too.
+    """
     for growth, most in [(2.5 ** (1 / 6), 10), (2.5 ** (-1 / 6), 1)]:
         limits = _limits(1e30) if limited else None
         records: list[RoundRecord] = []
@@ -147,7 +153,7 @@ def test_of_two_slow_growth_is_bounded_and_slow_decay_bounds_nobody(limited: boo
 
 
 def _limits(allowed: float, rates: Callable[[int], float] = lambda _: 1.0) -> ContributionLimits:
-    """Limits of blocks `a` and `b`, whose norms may be about so large in round 1."""
+    """Return limits that allow blocks `a` and `b` a norm of about `allowed` in round 1."""
     inner = InnerSettings(learning_rate=1.0, weight_decay=0.0)
     compression = CompressionSettings(density=1.0, error_feedback_decay=0.0)
     unit = ContributionLimits(inner, OuterSettings(rounds=200, compression=compression), rates)
@@ -183,7 +189,10 @@ def test_what_the_learning_rates_do_not_allow_is_scaled_to_what_they_do(names: s
 
 
 def test_growth_that_follows_the_learning_rates_is_no_growth() -> None:
-    """A warm-up in which contributions become forty times as large in eight rounds, and nobody's falls behind."""
+    """During warm-up, contributions grow forty-fold in eight rounds.
+
+    No replica is scaled if limits know the learning rates.
+    """
     for limits, is_scaled in [(_limits(1e9, lambda round_: 1.6**round_), False), (None, True)]:
         past = [_record(*(_entry(one, 1.6**n) for one in "xyz"), round_=n) for n in range(1, 9)]
         record = _record(*(_entry(one, 1.6**9) for one in "xyz"), round_=9)
@@ -192,7 +201,10 @@ def test_growth_that_follows_the_learning_rates_is_no_growth() -> None:
 
 
 def test_large_batches_come_to_more() -> None:
-    """Their gradients have less noise: measured, 7.3 times as much with 64 times the tokens."""
+    """Gradients of large batches have less noise.
+
+    Measured: contributions are 7.3 times as large with 64 times the tokens.
+    """
     for times, is_scaled in [(64, False), (1, True)]:
         entries = [_entry("x", 1.0), _entry("y", 7.3), _entry("z", 1.0)]
         for one in entries:
@@ -210,7 +222,7 @@ def test_steps_that_are_claimed_allow_a_bounded_number_of_times_as_much(steps: i
 
 
 def test_of_who_trains_on_all_of_its_way_is_expected() -> None:
-    """x was not counted in two rounds, and sends what it came to in three; nobody expects that of the others."""
+    """`x` was excluded from two rounds and sends the sum of three rounds. Only `x` may be that large."""
     past = [_record(*map(_entry, "xyz", (1.0,) * 3), round_=round_) for round_ in range(1, 7)]
     past += [_record(*map(_entry, "yz", (1.0,) * 2), round_=round_) for round_ in (7, 8)]
     for norms, scales in [((12.0, 1.0, 1.0), [1.0, 1.0, 1.0]), ((1.0, 12.0, 1.0), [1.0, 5 / 12, 1.0])]:
@@ -236,7 +248,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def _deposit(run: Run, round_: int, sizes: Mapping[str, float]) -> None:
-    """What members deposit, some with values so many times as large."""
+    """Deposit contributions of these members, with values scaled by these factors."""
     for member, size in sizes.items():
         for block in sorted(run.roster.blocks[member]):
             address = BlobAddress("run", round_, member, block)
@@ -267,7 +279,7 @@ def test_what_becomes_of_it_is_in_the_record_and_told(run: Run) -> None:
 
 
 def test_replay_applies_the_factor(run: Run) -> None:
-    """Against the sum as it is written down: theta - eta (a + f b + c) / 3."""
+    """Compares with the formula theta - eta (a + f b + c) / 3."""
     run.assign(0)
     _deposit(run, 1, {"a": 1.0, "b": 20.0, "c": 1.0})
     record, start = run.exchange.record(1), run.snapshot.parameters
@@ -306,7 +318,7 @@ LEVELS = CompressionSettings(density=1 / 8, tile=(8, 8), quantiser="levels", val
 
 
 def _with_levels(run: Run, member: str, levels: Sequence[float]) -> Iterator[tuple[BlobAddress, bytes]]:
-    """Blobs that are as others' but for what their codes stand for."""
+    """Yield blobs that differ from honest ones only in the quantiser's levels."""
     for block, shapes in shapes_by_block(shapes_of(run.snapshot.parameters)).items():
         selections = []
         for name, shape in shapes.items():
@@ -363,7 +375,10 @@ def test_decoded_values_are_what_is_bounded(
 
 
 def test_members_hold_what_replay_gives(tmp_path: Path) -> None:
-    """Who was scaled, and who was left out and takes it back, hold what all hold."""
+    """Scaled and excluded members have the same parameters as all.
+
+    An excluded member restores its contribution to error feedback.
+    """
     run = Run(tmp_path, dict.fromkeys("abcd", 1), quorum=1.0, magnitudes=SETTING)
     members = [Member(run, name) for name in "abcd"]
     run.assign(0)

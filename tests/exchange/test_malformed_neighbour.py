@@ -1,4 +1,4 @@
-"""A member with a ticket that sends its neighbour malformed messages, over real gRPC and TLS: what it costs whom."""
+"""A member with a ticket that sends its neighbour malformed messages, over gRPC and TLS: consequences for both."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HOUR = 3600.0
 
 
 def _spec(corpus: Path, quorum: float, *more: str) -> RunSpec:
-    """Return a run of the datacenter replica `dc` and others of the names `more`, and of the group `home`."""
+    """Return a run of the datacenter replicas `dc` and `more`, and of the group `home`."""
     config: dict[str, Any] = {
         "name": "homes",
         "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
@@ -71,7 +71,10 @@ def _spec(corpus: Path, quorum: float, *more: str) -> RunSpec:
 
 
 class Hosts:
-    """An exchange that is served to tickets, and its members, a thread each, which reach it and each other by gRPC."""
+    """An exchange that admits tickets, and its members.
+
+    Each member is a thread that uses gRPC to the exchange and to neighbours.
+    """
 
     def __init__(self, folder: Path, spec: RunSpec, stack: ExitStack) -> None:
         self.spec, self.runs = spec, folder
@@ -89,7 +92,10 @@ class Hosts:
         threading.Thread(target=begin_run, args=(self.exchange, spec, self.folder, None), daemon=True).start()
 
     def starts(self, host: str, credentials: Credentials) -> None:
-        """A member takes part. Hosts that follow each other have one folder, which keeps the moments."""
+        """Start a member on a host.
+
+        Successive hosts of a member share one folder, which keeps the optimizer's moments.
+        """
 
         def run() -> None:
             torch.set_num_threads(1)
@@ -109,7 +115,7 @@ class Hosts:
         self.starts(name, SECRET.credentials(name, encrypted=True))
 
     def guest(self, host: str) -> None:
-        """Takes home.1 by the next ticket that names it."""
+        """Let a host take home.1 by the next ticket for it."""
         issued = self._tickets.pop(0)
         ticket = make_ticket("homes", self.address, SECRET.authority, issued, time.time() + HOUR)
         self.starts(host, take_place(ticket, self.runs / host).credentials)
@@ -124,7 +130,7 @@ class Hosts:
         raise AssertionError("it did not come to that")
 
     def ends(self) -> None:
-        """Every round is decided, and nobody is left."""
+        """Wait until every round is decided and all members have ended."""
         self.exchange.wait_until_finished()
         for thread in self._threads:
             thread.join(TIMEOUT)
@@ -133,7 +139,7 @@ class Hosts:
 
 
 def _counted(log: ContributionLog) -> list[dict[str, bytes]]:
-    """By round, the digest of every blob that was counted."""
+    """Return the digest of every included blob, by round."""
     return [
         {
             f"{one.replica} {blob.block}": blob.sha256
@@ -151,7 +157,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 class Liar:
-    """Makes the gradients that a host of home.1 sends in a round not finite, for as long as it is told to lie."""
+    """Makes the gradients that home.1 sends in one round infinite or NaN, while `is_lying`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
         self.lies, self.is_lying = 0, True
@@ -170,7 +176,7 @@ class Liar:
 def test_the_sender_of_malformed_messages_loses_its_ticket_and_the_run_comes_to_its_bits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
-    """The group is formed anew with the next host, and the run ends as one that nobody attacked."""
+    """The group forms again with the next host. The result has the bits of a run without an attack."""
     spec = _spec(corpus, quorum=1.0)
     hosts, liar = Hosts(tmp_path, spec, stack), Liar(monkeypatch, round_=2)
     for name in ("dc", "home.0"):
@@ -192,7 +198,7 @@ def test_the_sender_of_malformed_messages_loses_its_ticket_and_the_run_comes_to_
 
 
 class Group:
-    """The exchange of small_run with a group of two, of which home.1 is held by a ticket, over real gRPC."""
+    """The exchange of small_run over gRPC, with a group of two members. home.1 is held by a ticket."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run = Run(folder / "log", {"dc": 1, "home": 2}, quorum=0.5)
@@ -213,7 +219,7 @@ class Group:
             self.clients[name] = client
 
     def forms(self) -> list[Assignment]:
-        """All that live join if they have to, and ask for work."""
+        """Let all vacant members join, then return the assignments of all."""
         for name, client in self.clients.items():
             if not self.run.exchange.coordinator.places[name].held:
                 client._term = client.join(name, "")
@@ -233,7 +239,7 @@ def test_members_are_told_the_holders_beside_them(group: Group) -> None:
 
 
 def test_a_revoked_place_is_vacant_at_the_next_heartbeat_of_its_neighbour(group: Group) -> None:
-    """The neighbour hears in the same answer that its links are over, and gives them up at once."""
+    """The heartbeat's answer says that the neighbour's links are over, so it drops them at once."""
     (work, _) = group.forms()
     group.memberships.revoke("home.1")
     assert group.clients["home.0"].beat("home.0", work.round, work.epoch).suspended == work.epoch
@@ -250,7 +256,7 @@ def test_a_member_is_blamed_once_a_generation_and_by_its_neighbours_alone(group:
 
 
 def test_a_ticket_answers_for_its_links_whoever_blames_whom(group: Group) -> None:
-    """The run goes on, and the member without a ticket keeps its place."""
+    """The run continues, and the member without a ticket keeps its slot."""
     for number in range(1, MOST_BLAMED + 1):
         (work, _) = group.forms()
         group.clients["home.1"].broken("home.1", work.epoch, "a cause", "home.0")
@@ -271,7 +277,7 @@ def test_a_group_that_breaks_again_and_again_is_not_waited_for(group: Group) -> 
 
 
 def _without_home_in(corpus: Path, folder: Path, round_: int, stack: ExitStack) -> list[dict[str, bytes]]:
-    """Return what a run includes in which `home` sends nothing malformed, and is not to take part in one round."""
+    """Return the included blobs of a run in which `home` is honest and takes no part in one round."""
     hosts = Hosts(folder, _spec(corpus, 0.5, "other"), stack)
     every = frozenset({"dc", "other", "home"})
     due = ((1, every), (round_, every - {"home"}), (round_ + 1, every))
@@ -293,9 +299,12 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_t
     home, deposit = hosts.exchange.coordinator.replicas["home"], ExchangeClient.deposit
 
     def waits(client: ExchangeClient, member: str, address: BlobAddress, *arguments: Any) -> None:
-        if (address.replica, address.round) == ("other", 2):  # else the round closes without the group
+        if (address.replica, address.round) == ("other", 2):  # otherwise the round closes without the group
             hosts.wait_until(lambda: home.excluded_until == 3)
-        if (address.replica, address.round) == ("other", 3):  # else it may, before the group is formed anew
+        if (address.replica, address.round) == (
+            "other",
+            3,
+        ):  # otherwise it may close too early
             hosts.wait_until(lambda: home.round == 3 or hosts.exchange.coordinator.last_round == 3)
         deposit(client, member, address, *arguments)
 
@@ -314,7 +323,7 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_t
 
 
 def test_a_run_ends_by_malformed_messages_only_if_a_quorum_needs_their_replica(tmp_path: Path) -> None:
-    """Training has diverged, most likely, and would diverge again: nobody else is to be blamed."""
+    """Training has most likely diverged and would diverge again, and no other cause is known."""
     run = Run(tmp_path, {"dc": 1, "home": 2}, quorum=1.0)
     for number in range(MOST_MALFORMED):
         assert run.exchange.decisions.failure is None

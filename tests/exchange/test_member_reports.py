@@ -1,4 +1,4 @@
-"""What a member may report: every number has a range, reports are bounded in number, and the exchange dates them."""
+"""Reports of members: every number has a range, their count is bounded, and the exchange sets their times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, TOKENS = 10, 400
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Three replicas in round 1 of 9."""
+    """A run of three replicas in round 1 of 9."""
     run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
     run.exchange._reports = MemberReports(run.roster, ReportBounds(STEPS, {"a": TOKENS}))
     run.assign(0)
@@ -85,7 +85,7 @@ OUT_OF_RANGE = {
 
 @pytest.mark.parametrize("report", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
 def test_what_is_out_of_range_is_refused_in_the_senders_name(report: pb.Report, run: Run) -> None:
-    """What is told beside it is passed on."""
+    """Other reports of the same call are passed on."""
     with pytest.raises(Refused, match=r"a: `\w+\.\w+`: got .*, expected "):
         run.exchange.report([report, _step(loss=2.0)])
     run.exchange.end_watching()
@@ -98,7 +98,7 @@ def test_what_is_out_of_range_is_refused_in_the_senders_name(report: pb.Report, 
 
 
 def test_every_number_that_a_member_may_report_has_a_range() -> None:
-    """A field that is added without one is found here: no field takes its type's largest number."""
+    """Finds fields that were added without a range: no field accepts the largest number of its type."""
     for event in REPORTS:
         told = pb.Report.DESCRIPTOR.fields_by_name[event].message_type
         assert told is not None
@@ -118,7 +118,7 @@ def test_what_is_in_range_is_passed_on(run: Run) -> None:
 
 
 def test_losses_of_a_run_that_diverges_are_unknown(run: Run) -> None:
-    """They are honest, and no number that anybody could add."""
+    """Such losses are honest, but not numbers that statistics could use."""
     run.exchange.report([_step(loss=math.nan, gradient_norm=math.inf), _evaluation(loss=math.nan)])
     run.exchange.end_watching()
     told = [one for one in run.exchange.watch() if one.member == "a" and not one.HasField("joined")]
@@ -130,7 +130,7 @@ def test_losses_of_a_run_that_diverges_are_unknown(run: Run) -> None:
 
 @pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal])
 def test_a_flood_of_reports_is_bounded_by_the_rounds_of_the_run(make: object, run: Run) -> None:
-    """Else whoever records them needs more and more memory, and more and more of a disk."""
+    """Otherwise memory and disk of every watcher would fill up."""
     assert callable(make)
     refused = 0
     for _ in range(3_000):
@@ -162,7 +162,10 @@ def _dated(reports: MemberReports, time: float, sent: float | None = None) -> fl
 
 
 def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run) -> None:
-    """Each one that completes a replica's hash is a report, whatever it says: the record of the run would fill up."""
+    """Each confirmation that completes a replica's hash makes a report.
+
+    Without a bound they would fill the run's record.
+    """
     run.deposit(1, "a", "b", "c")
     hashes = dict.fromkeys(run.snapshot.parameters, bytes(32))
     most = member_reports.TRIES * (1 + member_reports.ROUNDS_BEFORE)
@@ -171,7 +174,7 @@ def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run
     for _ in range(100):
         with pytest.raises(Refused, match=r"a: `round_verified`: got more than \d+ reports up to round 1"):
             run.exchange.confirm("a", 1, hashes)
-    run.exchange.confirm("b", 1, hashes)  # no other member pays for it
+    run.exchange.confirm("b", 1, hashes)  # no other member is limited by it
     told = run.exchange.watch()
     run.exchange.end_watching()
     verified = [one.round_verified.replica for one in told if one.HasField("round_verified")]
@@ -179,7 +182,7 @@ def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run
 
 
 def test_texts_of_a_refusal_are_cut(run: Run) -> None:
-    """A member may report two refusals a second for as long as the run lasts: each takes little of the disk."""
+    """A member may report two refusals a second during the whole run, so each must need little disk space."""
     run.exchange.report([_refusal(sender="x" * 2_000, reason="y" * 2_000)])
     (told,) = [one for one in _told(run.exchange) if one.HasField("refusal")]
     most = member_reports.REFUSAL_CHARACTERS
@@ -187,16 +190,19 @@ def test_texts_of_a_refusal_are_cut(run: Run) -> None:
 
 
 def test_reports_are_dated_by_the_exchange() -> None:
-    """By their arrival, less their age; not before the member's report before, however it sets its clock."""
+    """The time is that of arrival less the reported age.
+
+    It never precedes the member's previous report, whatever its clock.
+    """
     roster = Roster({"a": "a"}, {"a": frozenset()})
     reports = MemberReports(roster, ReportBounds(), _Clock(1000, 1010, 1020, 1030, 1040, 1050, 1060, 1055))
     assert _dated(reports, 5.0, 8.0) == 1007.0  # made 3 s before it was sent
     assert _dated(reports, 0.0) == 1020.0
     assert _dated(reports, -math.inf, 8.0) == 1030.0
     assert _dated(reports, math.nan, math.nan) == 1040.0
-    assert _dated(reports, 0.0, 1e12) == 1040.0  # not before the one before
+    assert _dated(reports, 0.0, 1e12) == 1040.0  # not before the previous report
     assert _dated(reports, 1e12, 0.0) == 1060.0  # nor after its arrival
-    assert reports.now() == 1060.0  # though the clock was set back
+    assert reports.now() == 1060.0  # although the clock was set back
 
 
 def test_a_run_lasts_as_long_as_it_does_when_the_date_of_the_machine_is_set() -> None:
@@ -220,7 +226,7 @@ def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
 
 
 def test_a_taken_over_run_lets_members_report_the_round_that_they_train(run: Run) -> None:
-    """Before the exchange has read its log, it does not know which."""
+    """Until the exchange has read its log, it does not know the current round."""
     exchange = run._open(goes_on=True)
     exchange.report([_step(round=7)])
     assert exchange.refusals == 0

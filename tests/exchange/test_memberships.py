@@ -1,4 +1,4 @@
-"""Tickets and who holds places by them: once, by one key, until taken back; whatever process asks."""
+"""Tickets and the slots held by them: each is used once, by one key, until it is revoked, whichever process asks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANNA, BEN = b"anna's key", b"ben's key"
 
 
 class Clock:
-    """Seconds, which pass when a test says so."""
+    """A clock in seconds that advances when a test sets it."""
 
     def __init__(self) -> None:
         self.time = 1000.0
@@ -48,7 +48,7 @@ def test_a_ticket_lets_one_key_in(memberships: Memberships) -> None:
     ticket = memberships.invite("home.1", DAY)
     found = memberships.enrol(ticket, ANNA, PLACES, HOUR)
     assert (found.place, found.number, found.until, found.ended) == ("home.1", 1, 1000.0 + HOUR, None)
-    assert memberships.enrol(ticket, ANNA, [], HOUR) == found  # as the answer may have been lost
+    assert memberships.enrol(ticket, ANNA, [], HOUR) == found  # the first answer may have been lost
     with pytest.raises(Refused, match="used already"):
         memberships.enrol(ticket, BEN, PLACES, HOUR)
     memberships.require_in("home.1", 1)
@@ -56,7 +56,7 @@ def test_a_ticket_lets_one_key_in(memberships: Memberships) -> None:
 
 
 def test_the_date_of_the_machine_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, so that no member loses its slot when the date is set."""
+    """The default clock is steady, so that no member loses its slot when the machine's date is set."""
     monkeypatch.setattr("replica_groups.exchange.memberships.steady_clock", lambda: lambda: 1000.0)
     with closing(Memberships(tmp_path / "members.sqlite")) as found:
         ticket = found.invite("home.1", DAY)
@@ -69,7 +69,7 @@ def test_a_ticket_without_a_place_takes_the_first_that_is_free(memberships: Memb
     assert memberships.enrol(second, BEN, ["home.0", "home.1"], HOUR).place == "home.1"  # home.0 has not joined yet
     with pytest.raises(Refused, match="no slot of the run is free"):
         memberships.enrol(third, b"another", ["home.0", "home.1"], HOUR)
-    assert memberships.enrol(third, b"another", PLACES, HOUR).place == "dc"  # nothing was lost by that
+    assert memberships.enrol(third, b"another", PLACES, HOUR).place == "dc"  # the refused attempt used nothing up
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_what_was_answered_is_known_to_every_process(tmp_path: Path) -> None:
 
 
 def test_of_many_at_once_one_takes_a_ticket_and_none_a_place_twice(tmp_path: Path) -> None:
-    """As from processes of their own: each has its own connection."""
+    """Each thread has its own connection, as separate processes have."""
     path = tmp_path / "members.sqlite"
     with closing(Memberships(path)) as first:
         shared, own = first.invite(None, DAY), [first.invite(None, DAY) for _ in range(8)]
@@ -187,10 +187,10 @@ def test_of_many_at_once_one_takes_a_ticket_and_none_a_place_twice(tmp_path: Pat
 
 
 def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
-    """SQLite ends the process if a connection is closed while another thread uses it."""
+    """SQLite crashes the process if a connection is closed while another thread uses it."""
     found = Memberships(tmp_path / "members.sqlite")
     closer = threading.Thread(target=found.close)
-    with found._lock:  # as every query holds it
+    with found._lock:  # as every query does
         closer.start()
         closer.join(0.2)
         assert closer.is_alive()
@@ -201,7 +201,7 @@ def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
 
 
 def test_a_database_that_cannot_be_opened_is_told_as_a_store_that_fails(tmp_path: Path) -> None:
-    """The exchange tries such an error again; it does not end."""
+    """The exchange retries after such an error instead of failing."""
     path = tmp_path / "members.sqlite"
     path.mkdir()
     with pytest.raises(StoreError, match=r"members\.sqlite: cannot be opened \("):
@@ -209,7 +209,7 @@ def test_a_database_that_cannot_be_opened_is_told_as_a_store_that_fails(tmp_path
 
 
 def test_malformed_messages_are_counted_by_the_ticket_whatever_number_it_has(memberships: Memberships) -> None:
-    """Whoever leaves and comes back does not begin anew; tickets that nobody has used stay good."""
+    """A member that leaves and returns keeps its count. Unused tickets stay valid."""
     ticket, next_one = memberships.invite("home.1", DAY), memberships.invite("home.1", DAY)
     for number in range(1, MOST_BLAMED + 1):
         assert memberships.enrol(ticket, ANNA, PLACES, HOUR).number == number
@@ -235,7 +235,7 @@ def test_a_ticket_that_takes_and_gives_its_slot_in_a_loop_has_to_wait(membership
         _take_and_give(memberships, ticket, ANNA)
     with pytest.raises(TooMuch, match="this ticket takes a slot too often; it may again in 6 s"):
         _take_and_give(memberships, ticket, ANNA)
-    _take_and_give(memberships, memberships.invite("home.0", DAY), BEN)  # no other ticket waits
+    _take_and_give(memberships, memberships.invite("home.0", DAY), BEN)  # no other ticket is pending
     clock.time += 60 / SEATS_A_MINUTE
     _take_and_give(memberships, ticket, ANNA)
 
@@ -269,7 +269,7 @@ def test_renewals_in_a_loop_write_nothing(memberships: Memberships, clock: Clock
 def test_a_database_that_cannot_be_read_is_one_line_that_names_it(
     memberships: Memberships, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not an exception that escapes from each call of a member, with a traceback in the exchange's log."""
+    """Otherwise an exception would escape from each member's call, with a traceback in the exchange's log."""
 
     class Failing:
         in_transaction = False

@@ -1,4 +1,4 @@
-"""Replicas that come and go: the run begins and goes on without them, and counts them while they are there."""
+"""Optional replicas: the run starts and continues without them, and includes them while they are present."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXED = {"dc": 1, "one": 2, "two": 2}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """All are there at first; only `dc` is needed."""
+    """A run in which all replicas are present at first and only `dc` is required."""
     return Run(tmp_path, MIXED, quorum=1.0, optional=["one", "two"])
 
 
@@ -39,7 +39,7 @@ def test_a_round_closes_without_who_has_gone_at_once(run: Run) -> None:
     run.assign(0)
     run.deposit(1, "dc", "one.0", "one.1")
     run.passes(5 * GRACE.most)
-    assert closed(run) == 0  # all three are there, and a quorum is all
+    assert closed(run) == 0  # all three are present, and the quorum is all
     run.exchange.died("two.1", "its host is off")
     assert run.counted(1).keys() == {"dc", "one"}
     assert run.late(1) == []
@@ -79,7 +79,7 @@ def test_the_run_pauses_while_nobody_is_there(tmp_path: Path) -> None:
 def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
     optional: list[str], begins_with: list[str], tmp_path: Path
 ) -> None:
-    """Nobody else is named as missing."""
+    """No other member is named as missing."""
     run = Run(tmp_path / "roster", MIXED, optional=optional)
     log = ContributionLog(FolderStore(tmp_path / "log"))
     exchange = Exchange("run", run.roster, None, SETTINGS, log, rules=run.rules)
@@ -118,12 +118,12 @@ def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None
 
 
 def finish(run: Run, *members: str) -> None:
-    """These members are through all their rounds."""
+    """Report that these members have finished all their rounds."""
     run.exchange.report([Report(member=member, finished=Finished()) for member in members])
 
 
 def train_to_the_end(run: Run, *members: str) -> None:
-    """These members contribute to every round that is left."""
+    """Let these members contribute to every remaining round."""
     for round_ in range(closed(run) + 1, SETTINGS.rounds + 1):
         run.deposit(round_, *members)
         assert closed(run) == round_
@@ -138,7 +138,7 @@ def told_of_the_end(run: Run) -> list[tuple[int, int, list[str]]]:
 
 
 def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run) -> None:
-    """`one` has lost a member; `two` is complete, and its members have not asked for work yet."""
+    """`one` has lost a member. `two` is complete, but its members have not asked for work yet."""
     run.assign(0)
     run.exchange.died("one.1", "its host is off")
     run.exchange.died("two.0", "its host is off")

@@ -1,4 +1,4 @@
-"""Two replicas through several outer rounds against SparseLoCo restated with sorting and numpy: to the bit."""
+"""Two replicas through several outer rounds, compared bit for bit with SparseLoCo rewritten in numpy with sorting."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Array = NDArray[np.float32]
 TIMEOUT = 10.0
 ROUNDS = 4
 TILE = 8
-SHAPE = ModelShape(width=20, layers=2, heads=2, feed_forward=24, vocabulary=50)  # edges and corners at 8 x 8
+SHAPE = ModelShape(width=20, layers=2, heads=2, feed_forward=24, vocabulary=50)  # edges cut 8 x 8 tiles
 NAMES = ("alpha", "beta")
 
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """As many threads as there are members are enough."""
+    """Use one Torch thread, because each member already has a thread of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,7 +51,7 @@ def _settings(
     nesterov: bool = False,
     divides_by: Literal["replicas", "senders"] = "replicas",
 ) -> OuterSettings:
-    """`bits`: None for signs."""
+    """Return settings with levels of so many bits, or with signs if `bits` is None."""
     quantiser = {"quantiser": "signs"} if bits is None else {"quantiser": "levels", "value_bits": bits}
     tile = {"density": density, "tile": (TILE, TILE), "error_feedback_decay": 0.9}
     return OuterSettings(
@@ -65,7 +65,7 @@ def _settings(
 
 
 def _change(name: str, parameter: str, round_: int, shape: torch.Size) -> Tensor:
-    """What the inner loop of a replica does to a parameter in a round."""
+    """Return the change that a replica's inner loop makes to a parameter in a round."""
     seed = sum(map(ord, f"{name}{parameter}")) * 100 + round_
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
@@ -111,7 +111,7 @@ class Plain:
 
 
 def _chunks(error: Array) -> Iterator[tuple[slice, slice]]:
-    """Where the chunks of a tensor are, as a matrix."""
+    """Yield the slices of a tensor's chunks, as a matrix."""
     matrix = np.atleast_2d(error)
     rows, columns = (TILE, TILE) if error.ndim == 2 else matrix.shape
     for top in range(0, matrix.shape[0], rows):
@@ -120,7 +120,7 @@ def _chunks(error: Array) -> Iterator[tuple[slice, slice]]:
 
 
 def _largest(error: Array, density: float) -> NDArray[np.bool_]:
-    """Where each chunk's largest magnitudes are; earlier ones first among equals."""
+    """Return the mask of each chunk's largest magnitudes. Among equals, earlier ones come first."""
     matrix = np.atleast_2d(error)
     mask = np.zeros(matrix.shape, dtype=bool)
     for where in _chunks(error):
@@ -133,7 +133,7 @@ def _largest(error: Array, density: float) -> NDArray[np.bool_]:
 
 
 def _signs(error: Array, kept: NDArray[np.bool_]) -> Array:
-    """Each chunk's kept values as their sign times their mean magnitude, to a sixteenth of an octave."""
+    """Return each chunk's kept values as sign times mean magnitude. The mean is rounded to 1/16 octave."""
     matrix, mask = np.atleast_2d(error).astype(np.float64), np.atleast_2d(kept)
     base, sent = math.floor(math.log2(np.abs(matrix[mask]).mean())), np.zeros_like(matrix)
     for where in _chunks(error):
@@ -144,7 +144,7 @@ def _signs(error: Array, kept: NDArray[np.bool_]) -> Array:
 
 
 def _rounded(values: Array, bits: int) -> Array:
-    """Six deviations in 2^bits buckets about the mean; each bucket's mean is its level."""
+    """Round to 2^bits buckets that cover six standard deviations about the mean. Each bucket's level is its mean."""
     exact, count = values.astype(np.float64), 2**bits
     if len(set(values.tolist())) == 1:
         return values
@@ -239,7 +239,7 @@ def test_rounds_are_the_method_restated(settings: OuterSettings, tmp_path: Path)
 
 
 def test_dense_and_exact_it_is_a_step_towards_the_mean_of_the_replicas(tmp_path: Path) -> None:
-    """What DiLoCo without momentum does, in float64."""
+    """Compares with DiLoCo without momentum, computed in float64."""
     snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(1.0, 32)
     replicas = Replicas(snapshot, settings, tmp_path)
     replicas.round(1)

@@ -1,4 +1,4 @@
-"""A member's client outlives its exchange: another one at the same address hears again what the first was told."""
+"""A member's client survives a restart of the exchange and tells the new one again what the first one knew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET = Secret("a secret")
 
 
 def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: Path) -> None:
-    """Its contribution is counted, though the first exchange has died with what it knew of it."""
+    """Its contribution is included, although the first exchange has lost what it knew of it."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
@@ -39,7 +39,7 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     first = run.exchange
     first.decisions.wait_until(lambda: first.coordinator.open is not None and "a" in first.coordinator.open.whole)
     ended = server.stop(None)  # every call breaks at once
-    first.decisions.fail("it is gone")  # for its threads that wait: nobody hears of it any more
+    first.decisions.fail("it is gone")  # ends the first exchange's waiting threads; no member hears of this any more
     assert ended.wait(TIMEOUT)
     assert not waits.done()
     run.take_over()
@@ -57,7 +57,7 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
 
 
 def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a line that comes and goes a member asks again and again; the server has so many threads."""
+    """Over an unstable line a member repeats its calls, and the server has a limited number of threads."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     run.assign(0, "a", "b")
@@ -87,7 +87,7 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
 
 
 def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(tmp_path: Path) -> None:
-    """No call was under way that could have broken: without being asked, the member would wait for ever."""
+    """No call was open that could have broken. If the new exchange did not ask, the member would wait forever."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
@@ -105,7 +105,7 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
     assert ended.wait(TIMEOUT)
     run.take_over()
     server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
-    assert client.last_round() == 0  # it has reached the other one
+    assert client.last_round() == 0  # it has reached the new exchange
     assert not run.exchange.beat("b", 1, 1).is_over
     with pytest.raises(ExchangeLost, match="sending them again"):
         client.record(1, "a")
@@ -121,7 +121,7 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
 
 
 def _taken_over_after_a_round(tmp_path: Path) -> Run:
-    """The exchange of now has no record in memory."""
+    """Return a run whose exchange has restarted after round 1, so that no record is in memory."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     run.assign(0)
     run.deposit(1, "a", "b")
@@ -132,7 +132,7 @@ def _taken_over_after_a_round(tmp_path: Path) -> Run:
 def test_a_record_that_only_the_log_has_is_waited_for_while_its_store_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the auditor, which reads the rounds since the last snapshot, would end the run."""
+    """Otherwise the auditor, which reads the rounds since the last snapshot, would fail the run."""
     run, left, get = _taken_over_after_a_round(tmp_path), 3, FolderStore.get
 
     def is_away_at_first(store: FolderStore, key: str) -> bytes:
@@ -150,7 +150,7 @@ def test_a_record_that_only_the_log_has_is_waited_for_while_its_store_is_away(
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, is_there: bool) -> None:
-    """It is not the exchange that is gone: who asks hears what is damaged or lost."""
+    """The exchange is not gone, so the caller is told which file is damaged or lost."""
     run, record = _taken_over_after_a_round(tmp_path), tmp_path / "round-000001" / "record.json"
     record.write_bytes(record.read_bytes()[:-20])
     if not is_there:
@@ -169,7 +169,7 @@ def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, 
 
 
 def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) -> None:
-    """It was frozen, wakes, finds its term over, and that it cannot join again."""
+    """The process was frozen. It resumes, finds its incarnation over and cannot join again."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     first, second = (ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run") for _ in range(2))

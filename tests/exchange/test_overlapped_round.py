@@ -1,4 +1,4 @@
-"""A member's outer round with overlap: where it starts, and that nothing is lost or sent twice if it is broken off."""
+"""A member's outer round with overlap: its start, and interruptions that neither lose nor repeat a contribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = OuterSettings(rounds=4, overlap=1, presumed=0.25, returned=0.5, compr
 
 
 class Far:
-    """An exchange, and what carries its rounds. Implements Contributions and Carrier."""
+    """An exchange and the background transfer of its rounds. Implements Contributions and Carrier."""
 
     def __init__(self) -> None:
         self.blobs: dict[tuple[int, str, str], bytes] = {}
@@ -57,7 +57,7 @@ class Far:
         self.given_up += 1
 
     def sent(self, round_: int) -> dict[str, Tensor]:
-        """Of a round, dense."""
+        """Return the dense values that this member sent in a round."""
         found: dict[str, Tensor] = {}
         for block, shapes in shapes_by_block(shapes_of(START)).items():
             address = BlobAddress("run", round_, "own", block)
@@ -79,7 +79,7 @@ class Member:
 
     @torch.no_grad()
     def train(self, round_: int) -> dict[str, Tensor]:
-        """A change at random; what the pseudo-gradient has to be."""
+        """Change the parameters at random. Return the expected pseudo-gradient."""
         before = self.holds()
         for number, parameter in enumerate(self.parameters.values()):
             random = torch.Generator().manual_seed(100 * round_ + number)
@@ -95,7 +95,7 @@ class Member:
         return self.train(round_)
 
     def break_off(self) -> None:
-        """In the middle of the round that is trained ahead."""
+        """Interrupt in the middle of the round that is trained ahead."""
         self.outer.start_ahead()
         raise LinkClosed("a neighbour is gone")
 
@@ -111,7 +111,7 @@ def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def _rest(member: Member, trained: Mapping[str, Tensor], kept: float = 0.0) -> dict[str, Tensor]:
-    """By hand, after a first round: e <- d - D, and a part of D back where it was not counted."""
+    """Compute error feedback after a first round: e <- d - D, plus the share `kept` of D if it was not included."""
     sent = member.far.sent(1)
     return {name: tensor - sent[name] + kept * sent[name] for name, tensor in trained.items()}
 
@@ -129,14 +129,14 @@ def test_the_next_round_starts_less_what_is_presumed_and_is_measured_from_there(
     member.outer.synchronise(1, 1, 3, meanwhile)
     sent = member.far.sent(1)
     _assert_equal(started[0], {name: START[name] - 0.25 * sent[name] for name in START})
-    _assert_equal(member.holds(), {name: START[name] - sent[name] for name in START})  # alone, and at rate 1
+    _assert_equal(member.holds(), {name: START[name] - sent[name] for name in START})  # this replica alone, at rate 1
     assert member.outer.trained.keys() == {2}
     _assert_equal(member.outer.trained[2], trained[1])
 
 
 @pytest.mark.parametrize("counts", ["own", "other"])
 def test_broken_off_ahead_and_decided_meanwhile(counts: str) -> None:
-    """Error feedback is as if the member had waited, and its next round is measured from where it starts."""
+    """Error feedback is as if the member had waited. The next round's change is measured from its own start."""
     member = Member()
     other = Member("other", member.far)
     other.train(1)
@@ -156,7 +156,10 @@ def test_broken_off_ahead_and_decided_meanwhile(counts: str) -> None:
 
 
 def test_a_state_that_is_saved_in_the_next_round_is_that_before_the_contribution() -> None:
-    """A member that was asked to stop saves error feedback as it was, and what it trained and contributed since."""
+    """A member that is asked to stop saves error feedback as it was before.
+
+    It also saves its training and contributions since.
+    """
     member = Member()
     trained = member.train(1)
     with pytest.raises(LinkClosed):
@@ -169,7 +172,7 @@ def test_a_state_that_is_saved_in_the_next_round_is_that_before_the_contribution
 
 
 def test_broken_off_and_contributed_again() -> None:
-    """With what it came to, which is at hand; and what was trained ahead of that is dropped."""
+    """The repeated contribution uses the stored result of training. The round trained ahead of it is dropped."""
     member, undisturbed = Member(), Member()
     for one in (member, undisturbed):
         one.train(1)

@@ -1,4 +1,7 @@
-"""Whom the exchange waits for: when it is told, to whom, how often, and when the run gives up. On a made-up clock."""
+"""The stall monitor: which members the exchange waits for, when and how often it reports so, and when the run fails.
+
+The tests use a simulated clock.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from replica_groups.exchange.patience import NAMED, Expected, Patience, whom
 
 
 def _told(patience: Patience, expected: Expected, seconds: range) -> list[int]:
-    """In which of these seconds it is told that nothing came."""
+    """Return the seconds of this range in which the monitor reports missing members."""
     looks = {second: patience.look(expected, float(second)) for second in seconds}
     return [second for second, waiting in looks.items() if waiting is not None and waiting.missing]
 
@@ -29,7 +32,7 @@ def test_a_wait_is_told_at_growing_intervals() -> None:
 
 
 def test_after_a_wait_that_ended_only_one_twice_as_long_is_told() -> None:
-    """Rounds that all take half a minute tell two lines, and not two in each."""
+    """If all rounds take half a minute, two lines are reported in total, not two per round."""
     patience = Patience(1e9)
     lines = []
     for round_ in range(1, 20):
@@ -82,7 +85,7 @@ def test_it_gives_up_on_those_who_are_silent_only() -> None:
     patience.look(Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0), 0.0)
     expected = Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0, heard)
     patience.look(expected, 100.0)
-    assert patience.lost(expected, 100.0) is None  # one of them is there: it may be slow
+    assert patience.lost(expected, 100.0) is None  # one of them is present, and may be slow
     cause = patience.lost(expected, 115.0)
     assert cause is not None
     assert (
@@ -111,13 +114,13 @@ def exchange(tmp_path: Path) -> Exchange:
 
 
 def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> None:
-    """To join, then to contribute, then to finish; each thing that is waited for is progress."""
+    """Members are awaited to join, to contribute and to finish. Each of these events counts as progress."""
     exchange.join("home.1", "")
     expected = exchange.expected()
     assert (expected.awaited, list(expected.missing)) == (JOINING, ["home.0", "dc"])
     for member in ("home.0", "dc"):
         exchange.join(member, "")
-    assert not exchange.expected().missing  # the exchange itself is at work
+    assert not exchange.expected().missing  # the exchange itself is busy
     exchange.begin(snapshot)
     expected = exchange.expected()
     assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))

@@ -1,4 +1,4 @@
-"""Who may make which call, cell by cell: members, who has started them, and with whose names, terms and reports."""
+"""Permissions of members, launcher and hosts, by call, also with names, incarnations and reports of others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MAY: dict[tuple[str, bool], str] = {
     (EXCHANGE, True): _EVERYBODY,
     (EXCHANGE, False): _EVERYBODY,
 }
-"""(who, whether it names a term) -> calls that are let in. Whose death `Died` may tell is in STARTED."""
+"""Allowed calls by (caller, whether it names an incarnation). STARTED says which members' death `Died` may report."""
 
 TICKET = "ticket.0123456789abcdef"
 BY_TICKET: dict[tuple[str, bool], str] = {
@@ -58,7 +58,7 @@ BY_TICKET: dict[tuple[str, bool], str] = {
     (TICKET, True): "Enrol Probe",
     (TICKET, False): "Enrol Probe",
 }
-"""The same for who shows a ticket, and for who was let in by one."""
+"""The same table for callers that show a ticket, and for members that were admitted by a ticket."""
 
 STARTED: dict[str, set[str]] = {
     "dc": {"dc"},
@@ -93,7 +93,7 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "standing": (pb.Report(standing=pb.Standing(what=pb.TERM_OVER)), set()),
     "nothing": (pb.Report(), set()),
 }
-"""(what, of whom it may come)"""
+"""Reports by name, each with the callers that may send it."""
 
 
 def _is_allowed(ask: object, *arguments: object) -> bool:
@@ -121,7 +121,7 @@ def _caller(name: str, term: int | None = None) -> Caller:
 
 
 class _EncryptedCall(_Call):
-    """The same, of a connection by TLS."""
+    """The context of a call over TLS."""
 
     def __init__(self, metadata: Sequence[tuple[str, str]], certificate: str, tls: str = "TLSv1.3") -> None:
         super().__init__(metadata)
@@ -132,7 +132,7 @@ class _EncryptedCall(_Call):
 
 
 class _Everybody:
-    """Guests of whom all are let in. Implements Guests."""
+    """Guests that are all admitted. Implements Guests."""
 
     def require_in(self, place: str, number: int) -> None: ...
 
@@ -140,7 +140,7 @@ class _Everybody:
 
 
 def _certified(name: str, holder: int, guests: Guests | None, term: int | None = None) -> Caller:
-    """Who shows a certificate, and writes that it is somebody else."""
+    """Let in a caller with a certificate for `name` whose metadata claims another name."""
     certificate = SECRET.authority.sign(new_key().public_key(), name, holder, time.time() + 60)
     metadata = (("name", LAUNCHER), *([] if term is None else [("term", str(term))]))
     context = _EncryptedCall(metadata, certificate)
@@ -202,7 +202,7 @@ def test_a_term_is_a_number(term: str) -> None:
 
 
 def test_credentials_give_nobody_elses_away() -> None:
-    """Everybody's token is another, and another in the next run."""
+    """Every caller has a different token, and another one in the next run."""
     names = ["dc", "home", "home.0", "home.1", LAUNCHER, EXCHANGE]
     tokens = {SECRET.credentials(name).token for name in names}
     tokens |= {Secret("another").credentials(name).token for name in names}
@@ -311,7 +311,7 @@ def test_text_of_a_member_reaches_no_terminal_as_it_is(served: _Served) -> None:
 
 
 def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
-    """A field that is not known here, as a newer protobuf would keep, and an address of 60 KiB."""
+    """The report has a field that is unknown here, which protobuf would keep. The address has 60 KiB."""
     served.run.assign(0, "a", "b")
     client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x40" + bytes(1 << 20)
     told = pb.Report(finished=pb.Finished()).SerializeToString() + unknown

@@ -1,4 +1,4 @@
-"""Who holds a place: terms, epochs, who is refused, who is fenced, and what a replica does that lost a member."""
+"""Slots and their holders: incarnations, generations, refusals, fencing, and replicas that lost a member."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-# ---- terms ----
+# ---- incarnations ----
 
 
 def test_a_process_that_asks_twice_has_one_term(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_second_process_is_refused_while_the_first_is_there(run: Run) -> None:
 
 
 def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
-    """However it became vacant; what held it before is over, whatever it says."""
+    """The cause of the vacancy does not matter. Calls of the previous incarnation are refused."""
     for term in (2, 3):
         run.exchange.died("dc", "its host said so")
         assert run.exchange.join("dc", "", process=f"process {term}") == term
@@ -61,7 +61,7 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
 
 
 def test_of_two_that_wait_for_a_place_the_later_one_gets_it(run: Run) -> None:
-    """The earlier one may have ended meanwhile; if it has not, it is told."""
+    """The earlier one may have ended in the meantime. If it has not, it is refused."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
     first = in_thread(lambda: run.exchange.join("dc", "", process="first"))
     place = run.exchange.coordinator.places["dc"]
@@ -75,7 +75,7 @@ def test_of_two_that_wait_for_a_place_the_later_one_gets_it(run: Run) -> None:
 
 
 def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run) -> None:
-    """A machine that has restarted need not be refused, and one that is only slow keeps its place."""
+    """A restarted machine need not be refused, and a slow member keeps its slot."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
     waits = in_thread(lambda: run.exchange.join("dc", "", process="another"))
     run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["dc"].applicant == "another")
@@ -93,7 +93,7 @@ def test_who_is_heard_keeps_its_place_however_long_it_takes(run: Run) -> None:
 
 
 def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
-    """Three times the longest silence that it came back from: a slow link is no death."""
+    """The lease is three times the longest silence that ended with a heartbeat: a slow link is not a death."""
     others = ("home.0", "home.1")
     for gap in (10.0, 14.0):
         run.passes(gap, heard=others)
@@ -112,7 +112,7 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
     run.exchange.left("dc", term=1)
     run.passes(LEASE.least - 1, heard=others)
     assert run.exchange.coordinator.holds("dc", 1)
-    run.exchange.beat("dc")  # it is there again
+    run.exchange.beat("dc")  # it is heard again
     run.passes(LEASE.factor * 10.0, heard=others)
     assert run.exchange.coordinator.holds("dc", 1)
     run.exchange.beat("dc")
@@ -125,7 +125,7 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
 
 
 def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
-    """With another epoch, and where the new one listens; what is of the old epoch is void."""
+    """It gets a new generation and the new member's address. Contributions of the old generation are void."""
     run.deposit(1, "home.0", epoch=2)
     waits = in_thread(lambda: run.exchange.record(1, "home.0", 1))
     run.exchange.died("home.1", "killed by a test")
@@ -156,7 +156,7 @@ def test_who_asks_learns_where_the_stage_after_listens_now(run: Run) -> None:
 
 
 def test_the_stage_after_dials_where_only_the_one_before_is_reached(run: Run) -> None:
-    """As far as the exchange knows that of where it says that it listens now."""
+    """The exchange's knowledge of reachability holds for an address, not for a member at a new address."""
     for member, address, is_reached in (
         ("home.0", "here:2", True),
         ("home.1", "there:1", False),
@@ -173,7 +173,10 @@ def test_the_stage_after_dials_where_only_the_one_before_is_reached(run: Run) ->
 
 
 def _ways(run: Run, *addresses: str) -> dict[str, tuple[str, str]]:
-    """What the stages of a group are to dial, before and after them, once both have begun anew and listen there."""
+    """Return the addresses that the stages of a group are to dial, upstream and downstream.
+
+    Both stages have joined again and listen at these addresses.
+    """
     told = dict(zip(("home.0", "home.1"), addresses, strict=True))
     for member, address in told.items():
         run.exchange.died(member, "killed by a test")
@@ -184,7 +187,7 @@ def _ways(run: Run, *addresses: str) -> dict[str, tuple[str, str]]:
 
 
 def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:
-    """The others wait for the record, and need not train the round again."""
+    """The other members wait for the record and need not train the round again."""
     run.deposit(1, "home.0", "home.1")
     run.exchange.died("home.1", "killed by a test")
     assert run.exchange.beat("home.0", term=1) == Standing()
@@ -201,7 +204,7 @@ def _leaves(run: Run, member: str) -> None:
 
 
 def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run) -> None:
-    """A beat from before the record of the last round, heard after it: its place evaluates, and needs nobody."""
+    """The heartbeat was sent before the record of the last round and arrives after it. The member evaluates alone."""
     for round_ in range(1, 10):
         run.deposit(round_, "dc", "home.0", "home.1")
         if round_ < 9:
@@ -212,7 +215,7 @@ def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run
 
 
 def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None:
-    """As another exchange may have it do, that did not know: there is nobody to train it with."""
+    """A restarted exchange may not know of the contribution. No neighbour is left to train the round with."""
     for round_ in range(1, 10):
         run.deposit(round_, "dc", "home.0", "home.1")
         if round_ < 9:
@@ -229,12 +232,12 @@ def test_who_cannot_reach_a_neighbour_has_its_replica_formed_anew(run: Run) -> N
     assert run.exchange.beat("home.0", term=1).is_over
     assert run.exchange.beat("home.1", term=1).suspended == 2
     assert run.exchange.join("home.0", "") == 2
-    run.exchange.broken("home.1", 2, "nothing came from home.0", term=1)  # it means the epoch before
+    run.exchange.broken("home.1", 2, "nothing came from home.0", term=1)  # this names the previous generation
     assert {one.epoch for one in assign_all(run.exchange, 0, ["home.0", "home.1"]).values()} == {3}
 
 
 def test_a_call_whose_caller_is_gone_takes_no_work_away(run: Run) -> None:
-    """A connection that breaks leaves a call behind that waits; who asks again gets what there is to do."""
+    """A broken connection leaves a waiting call behind. The member that asks again still gets its work."""
     run.exchange.died("home.1", "killed by a test")
     asked = [run.ask_in_thread("home.0", 0), run.ask_in_thread("home.0", 0)]
     run.exchange.join("home.1", "")
@@ -246,7 +249,7 @@ def test_a_call_whose_caller_is_gone_takes_no_work_away(run: Run) -> None:
 
 
 def test_another_exchange_knows_who_holds_what_and_takes_contributions(run: Run) -> None:
-    """Rounds and terms are in the log; who trains what is heard from those who do."""
+    """Rounds and incarnations are in the log. Members report which round they train."""
     run.deposit(1, "dc", "home.0", "home.1")
     assert run.assign(1) == dict.fromkeys(run.roster.members, 2)
     run.deposit(2, "home.0")
@@ -260,7 +263,7 @@ def test_another_exchange_knows_who_holds_what_and_takes_contributions(run: Run)
 
 
 def test_a_term_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
-    """The store says who was first; who comes second waits until that one is gone."""
+    """The store decides which exchange was first. The second process waits until the first has gone."""
     run = Run(tmp_path, MIXED)
     first = run.exchange
     run.take_over()
@@ -275,7 +278,7 @@ def test_a_term_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
 
 
 def test_who_trains_a_round_that_is_not_open_here_yet_takes_part_in_it(run: Run) -> None:
-    """Another exchange has given it to him, and had not counted him in the one before."""
+    """Another exchange assigned that round, and had closed the previous one without this member."""
     behind = run.exchange
     run.take_over()
     run.deposit(1, "home.0", "home.1")

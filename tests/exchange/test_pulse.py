@@ -1,4 +1,4 @@
-"""What a member does that hears from the exchange that it has to stop, or is not let in any more."""
+"""Heartbeats: what a member does if the answer tells it to stop, or refuses it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 
 class Heard:
-    """An exchange that answers beats with these, the last of them again and again."""
+    """An exchange that answers heartbeats with these answers, and then repeats the last one."""
 
     def __init__(self, *answers: Standing | HeteroPPError) -> None:
         self._answers = list(answers)
@@ -51,7 +51,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", [Refused("it was taken back"), RunFailed("another has failed")])
 def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> None:
-    """Not for a link that is being formed either, whose epoch no beat has told yet."""
+    """The link is still being formed, and no heartbeat has named its generation yet."""
     epochs: Epochs[GrpcLinkEnd] = Epochs("home.0")
     pulse = Pulse(cast(ExchangeService, Heard(Standing(), error)), "home.1", epochs.give_up)
     pulse.trains(1, 4)
@@ -75,7 +75,7 @@ def test_who_is_suspended_gives_up_the_links_of_that_epoch_alone() -> None:
 
 
 class _Waiting:
-    """Links whose neighbour never comes. Implements Links."""
+    """Links whose neighbour never connects. Implements Links."""
 
     ledgers: Sequence[LedgerOf] = ()
 
@@ -88,7 +88,7 @@ class _Waiting:
 
 
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
-    """It has trained nothing in this generation yet."""
+    """The member has trained nothing in this generation yet."""
     exchange = Heard(Standing(False, 4, "home.0 is gone"))
     seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, _Waiting())
     with seat.pulse.beating(), pytest.raises(LinkClosed, match=r"home\.0 is gone"):
@@ -96,7 +96,7 @@ def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_long
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage has left, and its pulse has heard so, before the last one evaluates what the run came to."""
+    """The first stage has left. The last stage hears of it by a heartbeat before it evaluates the final parameters."""
     rounds = 2
     left, heard = threading.Event(), threading.Event()
     beats, reports = list[str](), list[Report]()
@@ -114,7 +114,7 @@ def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypa
         if has_left and member == "home.0":
             assert answer.is_over
             beats.append(member)
-        if len(beats) > 1:  # what the first of them was answered is acted on
+        if len(beats) > 1:  # the member has acted on the answer to the first heartbeat
             heard.set()
         return answer
 

@@ -1,4 +1,4 @@
-"""When a round closes: with all, with a quorum and the grace window, at the limit; and what becomes of who is late."""
+"""When a round closes: with all replicas, with a quorum after the grace window, or at the limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Of four replicas, of which two are a quorum."""
+    """A run of four replicas, of which two are a quorum."""
     run = Run(tmp_path, FOUR)
     run.assign(0)
     return run
@@ -33,9 +33,9 @@ def test_all_who_are_there_are_enough_at_once(run: Run) -> None:
 
 
 def test_a_quorum_waits_for_the_others_as_long_as_the_grace_window_is(run: Run) -> None:
-    """At first that is as long as it may be."""
+    """The grace window starts at its maximum."""
     run.deposit(1, "a")
-    run.passes(5 * GRACE.most)  # below a quorum nothing closes, however long it takes
+    run.passes(5 * GRACE.most)  # below a quorum the round stays open, however long it takes
     assert closed(run) == 0
     run.deposit(1, "b")
     run.passes(GRACE.most - 1)
@@ -46,7 +46,7 @@ def test_a_quorum_waits_for_the_others_as_long_as_the_grace_window_is(run: Run) 
 
 
 def test_the_window_follows_what_was_seen(run: Run) -> None:
-    """`factor` times how late the latest nine tenths came, and never less than `least`."""
+    """The window is `factor` times the 90th percentile of lateness, and at least `least`."""
     run.deposit(1, "a", "b")
     run.passes(20)
     run.deposit(1, "c", "d")
@@ -60,11 +60,11 @@ def test_the_window_follows_what_was_seen(run: Run) -> None:
 
 
 def test_who_comes_too_late_is_waited_for_longer_the_next_time(run: Run) -> None:
-    """Else who is a little later than the window each time would never be counted."""
+    """Otherwise a replica that is always a little later than the window would never be included."""
     run.deposit(1, "a", "b", "c")
     run.passes(GRACE.most)
     assert run.counted(1).keys() == {"a", "b", "c"}
-    assert run.exchange.coordinator.lateness.grace == GRACE.least  # as nobody who was counted was late
+    assert run.exchange.coordinator.lateness.grace == GRACE.least  # because no included replica was late
     run.passes(5)
     run.deposit(1, "d")
     assert run.exchange.refusals == 0
@@ -78,7 +78,7 @@ def test_who_comes_too_late_is_waited_for_longer_the_next_time(run: Run) -> None
 
 
 def test_who_is_late_by_rounds_is_waited_for_longer_too(run: Run) -> None:
-    """Else who is slower by far, where the others close a round soon, would never be counted."""
+    """Otherwise a far slower replica would never be included where the others close rounds quickly."""
     run.deposit(1, "a", "b", "c")
     run.passes(GRACE.most)
     for round_ in (2, 3):
@@ -106,7 +106,7 @@ def test_what_comes_late_is_told_once_however_many_blobs_it_has(run: Run) -> Non
     run.passes(GRACE.most)
     for _ in range(2):
         run.deposit(1, "d")
-    run.deposit(1, "a")  # which is counted, and is sent once more
+    run.deposit(1, "a")  # it is included, and is sent once more
     assert [(one.what, one.replica, one.round) for one in run.told()] == [(LATE, "d", 1)]
 
 
@@ -130,7 +130,7 @@ def test_beyond_the_limit_the_quorum_closes_the_round(run: Run) -> None:
 
 @pytest.mark.parametrize(("quorum", "needed"), [(0.0, 1), (0.3, 1), (0.5, 2), (1.0, 3)])
 def test_a_quorum_is_a_share_of_all_replicas(tmp_path: Path, quorum: float, needed: int) -> None:
-    """At least one, and rounded up."""
+    """The number is rounded up, and is at least one."""
     run = Run(tmp_path, THREE, quorum)
     run.assign(0)
     for count, replica in enumerate(THREE, 1):
@@ -175,7 +175,7 @@ def test_below_a_quorum_the_run_pauses_says_so_and_goes_on(tmp_path: Path) -> No
 
 
 def test_who_joins_late_waits_for_the_next_round(run: Run) -> None:
-    """So that all stay in step; within the grace window it takes part at once."""
+    """This keeps all replicas in step. Within the grace window it takes part at once."""
     for replica in "cd":
         run.exchange.died(replica, "its host said so")
     run.passes(GRACE.most)
@@ -199,7 +199,10 @@ def test_who_joins_late_takes_part_if_there_is_no_quorum_without(run: Run) -> No
 
 @pytest.mark.parametrize("steps", [0, 2**62])
 def test_steps_that_nobody_can_have_taken_are_refused(steps: int, tmp_path: Path) -> None:
-    """Of none all weights would be zero, and theta no number; the tokens of so many are none that a record can hold."""
+    """With zero steps all weights could be zero and theta NaN.
+
+    Very large counts overflow the record's field of tokens.
+    """
     run = Run(tmp_path, THREE, quorum=1.0, weighs_tokens=True)
     run.assign(0)
     run.deposit(1, "b", "c")
@@ -213,11 +216,11 @@ def test_steps_that_nobody_can_have_taken_are_refused(steps: int, tmp_path: Path
     assert [one.tokens for one in run.exchange.record(1).contributions] == [700, 700, 700]
 
 
-# ---- who takes every round and contributes nothing ----
+# ---- replicas that take every round and contribute nothing ----
 
 
 def _rounds_without(run: Run, absent: str, rounds: int) -> list[float]:
-    """Everybody takes part in so many rounds, and one replica contributes nothing: how long each of them takes."""
+    """Let all replicas but one contribute in so many rounds. Return the seconds that each round takes."""
     found = []
     for round_ in range(closed(run) + 1, closed(run) + 1 + rounds):
         run.assign(round_ - 1)
@@ -239,7 +242,7 @@ def test_who_contributes_nothing_is_waited_for_three_times_and_then_seldom(run: 
 
 
 def test_who_was_not_waited_for_is_waited_for_again_later(run: Run) -> None:
-    """Else a replica that is a little slower than the others would never be counted again."""
+    """Otherwise a slightly slower replica would never be included again."""
     _rounds_without(run, "d", 3)
     run.assign(3)
     run.passes(10 * GRACE.least)
@@ -257,7 +260,7 @@ def test_who_contributes_in_time_is_waited_for_at_once(run: Run) -> None:
 
 
 def test_optional_replicas_that_contribute_nothing_keep_no_round_open(tmp_path: Path) -> None:
-    """They are no part of a quorum after the limit of one round, until they contribute."""
+    """After the limit of one round they no longer belong to the quorum, until they contribute."""
     run = Run(tmp_path, {"dc": 1, "x": 1, "y": 1, "z": 1}, optional=["x", "y", "z"])
     run.assign(0)
     run.deposit(1, "dc")
@@ -272,7 +275,7 @@ def test_optional_replicas_that_contribute_nothing_keep_no_round_open(tmp_path: 
 
 
 def test_who_takes_a_round_and_contributes_nothing_does_not_keep_others_out_for_ever(tmp_path: Path) -> None:
-    """Who comes late waits for the next round, but not beyond the limit of the open one."""
+    """A late replica waits for the next round, but not beyond the limit of the open one."""
     run = Run(tmp_path, {"x": 1, "dc": 1}, optional=["x", "dc"])
     run.exchange.died("dc", "its host said so")
     run.assign(0, "x")
@@ -282,7 +285,7 @@ def test_who_takes_a_round_and_contributes_nothing_does_not_keep_others_out_for_
     run.passes(LIMIT - GRACE.most - 2)
     assert not waits.done()
     run.passes(1)
-    assert run.assign(0, "dc") == {"dc": 1}  # it asks again, as every member that waits does
+    assert run.assign(0, "dc") == {"dc": 1}  # it asks again, as every waiting member does
     run.deposit(1, "dc")
     run.passes(GRACE.most)
     assert run.counted(1).keys() == {"dc"}
@@ -298,7 +301,7 @@ def _last_round(run: Run) -> None:
 
 
 def test_a_run_ends_though_a_member_only_sends_heartbeats(run: Run) -> None:
-    """Members have as long as the longest grace window to fetch the last round, to evaluate, and to leave."""
+    """Members may use the longest grace window to fetch the last round, evaluate and leave."""
     _last_round(run)
     run.passes(GRACE.most - 1, heard=tuple(FOUR))
     assert not run.exchange.coordinator.is_through

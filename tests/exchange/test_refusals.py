@@ -1,4 +1,4 @@
-"""What was not let in is counted one by one, and told at a bounded rate."""
+"""Refused calls are counted one by one and reported at a bounded rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.rpc.plain_text import MOST_CHARACTERS, make_plain, plain
 
 
 class Told:
-    """A clock, and what was told by it."""
+    """A clock, and the refusals that were reported."""
 
     def __init__(self) -> None:
         self.time, self.told = 7.0, list[Refusal]()

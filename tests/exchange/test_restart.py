@@ -1,4 +1,4 @@
-"""Where a run that ended early goes on: what members hold decides, what is damaged is named, nothing is deleted."""
+"""The round from which an interrupted run resumes: saved states decide, damage is named, nothing is deleted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _roster(snapshot: Snapshot, *members: str) -> Roster:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
-    """The log of five rounds with snapshots after 0, 2, 4 and 5, and theta after each round."""
+    """Return the log of five rounds, with snapshots after 0, 2, 4 and 5, and theta after each round."""
     folder = tmp_path_factory.mktemp("log")
     snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
     roster, store = _roster(snapshot, "dc"), FolderStore(folder)
@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
 
 @pytest.fixture
 def log(trained: tuple[Path, Rounds], tmp_path: Path) -> ContributionLog:
-    """A copy to damage."""
+    """Return a copy of the log that a test may damage."""
     shutil.copytree(trained[0], tmp_path / "log")
     return ContributionLog(FolderStore(tmp_path / "log"))
 
@@ -115,7 +115,7 @@ def test_the_newest_round_that_all_hold_is_taken(
 
 
 def test_members_that_stopped_one_round_apart_start_again_where_all_of_them_were(log: ContributionLog) -> None:
-    """The moments after a round cannot be had from those after another one."""
+    """Optimizer moments after one round cannot be computed from those after another."""
 
     def found(**rounds: set[int]) -> int:
         return find_restart(
@@ -124,7 +124,7 @@ def test_members_that_stopped_one_round_apart_start_again_where_all_of_them_were
 
     assert found(a={5}, b={4}) == 0
     assert found(a={2, 5}, b={2, 4}) == 2
-    assert found(a={5}, b=set()) == found(a={5}, b={3}) == 5  # whose states are lost, or old
+    assert found(a={5}, b=set()) == found(a={5}, b={3}) == 5  # states that are missing or old
 
 
 def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog) -> None:
@@ -140,7 +140,7 @@ def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog)
 def test_if_some_fell_behind_the_newest_round_of_the_log_is_taken(
     trained: tuple[Path, Rounds], log: ContributionLog, held: dict[str, AvailableStates]
 ) -> None:
-    """The others lose nothing by it; who goes on with what is told."""
+    """The other members lose nothing, and the note names which members resume from what."""
     found = _find(log, held)
     assert found.snapshot.round == 5
     behind = {member for member, states in held.items() if 5 not in states.rounds}
@@ -162,7 +162,7 @@ def test_if_the_log_gives_none_one_line_says_who_holds_what(log: ContributionLog
 
 
 def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: Path) -> None:
-    """Through the exchange, as members do: nobody is told anything before all have joined."""
+    """Members use the exchange for this. It answers none of them before all have joined."""
     first = load_snapshot(snapshot_path(log, 0))
     roster = _roster(first, "a", "b")
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
@@ -202,7 +202,7 @@ def test_a_run_that_goes_on_forgets_the_rounds_after(log: ContributionLog) -> No
 def test_a_damaged_snapshot_is_named_and_passed_over(trained: tuple[Path, Rounds], log: ContributionLog) -> None:
     _flip(snapshot_path(log, 4), 8 * (snapshot_path(log, 4).stat().st_size - 100))
     found = _find(log, _held(dc={3, 4}))
-    assert found.snapshot.round == 4  # from the snapshot after 2
+    assert found.snapshot.round == 4  # replayed from the snapshot after 2
     assert len(found.damaged) == 1
     assert "snapshot-000004.safetensors is damaged" in found.damaged[0]
     for name, tensor in trained[1][4].items():
@@ -239,7 +239,7 @@ def test_a_flipped_bit_in_a_snapshot_is_noticed(trained: tuple[Path, Rounds], tm
 def test_every_tensor_of_a_snapshot_is_in_its_digest(
     trained: tuple[Path, Rounds], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written again with one tensor that is another, under the digest of what it was."""
+    """The snapshot is written again with one changed tensor, under its previous digest."""
     snapshot = load_snapshot(trained[0] / "snapshot-000005.safetensors")
     save_snapshot(snapshot, tmp_path / "same")
     assert load_snapshot(tmp_path / "same").round == 5
@@ -271,7 +271,7 @@ def test_a_record_is_its_digest(log: ContributionLog) -> None:
             log.read_record(2)
         path.write_text(json.dumps(content))
     with pytest.raises(DamagedFile, match=r"round-000001/record\.json is damaged"):
-        log.read_record(1)  # the record of round 2
+        log.read_record(1)  # this key now holds the record of round 2
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DamagedFile, match=r"round-000002/record\.json is damaged"):
         log.read_record(2)
@@ -360,7 +360,7 @@ def test_a_damaged_state_is_named_and_not_held(tmp_path: Path, damage: str) -> N
 
 
 def _joined(exchange: Exchange, member: str, states: SavedStates) -> int | None:
-    """The round that a member goes on from, of which it has a state."""
+    """Join, and return the round whose saved state the member resumes from."""
     available = states.check()
     exchange.join(member, "", available)
     return states_to_go_on_from(exchange, member, exchange.roster.members[member], states, available)

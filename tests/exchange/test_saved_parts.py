@@ -1,4 +1,4 @@
-"""What ranks keep of an outer round, read by as many ranks and by others."""
+"""Shards of outer-round state that ranks save, loaded by the same number of ranks and by others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange over real gRPC: what callers without the token, or of another run, are refused, whatever they call."""
+"""The exchange over gRPC: every call refuses callers without the token, and callers of another run."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ STRANGERS: dict[str, dict[str, str]] = {
     "nothing": {},
     "another run": {"token": TOKEN, "run": "another run"},
 }
-"""What they show, as `dc` where it does not say otherwise."""
+"""Metadata of strangers. They name themselves `dc` unless stated otherwise."""
 
 
 class Recorder:
-    """An exchange that keeps what it was asked, and what was refused before that. Implements WatchedExchange."""
+    """An exchange that records its calls and its refusals. Implements WatchedExchange."""
 
     run, roster = RUN, ROSTER
 
@@ -74,10 +74,10 @@ class Recorder:
         self.reports = [pb.Report(member="dc")]
         self.sounds: list[str] = []
         self.expected: list[tuple[str, BlobAddress, int]] = []
-        """What members were about to send."""
+        """Deposits that members announced, with their sizes."""
         self.left_terms: list[int | None] = []
         self.processes: list[str | None] = []
-        """By what callers that wanted a place have named themselves."""
+        """Process names that callers gave when they requested a slot."""
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
 
@@ -171,7 +171,7 @@ class Recorder:
     def upload_url(
         self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None = None, term: int | None = None
     ) -> str | None:
-        """As of a run whose store is a folder."""
+        """Return None, as in a run whose store is a folder."""
         self.asked.append(("upload_url", member, address, sha256, epoch, term))
         return None
 
@@ -235,7 +235,7 @@ class Served:
         self.address = f"127.0.0.1:{port}"
 
     def stop(self) -> None:
-        """Until all that a call leaves to be done after its end is done."""
+        """Stop the server and wait until all cleanup after its calls is done."""
         self.server.stop(None).wait(TIMEOUT)
 
 
@@ -247,7 +247,10 @@ def served() -> Iterator[Served]:
 
 
 def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """Every call of the service by its path, from the table that the server is given: one added later is among them."""
+    """Return every call of the service by its path.
+
+    The server's own table is read, so that later additions are included.
+    """
     tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler[Any, Any]]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
@@ -264,11 +267,11 @@ REQUESTS: dict[str, list[bytes]] = {
     ],
     "/hetero_pp.Exchange/Died": [pb.DiedRequest(member="dc").SerializeToString()],
 }
-"""Of calls to which an empty message is no request."""
+"""Requests of the calls for which an empty message is not a valid request."""
 
 
 def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
-    """Make a call to its end, whatever kind it is. Raises grpc.RpcError if it fails."""
+    """Make a call of any kind to its end. Raise grpc.RpcError if it fails."""
     handler, request = CALLS[path], REQUESTS.get(path, [b""])
     with make_channel(served.address) as channel:
         kinds: dict[tuple[bool, bool], Callable[[str], Callable[..., Any]]] = {
@@ -285,12 +288,12 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
 
 
 def _method(path: str) -> str:
-    """Of the exchange, that a call asks for: /hetero_pp.Exchange/LastRound -> last_round."""
+    """Return the exchange's method for a path: /hetero_pp.Exchange/LastRound -> last_round."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.rpartition("/")[2]).lower()
 
 
 def test_the_calls_are_those_that_members_make() -> None:
-    """So that none of what follows holds because nothing was called."""
+    """Makes sure that the tests below do not pass because no call was made."""
     made = "Agree Changes Join LastRound Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
     made += " UploadUrl Uploaded Confirm Report Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
@@ -321,7 +324,7 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
     several = {"Stay": ["stay", "left"], "Snapshot": ["newest_snapshot", "snapshot"]}
     assert asked == several.get(path.rpartition("/")[2], [_method(path)])
     moves = path.rpartition("/")[2] in ("Snapshot", "Deposit", "Fetch")
-    assert served.exchange.sounds == ["dc"] * (2 if moves else 1)  # a frame shows that the member is there, too
+    assert served.exchange.sounds == ["dc"] * (2 if moves else 1)  # a frame also counts as a sign of life
     assert served.exchange.refused == []
 
 
@@ -346,10 +349,10 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client.confirm("dc", 3, {"norm.weight": b"\1" * 32})
     client.report([pb.Report(member="somebody else", finished=pb.Finished())])
     assert [report.member for report in client.watch()] == ["dc"]
-    assert served.exchange.stayed.wait(TIMEOUT)  # which joining begins, and nobody waits for
+    assert served.exchange.stayed.wait(TIMEOUT)  # joining starts it in the background
     client.close()
     served.stop()
-    there = [("stay", "dc"), ("left", "dc")]  # again with a beat, if the call has ended
+    there = [("stay", "dc"), ("left", "dc")]  # a heartbeat starts it again, if the call has ended
     assert all(one in served.exchange.asked for one in there)
     assert sorted((one for one in served.exchange.asked if one not in there), key=str) == sorted(
         [
@@ -370,7 +373,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("record", 3, "dc", TERM),
             ("fetch", "dc", 3, "home", "norm"),
             ("confirm", "dc", 3, {"norm.weight": b"\1" * 32}, TERM),
-            ("report", "dc", TERM),  # whoever knows the token speaks for itself only
+            ("report", "dc", TERM),  # the token lets a member speak only for itself
             ("watch",),
         ],
         key=str,
@@ -433,7 +436,7 @@ def test_a_member_of_another_version_is_refused(version: int, served: Served) ->
 
 
 def test_what_is_large_has_a_connection_of_its_own(served: Served) -> None:
-    """On a slow line a contribution of a minute would lie in front of every beat."""
+    """On a slow line, a contribution of a minute would delay every heartbeat."""
     stranger = ExchangeClient(served.address, OTHER.credentials("dc"), RUN)
     for ask in (
         lambda: stranger.beat("dc"),
@@ -474,7 +477,7 @@ class _EndedCall:
 
 
 def test_who_is_gone_before_its_stay_begins_has_left() -> None:
-    """gRPC takes no callback for a call that has ended, and nobody else would tell."""
+    """gRPC accepts no callback for a call that has ended, so no other event would tell that the member left."""
     exchange = Recorder()
     servicer = served_exchange._Servicer(exchange, Callers(SECRET, exchange.roster))
     servicer.Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
@@ -482,7 +485,7 @@ def test_who_is_gone_before_its_stay_begins_has_left() -> None:
 
 
 def test_who_watches_waits_for_the_exchange() -> None:
-    """The first attempt at a connection may fail; what is reported is followed nevertheless."""
+    """The first connection attempt may fail. Reports are followed nevertheless."""
     found: list[pb.Report] = []
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -521,7 +524,7 @@ def test_a_further_node_is_known_to_be_there(served: Served) -> None:
 
 
 def test_nobody_waits_without_a_bound_for_an_exchange_that_does_not_come_up() -> None:
-    """Nor in silence."""
+    """The client also reports that it waits."""
     told: list[float] = []
     client = ExchangeClient("127.0.0.1:1", SECRET.credentials("dc"), RUN, timeout=0.1)
     words = r"the exchange at 127\.0\.0\.1:1 did not answer within 100 ms; giving up"

@@ -1,4 +1,4 @@
-"""A member that is asked to stop ends after the last closed round, at whatever point the request finds it."""
+"""A member that is asked to stop ends after the last closed round, wherever it is when the request arrives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stopping() -> Iterator[Stopping]:
 
 
 def _is_ended(stopping: Stopping, closed: int | None, round_: int | None, seconds: float) -> bool:
-    """Return whether a block that waits is ended by a request within so many seconds."""
+    """Return whether a request to stop ends a waiting block within so many seconds."""
     try:
         with stopping.allowed(round_):
             stopping.ask(closed)
@@ -51,7 +51,7 @@ def test_a_block_is_ended_at_once_unless_its_round_may_be_closed(
 
 
 def test_the_record_of_a_closed_round_is_waited_for(stopping: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine: other members have the record, and save their states after that round."""
+    """This holds on slow machines too: other members have the record, and save their states after that round."""
     monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
     assert not _is_ended(stopping, 5, 5, seconds=0.2)
     stopping.check(ALONE, 5)  # it trains ahead of that round
@@ -79,7 +79,7 @@ def test_an_exchange_that_is_halted_tells_the_last_closed_round_and_closes_no_ot
 
 
 def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_round(tmp_path: Path) -> None:
-    """Members of other hosts fetch and confirm the round from it. A member that has left is not waited for."""
+    """Members on other hosts fetch and confirm the round from it. A member that has left is not waited for."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     for name in ("a", "b"):
         run.assign(0, name)
@@ -95,7 +95,7 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
     run.exchange.left("b")
     waiting.join(60)
     assert not waiting.is_alive()
-    run.exchange.wait_until_applied(0, 600)  # no round of this exchange
+    run.exchange.wait_until_applied(0, 600)  # this exchange has closed no round
     run.exchange.left("a")
 
 

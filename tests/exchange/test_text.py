@@ -1,4 +1,7 @@
-"""Who reads another text than the run is refused before it takes a place, and does not make the run's text its own."""
+"""A member with a different training text than the run is refused before it takes a slot.
+
+It does not change the run's text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TOLD = "found tokens whose sha256 begins with ba9876543210, expected 0123456789a
 
 
 def _opened(run: Run, folder: Path) -> Exchange:
-    """An exchange that members have to join, with what an earlier one has kept in the folder."""
+    """Return an exchange that no member has joined, with the text that an earlier exchange stored in the folder."""
     text = RunFolder(folder).text
     return Exchange("run", run.roster, None, SETTINGS, run.log, rules=run.rules, text=text, clock=run.clock)
 
@@ -38,7 +41,7 @@ def exchange(run: Run, tmp_path: Path) -> Exchange:
 
 
 def test_the_first_that_reads_a_text_says_which_the_run_is_of(exchange: Exchange, tmp_path: Path) -> None:
-    _join(exchange, "home.1")  # reads none
+    _join(exchange, "home.1")  # this member reads no text
     _join(exchange, "dc", OURS)
     with pytest.raises(Refused, match=rf"^home\.0: reads another text than the run: {TOLD} dc reads$"):
         exchange.agree("home.0", "{}", ANOTHER)
@@ -58,7 +61,7 @@ def test_of_two_that_agree_at_once_the_first_to_take_its_place_counts(exchange: 
 
 
 def test_who_was_wrong_and_has_left_keeps_nobody_out(exchange: Exchange) -> None:
-    """Until a round is decided: who is there since, and whoever was wrong itself, may say another."""
+    """Until a round is decided, members that joined since, and the mistaken member itself, may name another text."""
     _join(exchange, "dc", OURS)
     exchange.died("dc", "it has left")
     _join(exchange, "dc", ANOTHER)

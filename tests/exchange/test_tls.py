@@ -1,4 +1,4 @@
-"""Where a run is encrypted: who connects shows a certificate of the run's authority, and is who that says."""
+"""Encrypted runs: a caller shows a certificate of the run's authority, and has the name in that certificate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOUR = 3600.0
 
 
 class Served:
-    """A run of members `a` and `b`, both of which train its first round, behind a server that speaks TLS."""
+    """A run of members `a` and `b` behind a TLS server. Both train its first round."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run = Run(folder, {"a": 1, "b": 1}, quorum=1.0)
@@ -74,7 +74,7 @@ def _signed(by: Authority, name: str = "a", until: float = HOUR) -> Identity:
 
 
 def _self_signed() -> Identity:
-    """By an authority of its own, under the name of the run's."""
+    """Return an identity of another authority with the same name as the run's authority."""
     return _signed(Authority("made up"))
 
 
@@ -83,13 +83,13 @@ def _expired() -> Identity:
 
 
 def _early() -> Identity:
-    """Of a host whose clock is a day late."""
+    """Return an identity that a host with a clock one day late finds not yet valid."""
     with mock.patch("hetero_pp.rpc.certificates.CLOCKS_DIFFER", -24 * HOUR):
         return _signed(SECRET.authority, until=48 * HOUR)
 
 
 def _signed_by_a_member() -> Identity:
-    """By one's own certificate, which is no authority's."""
+    """Return an identity that is signed by a member's certificate, which belongs to no authority."""
     own, key, forger = _signed(SECRET.authority), new_key(), Authority("made up")
     forger._key = load_pem_private_key(own.key.encode(), None)  # type: ignore[assignment]
     certificate = forger.sign(key.public_key(), "b", 0, time.time() + HOUR) + own.certificate
@@ -114,7 +114,7 @@ def test_credentials_cross_as_json() -> None:
 
 
 def test_who_calls_is_who_its_certificate_names(served: Served) -> None:
-    """Whatever it writes beside it."""
+    """Names and tokens in the metadata are ignored."""
     client = served.client(replace(SECRET.credentials("a", encrypted=True), name="b", token="made up"))
     assert client.agree("b", "{}") == "run"
     with pytest.raises(Refused, match="a did not start b"):
@@ -134,7 +134,7 @@ def test_authorities_of_one_secret_trust_each_other() -> None:
 def test_who_has_no_certificate_of_the_run_reaches_nothing(served: Served, identity: Callable[[], Identity]) -> None:
     assert not _reaches(served.address, identity())
     assert _reaches(served.address, _signed(SECRET.authority))
-    assert served.refused() == 0  # nothing came to a handler
+    assert served.refused() == 0  # no call reached a handler
 
 
 def test_who_shows_no_certificate_reaches_nothing(served: Served) -> None:
@@ -148,14 +148,14 @@ def test_who_shows_no_certificate_reaches_nothing(served: Served) -> None:
 
 
 def test_a_process_is_spoken_to_by_its_name_alone() -> None:
-    """Another member that listens where the exchange was is not taken for it."""
+    """Another member that listens at the exchange's former address is not accepted as the exchange."""
     with _server(SECRET.authority.identity("home.1")) as address:
         assert not _reaches(address, SECRET.authority.identity("a"))
         assert _reaches(address, SECRET.authority.identity("a"), "home.1")
 
 
 def test_an_older_tls_is_no_tls(served: Served, tmp_path: Path) -> None:
-    """gRPC cannot be told to refuse the handshake; the calls are."""
+    """gRPC cannot refuse the handshake of older versions, so the calls are refused."""
     identity = _signed(SECRET.authority)
     (tmp_path / "a.pem").write_text(identity.certificate + identity.key)
     context = ssl.create_default_context(cadata=identity.authority)
@@ -174,7 +174,7 @@ def test_an_older_tls_is_no_tls(served: Served, tmp_path: Path) -> None:
 
 
 def _request(path: str) -> bytes:
-    """The beginning of a call, as HTTP/2 (RFC 9113) with headers that are neither indexed nor compressed."""
+    """Return the beginning of a call over HTTP/2 (RFC 9113), with headers neither indexed nor compressed."""
     headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": EXCHANGE}
     headers |= {"content-type": "application/grpc", "te": "trailers"}
     block = b"".join(
@@ -233,7 +233,7 @@ def _let_in_by_a_ticket() -> Credentials:
 def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
     mine: Credentials, yours: str, comes_back: bool, tmp_path: Path, stack: ExitStack
 ) -> None:
-    """It may be an impostor: the member waits for its own run, as long as for an exchange that is gone."""
+    """The new run may be an impostor. The member waits for its own run as long as for a lost exchange."""
     run, told = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0), list[str]()
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
     address = f"127.0.0.1:{port}"
@@ -276,7 +276,7 @@ def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: 
 
 
 class Listener:
-    """Stage 1 of a group, which the stage before it dials."""
+    """Stage 1 of a group, which stage 0 dials."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.refusals: list[Kind] = []
@@ -307,7 +307,7 @@ def test_a_stage_link_is_for_its_two_ends(stack: ExitStack) -> None:
 
 
 def _holder(name: str, holder: int) -> LinkCredentials:
-    """Of a member with a ticket."""
+    """Return the link credentials of a member with a ticket."""
     key = new_key()
     certificate = SECRET.authority.sign(key.public_key(), name, holder, time.time() + 3600.0)
     return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
@@ -318,7 +318,7 @@ def _dial(listener: Listener, credentials: LinkCredentials, epoch: int, timeout:
 
 
 def test_a_former_holder_gets_no_link_and_keeps_nobody_out(stack: ExitStack) -> None:
-    """Its certificate holds for hours; neither its own generation is good, nor the next one, nor the highest."""
+    """Its certificate is valid for hours, but it is refused in its own generation, the next and the highest."""
     listener = Listener(stack)
     listener.links.expect(5, 2)
     for epoch in (4, 5, 6, 2**32 - 1):
@@ -332,7 +332,7 @@ def test_a_former_holder_gets_no_link_and_keeps_nobody_out(stack: ExitStack) -> 
 
 
 def test_a_generation_is_good_once_the_exchange_has_told_of_it(stack: ExitStack) -> None:
-    """A neighbour that heard of it before waits; what it says of a later one ends no link."""
+    """A neighbour that already knows a later generation has to wait. Its claims about it end no link."""
     listener = Listener(stack)
     listener.links.expect(5, 1)
     above = _dial(listener, _holder("home.0", 1), 5)
@@ -360,7 +360,7 @@ def test_another_holder_of_the_same_generation_is_refused(stack: ExitStack) -> N
 
 
 def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitStack) -> None:
-    """A link that is connected goes on."""
+    """A link that is already connected stays open."""
     listener = Listener(stack)
     wrong, own = replace(LINK, name="home.1-2"), _holder("home.0", 1)
     for epoch, is_connected in ((5, True), (6, False)):
@@ -382,7 +382,7 @@ def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitSt
 
 
 def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
-    """Not who listens where that has been, though it belongs to the run."""
+    """It does not accept another member of the run at the neighbour's former address."""
     own = _link_credentials("home.2")
     links = StageLinkServer(LINK, own, "home.1", 0)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
@@ -393,7 +393,7 @@ def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: ExitStack) -> None:
-    """Each is taken for nobody but itself; others are refused, and counted."""
+    """Each is accepted only as itself. Other callers are refused and counted."""
     below = replace(LINK, name="home.1-2", source="home.1", target="home.2")
 
     def own(name: str) -> tuple[LinkCredentials, LinkCredentials]:
@@ -422,7 +422,7 @@ def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: Exi
 
 
 class _server:
-    """Something that answers LastRound, as one process."""
+    """A server with one identity that answers LastRound."""
 
     def __init__(self, identity: Identity) -> None:
         handler: grpc.RpcMethodHandler[bytes, LastRoundReply] = grpc.unary_unary_rpc_method_handler(
@@ -445,7 +445,7 @@ def _reaches(address: str, identity: Identity, peer: str = EXCHANGE) -> bool:
 
 
 def _answers(channel: grpc.Channel) -> bool:
-    """Whether a call comes to a handler: it is answered, or refused for what it asks."""
+    """Return whether a call reaches a handler, which answers or refuses it."""
     ask: grpc.UnaryUnaryMultiCallable[LastRoundRequest, bytes] = channel.unary_unary(
         call_path(SERVICE, "LastRound"), LastRoundRequest.SerializeToString
     )

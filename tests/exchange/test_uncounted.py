@@ -1,4 +1,4 @@
-"""What a member does with what was not counted, and how it comes back to the others: error feedback, undo, the log."""
+"""How a member keeps contributions that were not included, and how it catches up: error feedback, undo and the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECAY = SETTINGS.compression.error_feedback_decay
 
 
 class Member:
-    """A replica of one place, whose training is a change at random that follows from its name and the round."""
+    """A replica of one member. Its training is a random change that depends only on its name and the round."""
 
     def __init__(
         self, run: Run, name: str, returned: float = 1.0, keeps_undo: bool = True, keep_local: bool = False
@@ -49,7 +49,7 @@ class Member:
 
     @torch.no_grad()
     def train(self, round_: int) -> dict[str, Tensor]:
-        """What the pseudo-gradient is, by parameter, as the outer round finds it."""
+        """Train, and return the pseudo-gradient by parameter as the outer round computes it."""
         for key, parameter in self.parameters.items():
             parameter.add_(self.change(key, round_))
         return {key: self.outer.theta[key] - parameter.detach() for key, parameter in self.parameters.items()}
@@ -58,7 +58,7 @@ class Member:
         return {key: tensor.clone() for key, tensor in self.outer.error.items()}
 
     def sent(self, round_: int, blobs: Mapping[str, bytes]) -> dict[str, Tensor]:
-        """What blobs of this member come to, dense."""
+        """Return the dense values of this member's blobs."""
         found: dict[str, Tensor] = {}
         for block, shapes in shapes_by_block(shapes_of(self.start)).items():
             address = BlobAddress("run", round_, self.name, block)
@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def _round(round_: int, *members: Member) -> dict[str, dict[str, Tensor]]:
-    """All of them train and are counted: what each has moved by."""
+    """Let all members train a round that includes them. Return each member's change."""
     run, moved = members[0].run, dict[str, dict[str, Tensor]]()
     work = {member.name: in_thread(partial(run.exchange.assign, member.name, round_ - 1)) for member in members}
     for member in members:
@@ -113,7 +113,7 @@ _NONE = _NoRound()
 
 
 def _late(run: Run, a: Member, b: Member, round_: int) -> None:
-    """a trains, and the round closes without what b, which has trained it, contributes."""
+    """Let `a` train, and close the round before `b` contributes what it trained."""
     a.train(round_)
     counted = in_thread(lambda: a.outer.synchronise(round_))
     run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
@@ -124,7 +124,10 @@ def _late(run: Run, a: Member, b: Member, round_: int) -> None:
 
 
 def _saved_uncounted(run: Run, folder: Path) -> tuple[Member, Member, dict[str, Tensor]]:
-    """a; b, of which round 1 was counted and round 2 was not, and which was saved then; and where it had come to."""
+    """Return `a`, `b` and the parameters that `b` trained in round 2.
+
+    Round 1 includes `b`, round 2 does not. The state of `b` was saved after round 2.
+    """
     a, b = Member(run, "a"), Member(run, "b", keep_local=True)
     _round(1, a, b)
     run.assign(1)
@@ -137,7 +140,7 @@ def _saved_uncounted(run: Run, folder: Path) -> tuple[Member, Member, dict[str, 
 
 @pytest.mark.parametrize("returned", [1.0, 0.5, 0.0])
 def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
-    """e <- decay e + d - D as if it were counted, then e <- e + r D; theta is what the others came to."""
+    """Checks e <- decay e + d - D as for an included one, then e <- e + r D. Theta follows the other replicas."""
     a, b = Member(run, "a"), Member(run, "b", returned)
     _round(1, a, b)
     before = b.errors()
@@ -163,7 +166,10 @@ def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
 
 
 def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path: Path) -> None:
-    """It holds theta in between; its way and what it has not sent are what they were, also once read again."""
+    """It holds theta in between.
+
+    Its own parameters and its error feedback are unchanged, also after a save and load.
+    """
     a, b = Member(run, "a"), Member(run, "b", keep_local=True)
     _round(1, a, b)
     before = b.errors()
@@ -199,7 +205,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
 
 
 def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: Path) -> None:
-    """Of a state that was saved before."""
+    """The own parameters are in a state that was saved before the round that included them."""
     a, b, _ = _saved_uncounted(run, tmp_path)
     b.outer.start_local(3, 2)
     _round(3, a, b)
@@ -213,7 +219,7 @@ def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: 
 
 
 def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: Path) -> None:
-    """Who is back replays from an older snapshot rounds that counted it, before the one that did not."""
+    """A member that returns replays older rounds that included it, before the round that did not."""
     a, _, way = _saved_uncounted(run, tmp_path)
     back = Member(run, "b", keep_local=True)
     back.outer.load(tmp_path, 2, snapshot=0)
@@ -230,7 +236,10 @@ def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: 
 def test_its_own_parameters_are_void_if_its_group_has_others_or_they_are_old(
     run: Run, tmp_path: Path, round_: int, trained: int, is_of_use: bool
 ) -> None:
-    """All of a group have to have them, after one round; who is away for more than one begins with those of all."""
+    """All members of a group need them, for the same and the previous round.
+
+    After a longer absence, a member starts from theta.
+    """
     a, b, way = _saved_uncounted(run, tmp_path)
     b.outer.start_local(round_, trained)
     _assert_equal(b.holds(), way if is_of_use else a.holds())
@@ -238,7 +247,7 @@ def test_its_own_parameters_are_void_if_its_group_has_others_or_they_are_old(
 
 
 def test_a_round_that_is_undone_and_trained_again_has_the_same_bits(run: Run) -> None:
-    """Whatever was contributed before: error feedback is that of the round's start, and then that of once."""
+    """Error feedback is that of the round's start, and then that of one contribution, whatever was sent before."""
     a, b = Member(run, "a"), Member(run, "b")
     _round(1, a, b)
     before = a.errors()
@@ -282,7 +291,10 @@ def test_an_undo_in_the_midst_of_contributing_is_exact_too(run: Run, monkeypatch
 
 
 def test_who_missed_rounds_catches_up_with_the_others(run: Run) -> None:
-    """To the bits of whoever was there; what its error feedback holds stays, as nothing of it was counted."""
+    """Its parameters have the same bits as the others'.
+
+    Its error feedback is unchanged, because no round included it.
+    """
     a, b = Member(run, "a"), Member(run, "b")
     _round(1, a, b)
     before = b.errors()
@@ -299,7 +311,7 @@ def test_who_missed_rounds_catches_up_with_the_others(run: Run) -> None:
 
 
 def test_a_saved_state_forgets_what_was_counted_since(run: Run, tmp_path: Path) -> None:
-    """Its positions are zero, the rest decays, once for each round that counted its replica."""
+    """For each round that included its replica, the sent positions become zero and the rest decays."""
     a, b = Member(run, "a"), Member(run, "b")
     _round(1, a, b)
     (tmp_path / "state").mkdir()
@@ -322,7 +334,10 @@ def test_a_saved_state_forgets_what_was_counted_since(run: Run, tmp_path: Path) 
 
 @pytest.mark.parametrize("keeps_undo", [True, False])
 def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_undo: bool) -> None:
-    """Its term is over while it waits for the record, which then names it: nothing of that is sent a second time."""
+    """Its incarnation ends while it waits for the record, which then includes it.
+
+    That contribution is not sent a second time.
+    """
     a, b = Member(run, "a"), Member(run, "b", keeps_undo=keeps_undo)
     _round(1, a, b)
     run.assign(1)
@@ -340,7 +355,7 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
     b.outer.catch_up(range(2, 3), range(2, 3))
     _assert_equal(b.holds(), a.holds())
     for key, sent in b.logged(2, 1).items():
-        if keeps_undo:  # what training changed is forgotten with the round
+        if keeps_undo:  # the undo data is dropped with the round
             expected = before[key] * DECAY
             expected[sent != 0] = 0.0
         else:
@@ -349,7 +364,7 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
 
 
 def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> None:
-    """Of two that two coordinators have formed at once: the record says by their digests which of them it counts."""
+    """Two coordinators may have formed two groups at once. The record's digests say which of the blobs it includes."""
     a, b = Member(run, "a"), Member(run, "b")
     run.assign(0)
     a.train(1)
@@ -364,11 +379,11 @@ def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> N
     assert not b.outer._take_back_uncounted(other, own, 1)
 
 
-# ---- healing, and joining late ----
+# ---- recovery, and late joins ----
 
 
 def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_path: Path) -> None:
-    """They are kept of a few rounds, the latest."""
+    """Hashes are kept for a few rounds only, the latest."""
     run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
     run.assign(0)
     run.deposit(1, "a", "b", "c")
@@ -381,7 +396,7 @@ def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_pa
 
 
 def test_a_damaged_snapshot_is_passed_over_by_who_comes_then(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """The one before, and the rounds since, give the same."""
+    """The previous snapshot and the rounds since give the same parameters."""
     auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=1)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")
@@ -401,7 +416,7 @@ def test_a_damaged_snapshot_is_passed_over_by_who_comes_then(run: Run, capfd: py
 
 
 def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
-    """From a snapshot and the rounds since, with the outer optimizer's momentum: as take_part does."""
+    """It loads a snapshot and replays the rounds since, with the outer optimizer's momentum, as take_part does."""
     auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=2)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")

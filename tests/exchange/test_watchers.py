@@ -1,4 +1,4 @@
-"""Who watches a run: everything from its start on, in order, whenever it comes; or what concerns some members."""
+"""Watching a run: a watcher gets all reports from the start, in order, or only those that concern some members."""
 
 from __future__ import annotations
 

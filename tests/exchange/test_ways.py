@@ -1,4 +1,4 @@
-"""Who of two neighbouring stages dials the other, and whether the exchange reaches who says that it listens."""
+"""Routes: which of two neighbouring stages dials the other, and whether the exchange can reach a member."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reach(monkeypatch: pytest.MonkeyPatch) -> Reach:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """At which home.1 listens."""
+    """Yield the address at which home.1 listens."""
     with ExitStack() as stack:
         server, port = make_server("127.0.0.1:0", [], 2, SECRET.authority.identity("home.1"))
         stack.callback(lambda: server.stop(None).wait())
@@ -85,7 +85,7 @@ def test_only_who_shows_to_be_the_member_is_reached(reach: Reach, address: str) 
     "elsewhere", ["ipv4:127.0.0.2:7", "ipv6:%5B2001:db8::1%5D:7", "unix:", "", "ipv4:", "ipv4:a:b"]
 )
 def test_nothing_else_is_dialled(elsewhere: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a member could ask what there is in the network of the exchange."""
+    """Otherwise a member could use the exchange to probe the exchange's network."""
     reach = _that_never_dials(monkeypatch)
     assert reach.of("home.1", address, elsewhere, is_new=True) is None
 
