@@ -27,7 +27,6 @@ UNFINISHED: dict[str, int] = {
     "tests/experiments": 13,
     "tests/link": 18,
     "tests/method": 8,
-    "tests/program": 44,
     "tests/replicas": 15,
     "tests/simulation": 43,
     "tests/simulator": 10,

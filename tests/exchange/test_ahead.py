@@ -85,7 +85,7 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
 
 
 def test_own_parameters_of_a_round_that_not_all_of_a_group_have_are_of_no_use(run: Run) -> None:
-    """A replaced or absent member has only the parameters after round 2, as the others have."""
+    """A replaced or absent member lacks them. All members then start from theta after round 2."""
     run.deposit(1, "dc", *HOMES)
     run.assign(1)
     run.deposit(2, "dc", *HOMES)

@@ -301,10 +301,7 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_t
     def waits(client: ExchangeClient, member: str, address: BlobAddress, *arguments: Any) -> None:
         if (address.replica, address.round) == ("other", 2):  # otherwise the round closes without the group
             hosts.wait_until(lambda: home.excluded_until == 3)
-        if (address.replica, address.round) == (
-            "other",
-            3,
-        ):  # otherwise it may close too early
+        if (address.replica, address.round) == ("other", 3):  # otherwise it may close too early
             hosts.wait_until(lambda: home.round == 3 or hosts.exchange.coordinator.last_round == 3)
         deposit(client, member, address, *arguments)
 

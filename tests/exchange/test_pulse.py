@@ -96,7 +96,7 @@ def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_long
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage has left. The last stage hears of it by a heartbeat before it evaluates the final parameters."""
+    """The first stage has left, and its heartbeat was told so, before the last stage evaluates the final parameters."""
     rounds = 2
     left, heard = threading.Event(), threading.Event()
     beats, reports = list[str](), list[Report]()

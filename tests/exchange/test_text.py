@@ -61,7 +61,7 @@ def test_of_two_that_agree_at_once_the_first_to_take_its_place_counts(exchange: 
 
 
 def test_who_was_wrong_and_has_left_keeps_nobody_out(exchange: Exchange) -> None:
-    """Until a round is decided, members that joined since, and the mistaken member itself, may name another text."""
+    """Until a round is decided, a member that has left no longer fixes the text. It may return with another one."""
     _join(exchange, "dc", OURS)
     exchange.died("dc", "it has left")
     _join(exchange, "dc", ANOTHER)

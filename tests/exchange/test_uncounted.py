@@ -236,9 +236,9 @@ def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: 
 def test_its_own_parameters_are_void_if_its_group_has_others_or_they_are_old(
     run: Run, tmp_path: Path, round_: int, trained: int, is_of_use: bool
 ) -> None:
-    """All members of a group need them, for the same and the previous round.
+    """All members of the group must have trained that round (`trained`).
 
-    After a longer absence, a member starts from theta.
+    After more than one missed round, a member starts from theta.
     """
     a, b, way = _saved_uncounted(run, tmp_path)
     b.outer.start_local(round_, trained)

@@ -1,4 +1,4 @@
-"""Equal groups: timed once, shown in one row, and in pictures and output of bounded size, however many they are."""
+"""Groups with equal settings: predicted once, shown in one row, and in pictures and output of bounded size."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _each_alone(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
 def test_one_for_all_predicts_what_each_alone_does(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, with names of one digit and of two, beside a replica of another kind."""
+    """The numbers are equal to the bit, with names of one and two digits, and beside a replica of another kind."""
     spec = spec_of(ConfigFile(_written(tmp_path, corpus, 12)))
     together = predict(spec)
     fleets = [fleet.count for fleet in fleets_of(spec, np.random.default_rng(0))]
@@ -84,7 +84,7 @@ def test_one_for_all_predicts_what_each_alone_does(
     monkeypatch.setattr("hetero_pp.simulator.prediction.alike", _each_alone)
     assert len(list(fleets_of(spec, np.random.default_rng(0)))) == 13
     apart = predict(spec)
-    assert apart.utilization == pytest.approx(together.utilization)  # sums of as many numbers, in another order
+    assert apart.utilization == pytest.approx(together.utilization)  # sums of the same numbers, in another order
     assert replace(apart, utilization=together.utilization) == together
     assert [replica.name for replica in together.replicas] == ["dc", *(f"home-{number}" for number in range(1, 13))]
 
@@ -137,7 +137,7 @@ def test_output_does_not_grow_with_the_number_of_equal_groups(
 
 
 def _texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What pictures that are written from now on say."""
+    """Return a list that receives every text of the pictures that are saved from now on."""
     said: list[str] = []
     save = Figure.savefig
 
@@ -166,7 +166,7 @@ def test_a_chart_is_bounded_and_says_what_it_leaves_out(
 
 @pytest.mark.parametrize("command", ["simulate", "check"])
 def test_many_groups_that_differ_are_rows_with_ranges(command: str, tmp_path: Path, corpus: Path) -> None:
-    """Groups of 2 and of 3 stages, each with a line of its own; few are shown one by one."""
+    """Groups of 2 and of 3 stages, each with its own line. A few of them are shown one by one."""
     data = f"data: {{corpus: {corpus}, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}}"
 
     def said(count: int) -> str:
@@ -196,7 +196,7 @@ def test_many_groups_that_differ_are_rows_with_ranges(command: str, tmp_path: Pa
 def test_groups_with_jitter_are_bounded_rows_and_charts(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is drawn by itself."""
+    """Jitter makes every group different, so each is simulated by itself."""
     path = _written(tmp_path, corpus, 250)
     path.write_text(path.read_text().replace("latency: 5 ms", "latency: 5 ms, jitter: 2 ms"))
     lines = _run("simulate", path, "--chart", chart := tmp_path / "chart.png").splitlines()

@@ -1,4 +1,4 @@
-"""Bad input: one line naming file, line, key, what was found and what is expected; exit code 2; no traceback."""
+"""Bad input gives exit code 2, no traceback, and one line: file, line, key, what was found and what is expected."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ EXCHANGE = {
 def test_bounds_that_contradict_each_other_are_named(case: str, tmp_path: Path, corpus: Path) -> None:
     setting, key, words = EXCHANGE[case]
     code, errors, path = _invoke(f"{GOOD}exchange:\n  {setting}\n", tmp_path, corpus)
-    line = len(GOOD.splitlines()) + (1 if "above" in case else 2)  # of the nearest key that is there
+    line = len(GOOD.splitlines()) + (1 if "above" in case else 2)  # of the nearest existing key
     assert (code, len(errors.splitlines())) == (2, 1), errors
     assert errors.startswith(f"hetero-pp: {path}:{line}: {key}"), errors
     for word in words:

@@ -1,4 +1,4 @@
-"""A run that goes on with more rounds or another learning rate: what it comes to, and what of it is kept and agreed."""
+"""Resuming a run with more rounds or another learning rate: the result, and what the folder and the hosts keep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = True, config
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rounds, with states after 2, as `snapshots.every` says, and after the last."""
+    """Train three rounds. Member checkpoints exist after round 2, as `snapshots.every` says, and after the last."""
     runs = tmp_path_factory.mktemp("finished")
     _train(corpus, runs, resume=False)
     return runs
@@ -47,7 +47,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def extended(corpus: Path, finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, extended to six rounds at another learning rate."""
+    """Extend the run to six rounds at another learning rate."""
     runs = tmp_path_factory.mktemp("extended") / "runs"
     shutil.copytree(finished, runs)
     _train(corpus, runs, *EXTENDED)
@@ -56,26 +56,26 @@ def extended(corpus: Path, finished: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def runs(extended: Path, tmp_path: Path) -> Path:
-    """A copy of the extended run."""
+    """Return a copy of the extended run."""
     shutil.copytree(extended, tmp_path / "runs")
     return tmp_path / "runs"
 
 
 def _learning_rates(runs: Path, replica: str) -> dict[int, float]:
-    """By step of the run, as they were told."""
+    """Return the reported learning rates of a replica by step of the run."""
     lines = [json.loads(line) for line in (runs / "mixed" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["event"] == "inner_step" and line["replica"] == replica]
     return {(one["round"] - 1) * H + one["step"]: one["learning_rate"] for one in steps if "learning_rate" in one}
 
 
 def _rate(step: int, peak: float, total: int) -> float:
-    """Warm-up, then half a cosine over the total steps."""
+    """Return the learning rate of a step: a warm-up, then half a cosine over all steps."""
     if step < WARMUP:
         return peak * (step + 1) / WARMUP
     return peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * (step - WARMUP) / (total - WARMUP))) / 2)
 
 
-# ---- what a run that was changed comes to ----
+# ---- results of a changed run ----
 
 
 @pytest.mark.parametrize("replica", ["dc", "home"])
@@ -96,7 +96,7 @@ def test_rounds_before_a_change_stay_as_they_were(finished: Path, extended: Path
 
 
 def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> None:
-    """Replayed from the first snapshot, over the change, to the bits of the last one."""
+    """Replay from the first snapshot across the change gives the bits of the last snapshot."""
     folder = RunFolder(runs / "mixed")
     spec, log = read_run(folder), ContributionLog(FolderStore(folder.log))
     assert [spec.at(round_).outer.learning_rate for round_ in (0, 1, 3, 4, 6, 9)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
@@ -108,7 +108,7 @@ def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> N
         assert tensor.equal(replayed.parameters[name]), name
 
 
-# ---- what is kept of it ----
+# ---- what the folder keeps ----
 
 
 def test_what_was_changed_is_kept_and_need_not_be_said_again(
@@ -130,12 +130,12 @@ def test_what_was_changed_is_kept_and_need_not_be_said_again(
         assert found[key] == unbroken[key], key
     assert {key: {int(r): v for r, v in values.items()} for key, values in found["changes"].items()} == history
     assert read_changes(folder.changes).history == history
-    assert "from round" not in capsys.readouterr().out  # nothing new
-    assert read_run(folder).config.outer.rounds == 3  # what it began with, which names it
+    assert "from round" not in capsys.readouterr().out  # there was no new change
+    assert read_run(folder).config.outer.rounds == 3  # the value at its start, which identifies the run
 
 
 def _forget(runs: Path, first: int, last: int) -> None:
-    """As if these rounds had never been."""
+    """Delete everything of these rounds."""
     for round_ in range(first, last):
         for path in (runs / "mixed").rglob(f"*{round_:06d}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -144,7 +144,7 @@ def _forget(runs: Path, first: int, last: int) -> None:
 def test_a_change_holds_from_its_round_wherever_the_run_goes_on(
     finished: Path, extended: Path, runs: Path, corpus: Path
 ) -> None:
-    """After a round before the change, too."""
+    """This holds also if the run resumes after a round before the change."""
     _forget(runs, 3, 7)
     shutil.rmtree(runs / "mixed" / "state")
     shutil.copytree(finished / "mixed" / "state", runs / "mixed" / "state", ignore=lambda *_: ["round-000003"])
@@ -156,7 +156,10 @@ def test_a_change_holds_from_its_round_wherever_the_run_goes_on(
 def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
     runs: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run may have begun with something else that was given: who edits the YAML is told what to give."""
+    """The run may have started with other `--set` values.
+
+    If the YAML was edited, the user is told which `--set` to use.
+    """
     edited = tmp_path / "edited.yaml"
     edited.write_text(MIXED.read_text().replace("{rounds: 3,", "{rounds: 7,"))
     found = _train(corpus, runs, config=edited)
@@ -165,7 +168,7 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
     assert told in capsys.readouterr().out
     changes = _train(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
     assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 8}
-    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "7": 0.01}  # back to what it began with
+    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "7": 0.01}  # back to the first value
     told = capsys.readouterr().out
     assert "ignores" not in told
     assert "mixed: rounds 1 to 6 were closed earlier; last validation loss " in told
@@ -231,7 +234,7 @@ def test_a_changed_run_keeps_its_name() -> None:
     changed = spec.with_changes(NO_CHANGES.changed(CONFIG, 6, {"outer.rounds": 20, "inner.learning_rate": 0.5}))
     elsewhere = RunSpec(with_values(CONFIG, {"outer.rounds": 20}), 256)
     assert changed.run == spec.run != elsewhere.run
-    assert elsewhere.with_changes(changed.changes).run == spec.run  # a host that was told of the change
+    assert elsewhere.with_changes(changed.changes).run == spec.run  # a host that the exchange told of the change
     assert (spec.total_steps, changed.total_steps) == (100, 200)
     assert [changed.steps_planned_in(round_) for round_ in (1, 5, 6, 20)] == [100, 100, 200, 200]
 

@@ -1,4 +1,4 @@
-"""A file of faults: what it may say of a run, when what is done, and contributions that are missed to the same bits."""
+"""A chaos file: its checks, when its faults happen, and missed contributions that give the same bits."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def test_all_faults_come_in_order_of_time(tmp_path: Path) -> None:
 # ---- missed rounds ----
 
 GRACE = 'exchange.grace={"factor": 1, "least": "6 s", "most": "6 s"}'
-"""Far longer than one of these replicas is behind the other on a busy machine, as who is missed is waited for."""
+"""A grace window far longer than these replicas are apart on a busy machine, because rounds wait for missing replicas.
+"""
 
 
 @pytest.mark.starts_processes
@@ -181,7 +182,7 @@ def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], cor
         counted = [[one["replica"] for one in record["contributions"]] for record in records]
         return summary["parameters_sha256"], summary["validation_loss"], counted
 
-    with ThreadPoolExecutor(2) as pool:  # both wait for the grace of two rounds
+    with ThreadPoolExecutor(2) as pool:  # both wait for the grace window in two rounds
         threads = pool.submit(outcome, "threads", "--in-process")
         processes = pool.submit(outcome, "processes")
     assert processes.result() == threads.result()

@@ -1,4 +1,4 @@
-"""`check`: what it says of a run, and of the machine that would carry it."""
+"""`check`: what it prints about a run, and about a machine that would train it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a command prints fits 80 columns, in a terminal and piped, and no quantity is cut or broken for it."""
+"""All output fits 80 columns, in a terminal and in a pipe, and no quantity is cut or broken across lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 RESULTS = ROOT / "benchmarks" / "results" / "micro"
 WIDE = 400
-"""Columns in which nothing has to be folded."""
+"""Columns in which no line has to be wrapped."""
 
 Environment = Mapping[str, str | None]
 PIPED: Environment = {"FORCE_COLOR": None, "COLUMNS": None}
@@ -55,7 +55,7 @@ def _widest(text: str) -> int:
 
 
 def _require_fit(*arguments: str) -> None:
-    """Raise AssertionError if what a command prints is cut, or has a quantity broken."""
+    """Raise AssertionError if a command's output is cut, or breaks a quantity across lines."""
     told = Counter(QUANTITY.findall(_printed(WITH_ROOM, *arguments)))
     assert told
     for environment in (PIPED, TERMINAL):
@@ -67,7 +67,7 @@ def _require_fit(*arguments: str) -> None:
 
 @pytest.fixture
 def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed at several widths is predicted, planned or estimated once; the shipped tables are read once."""
+    """Compute predictions, plans and estimates once for all widths, and read the shipped catalog once."""
     known: dict[str, Any] = {}
 
     def remember(module: ModuleType, name: str) -> None:

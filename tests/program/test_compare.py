@@ -1,4 +1,4 @@
-"""`hetero-pp compare`: runs beside each other, whether they are over or not."""
+"""`hetero-pp compare`: finished and unfinished runs side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Path]:
-    """`over`, whose rounds are all trained, and `open`, which stands after its first of three rounds."""
+    """Return the folder of `over`, which is finished, and `open`, which has trained one of three rounds."""
     runs = tmp_path_factory.mktemp("runs")
     data = {"corpus": str(corpus)}
     with Run.from_yaml(MIXED, runs=runs, name="over", data=data, outer={"rounds": 2}) as over:
@@ -52,7 +52,7 @@ def test_what_differs_and_what_was_reached(runs: Path, tmp_path: Path) -> None:
     losses = [summary["initial_validation_loss"], *summary["validation_loss"]]
     best = min(range(len(losses)), key=losses.__getitem__)
     tokens = sum(one["tokens"] for one in summary["replicas"])
-    assert list(rows)[:2] == ["outer.rounds", "replicas.home.boundary.rank"]  # nothing else differs but the names
+    assert list(rows)[:2] == ["outer.rounds", "replicas.home.boundary.rank"]  # only these and the names differ
     assert rows["outer.rounds"] == ["2", "3"]
     assert rows["rounds"] == ["2 of 2", "1 of 3"]
     assert rows["tokens"] == [f"{tokens:,}", f"{tokens // 2:,}"]

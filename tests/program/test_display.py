@@ -1,4 +1,4 @@
-"""What is written where there is no terminal, what fits on one, and the closing tables."""
+"""Output without a terminal, the live display that fits a terminal, and the closing tables."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def text_of(renderable: object, width: int = 100) -> str:
 
 
 def test_a_line_at_the_start_and_one_a_round() -> None:
-    """Joining takes as long as it took since the user started the command."""
+    """The time until all have joined counts from the user's command."""
     console, out = plain_console(width=40)
     state = RunState(made_up_spec())
     with LiveDisplay(state, console, since=START - 22) as display:
@@ -120,7 +120,7 @@ def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:
     ],
 )
 def test_an_inner_step_that_takes_long_is_no_stall(heard: dict[str, float], seconds: float, said: str) -> None:
-    """What a newcomer sees first while members train, and what an operator needs: who is silent, and for how long."""
+    """The line shows what members do, and which of them have been silent for how long."""
     state = RunState(made_up_spec())
     for report in made_up_round(1):
         state.apply(report)
@@ -211,7 +211,7 @@ def test_a_round_without_validation_loss_is_told_at_the_end() -> None:
 
 @pytest.mark.parametrize("lacks", ["its loss comes", "nobody evaluates", "the member is gone", "the run pauses"])
 def test_a_round_waits_for_its_loss_while_the_next_round_closes(lacks: str) -> None:
-    """In a fast run the next round closes before the loss arrives; it is not waited for without end."""
+    """In a fast run the next round closes before the loss arrives. The wait for the loss is bounded."""
     console, out = plain_console()
     state, now = RunState(made_up_spec(outer={"rounds": 9})), [START + 18.5]
     display = LiveDisplay(state, console, lambda: now[0])

@@ -1,4 +1,4 @@
-"""Where output is not UTF-8 every command prints ASCII, ends with its own exit code, and lays its tables out."""
+"""With any output encoding, every command prints text that it can encode, has straight tables and keeps its exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(params=["ascii", "latin-1"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process, printing to streams that are not UTF-8: its exit code and what it printed."""
+    """Return a function that runs a command in this process with streams that are not UTF-8.
+
+    It returns the exit code and the text of stdout and stderr.
+    """
 
     def run_command(*arguments: str) -> tuple[int, str, str]:
         written = [io.BytesIO(), io.BytesIO()]
@@ -155,7 +158,7 @@ def test_signs_and_bytes_in_ascii() -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_any_text_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file name that is not text, too, which UTF-8 refuses."""
+    """This includes a file name that is no valid text, which UTF-8 refuses."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
     make_printable()
@@ -165,7 +168,7 @@ def test_any_text_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.starts_processes
 def test_a_launch_where_everything_is_awkward(yaml: Path, tmp_path: Path) -> None:
-    """A locale of ASCII, a proxy that is down, and a folder for temporary files whose path is too long for sockets."""
+    """The locale is ASCII, the proxy is down, and the temporary folder's path is too long for sockets."""
     temporary = tmp_path / ("long" * 30)
     temporary.mkdir()
     names = [f"{scheme}_proxy" for scheme in ("grpc", "http", "https", "all")]

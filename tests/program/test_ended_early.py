@@ -1,4 +1,4 @@
-"""A run whose files were damaged, changed or shared: what goes on, what is refused, and that nothing is passed over."""
+"""Resuming a run whose files are damaged, changed or shared: what continues, what is refused, and what is reported."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(finished: Path, tmp_path: Path) -> Path:
-    """The folder of a run that ended as it closed its last round; its members hold states after the last two."""
+    """Return the folder of a run that ended as it closed its last round.
+
+    Members have checkpoints of the last two rounds.
+    """
     shutil.copytree(finished, tmp_path / "runs")
     return _cut(tmp_path / "runs" / "mixed")
 
@@ -110,7 +113,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
 
 
 def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Path, finished: Path) -> None:
-    """A new run starts over it only with --new, and moves it aside; over one that is finished as ever."""
+    """With --new, a new run moves the unfinished one aside. A finished run is replaced without --new."""
     stopped = rf"{cut}: run mixed stopped after round {ROUNDS - 1} of {ROUNDS}; "
     found = stopped + r"resume it with --resume, or start a new run with --new \(to resume: hpp launch --resume\)"
     with pytest.raises(ConfigError, match=f"^{found}$"):
@@ -128,7 +131,7 @@ def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Pat
 def test_on_a_terminal_the_user_is_asked(
     answer: str | None, cut: Path, corpus: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: the terminal has gone."""
+    """With the answer None, the terminal has been closed."""
 
     def ask(*_: object, **__: object) -> str:
         if answer is None:
@@ -148,7 +151,7 @@ def test_on_a_terminal_the_user_is_asked(
 
 
 def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
-    """More rounds that were asked for later count; a run without a round is nothing to lose, unless it has tickets."""
+    """Rounds that were added later count. A run without a closed round is nothing to lose, unless it has tickets."""
     config, folder = ConfigFile(RunFolder(cut).config).config, RunFolder(cut)
     (folder.path / "changes.yaml").write_text("outer.rounds: {1: 4, 3: 9}\n")
     found = find_unfinished(config, cut.parent)
@@ -161,7 +164,7 @@ def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
     assert find_unfinished(config, cut.parent) is None
     with closing(Memberships(folder.memberships)) as memberships:
         memberships.invite("dc", 0.0)
-        assert find_unfinished(config, cut.parent) is None  # a ticket that has expired
+        assert find_unfinished(config, cut.parent) is None  # the ticket has expired
         memberships.invite("home.0", 3600.0)
     found = find_unfinished(config, cut.parent)
     assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket is still valid"
@@ -170,7 +173,7 @@ def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
 def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
     cut: Path, corpus: Path, finished: Path
 ) -> None:
-    """An exchange that was killed while it waited for members: its tickets are still good."""
+    """The exchange was killed while it waited for members. Its tickets stay valid."""
     for name in ("log", "state"):
         shutil.rmtree(cut / name)
     (cut / "metrics.jsonl").unlink()
@@ -178,12 +181,12 @@ def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
 
 
 def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
-    """In the run's numbers; the record keeps its times."""
+    """The summary's times leave out the pause. The metrics keep their own times."""
     year = 365 * 24 * 3600.0
     lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
     earlier = [json.dumps(line | {"time": line["time"] - year}) for line in lines]
     (cut / "metrics.jsonl").write_text("\n".join(earlier) + "\n")
-    for _ in range(2):  # nor does the time before an earlier start
+    for _ in range(2):  # nor does the pause before the previous resume count
         found = _train(corpus, cut.parent, resume=True)
         _cut(cut)
     assert found["training_seconds"] <= found["wall_seconds"] < year / 2
@@ -192,7 +195,7 @@ def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
 
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by tag, as TensorBoard shows them."""
+    """Return (step, value) pairs by tag, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"))
@@ -202,7 +205,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @contextmanager
 def _without_snapshots(folder: Path) -> Iterator[None]:
-    """While the block runs the log gives no round."""
+    """Move the snapshots away inside the block, so that no round can be resumed."""
     aside = folder.parent / "aside"
     aside.mkdir()
     for path in (folder / "log").glob("snapshot-*"):
@@ -214,7 +217,7 @@ def _without_snapshots(folder: Path) -> Iterator[None]:
 
 
 def test_tensorboard_has_one_value_a_step(finished: Path, cut: Path, corpus: Path) -> None:
-    """However often a run was gone on with; an attempt that failed leaves nothing."""
+    """The run may be resumed any number of times. A failed attempt leaves no values."""
     for _ in range(2):
         _train(corpus, cut.parent, resume=True)
         _cut(cut)
@@ -280,7 +283,7 @@ def test_a_member_that_has_lost_its_states_goes_on_with_the_others(
 def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "runs")
     folder = tmp_path / "runs" / "mixed"
-    assert _same(_train(corpus, tmp_path / "runs", resume=True), _summary(finished / "mixed"))  # nothing was left to do
+    assert _same(_train(corpus, tmp_path / "runs", resume=True), _summary(finished / "mixed"))  # nothing was left
     shutil.rmtree(folder / "state" / "dc" / f"round-{ROUNDS:06d}")
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in str(path)
@@ -293,7 +296,7 @@ def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path
 def test_the_summary_of_a_run_that_goes_on_is_that_of_its_end(
     cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is killed as it goes on has none."""
+    """A run that is killed after it was resumed has no summary."""
     (cut / "summary.json").write_text("{}")
     seen: list[bool] = []
     monkeypatch.setattr(Recorder, "close", lambda recorder: seen.append((cut / "summary.json").exists()))
@@ -316,7 +319,7 @@ def test_other_text_is_refused(cut: Path, corpus: Path, tmp_path: Path) -> None:
 def test_a_state_that_a_gpu_saved_is_loaded_without_one(
     finished: Path, cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Devices may change: what is read is put on the CPU first, wherever it was."""
+    """Devices may change, so states are loaded to the CPU first."""
     load, asked = torch.load, []
 
     def loaded(path: Path, **options: Any) -> Any:
@@ -329,7 +332,7 @@ def test_a_state_that_a_gpu_saved_is_loaded_without_one(
 
 
 def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(cut: Path) -> None:
-    """The launcher may end between the record and its own file."""
+    """The launcher may end after the record is written and before the metrics are."""
     lines = (cut / "metrics.jsonl").read_text().splitlines()
     kept = [line for line in lines if (told := json.loads(line))["event"] != "round_closed" or told["round"] != 3]
     assert len(kept) == len(lines) - 1
@@ -352,7 +355,7 @@ def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics:
     else:
         (cut / "metrics.jsonl.part").write_text(whole[: len(whole) // 3])
     found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
-    if metrics == "lost":  # losses of rounds before were noted there only
+    if metrics == "lost":  # losses of earlier rounds were only there
         assert found["validation_loss"] == [None, None, *unbroken["validation_loss"][2:]]
         assert found["parameters_sha256"] == unbroken["parameters_sha256"]
         assert found["contributions"] == unbroken["contributions"]
@@ -362,7 +365,7 @@ def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics:
 
 
 def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finished: Path, corpus: Path) -> None:
-    """Whenever the process is killed between the two, the run can be resumed."""
+    """The process may be killed at any time in between, and the run can still be resumed."""
     spec = _spec(finished)
     (tmp_path / "metrics.jsonl").write_text("what was told before\n")
     recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), resume=True)
@@ -441,7 +444,7 @@ def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp
     assert config.replicas[0].model_dump()["device"] == "cpu"
 
 
-# ---- no silent success ----
+# ---- no success without output ----
 
 
 def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(

@@ -1,4 +1,4 @@
-"""Models that leave as LLaMA checkpoints and come in as such: against transformers, and to the bit."""
+"""Export and import of LLaMA checkpoints, compared with transformers and bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # whose classes take seconds to import: not named here, but where they are used
+import transformers  # the import of its classes takes seconds, so it happens where they are used
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -51,7 +51,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    """Weights with norms that differ, so that a swapped one is seen."""
+    """Return a model whose norms differ, so that a swapped norm is noticed."""
     module = Transformer(SHAPE)
     initialise(module, seed=4)
     generator = torch.Generator().manual_seed(1)
@@ -60,7 +60,7 @@ def model() -> Transformer:
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
             elif name.startswith("layers"):
-                parameter.mul_(2)  # so that attention has a say in the logits
+                parameter.mul_(2)  # so that attention affects the logits
     return module
 
 
@@ -96,7 +96,7 @@ def test_transformers_has_the_same_logits(model: Transformer, tokens: Tensor, tm
     with torch.no_grad():
         found = theirs(tokens).logits
     expected = _logits(model, tokens)
-    assert expected.std() > 0.5  # logits that say something
+    assert expected.std() > 0.5  # otherwise the comparison shows little
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_shards_are_full_and_in_order() -> None:
 
 
 def test_rows_change_places_within_each_head() -> None:
-    """Two heads of four dimensions: dimension 2 j goes to j, 2 j + 1 to j + 2."""
+    """Two heads of four dimensions: dimension 2 j goes to j, and 2 j + 1 to j + 2."""
     weight = torch.arange(8.0)[:, None].expand(8, 3)
     assert halves_of_pairs(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert torch.equal(pairs_of_halves(halves_of_pairs(weight, 2), 2), weight)
@@ -247,7 +247,7 @@ def test_the_byte_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:
     assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (0, 0, 256)
     for text, expected in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
         assert file.encode_batch([text])[0].tolist() == expected.tolist(), text
-        if "<|endoftext|>" not in text:  # which transformers takes for the token
+        if "<|endoftext|>" not in text:  # transformers takes it for the token
             assert theirs(text)["input_ids"] == expected.tolist(), text
             assert theirs.decode(expected) == ours.decode(expected.tolist()), text
     broken = torch.randint(256, (500,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -257,7 +257,7 @@ def test_the_byte_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["</s>", None])
 def test_a_tokenizer_of_the_user_is_copied(end: str | None, tmp_path: Path) -> None:
-    """With a token for its separator, if it has none; without that, byte by byte."""
+    """The copy gets a token for the separator if it has none. Without that token, the test compares byte by byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -320,7 +320,7 @@ def _losses(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of three rounds."""
+    """Return the folder of a finished run of three rounds."""
     folder = tmp_path_factory.mktemp("first")
     (folder / "run.yaml").write_text(RUN.replace("CORPUS", str(corpus)))
     assert _invoke("launch", "--in-process", folder / "run.yaml", "--runs", folder / "runs") == (0, "")
@@ -329,7 +329,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Path:
-    """Its model."""
+    """Return the folder of the run's exported model."""
     assert _invoke("export", run, "--format", "hf", "--to", run.parent / "hf", "--dtype", "fp32") == (0, "")
     return run.parent / "hf"
 
@@ -369,7 +369,7 @@ def test_what_cannot_be_exported_is_said(run: Path, exported: Path, tmp_path: Pa
 
 
 def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, exported: Path, tmp_path: Path) -> None:
-    """Its shape and tokenizer are the folder's, and its loss before the first step is the first run's last."""
+    """The folder gives shape and tokenizer. The loss before the first step is the last loss of the first run."""
     path = tmp_path / "run.yaml"
     path.write_text((run.parent.parent / "run.yaml").read_text().replace("model: {", "# {"))
     assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--from", exported) == (0, "")
@@ -382,7 +382,10 @@ def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, export
 
 
 def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpus: Path, tmp_path: Path) -> None:
-    """Snapshot 0 holds them with the run's own basis, and both paths see the first run's last loss uncompressed."""
+    """Snapshot 0 has the imported weights and the run's own basis.
+
+    Evaluated uncompressed, both replicas start at the first run's last loss.
+    """
     path = tmp_path / "run.yaml"
     path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
     assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--set", f"model.weights={exported}") == (0, "")
@@ -400,11 +403,11 @@ def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpu
     assert group.evaluate_uncompressed() == pytest.approx(before, abs=1e-5)
     compressed = losses["home"]["initial_validation_loss"]
     assert group.evaluate_compressed() == pytest.approx(compressed, abs=1e-4)
-    assert abs(compressed - before) > 1e-3  # what did not fit into the subspace is lost
+    assert abs(compressed - before) > 1e-3  # the part outside the subspace is lost
 
 
 def test_a_run_needs_the_folder_that_it_started_from_only_once(exported: Path, corpus: Path, tmp_path: Path) -> None:
-    """What it took from there is in its log and its configuration, the preset of the YAML among it."""
+    """The log and the configuration hold everything that the run took from it, with the YAML's preset."""
     folder = tmp_path / "weights"
     shutil.copytree(exported, folder)
     shape = read_architecture(folder).shape
@@ -445,7 +448,7 @@ def test_weights_of_another_shape_are_refused(case: str, exported: Path, corpus:
 
 
 def test_a_configuration_that_names_all_reads_no_folder() -> None:
-    """A preset names what it holds: the resolved configuration of a run that began with one has the rest."""
+    """A preset sets values that the resolved configuration of an imported run then has, so no folder is needed."""
     model = {"preset": "micro", "vocabulary": 300, "rope_theta": 900.0, "norm_epsilon": 1e-5, "weights": "/nowhere"}
     config = RunConfig.model_validate({"name": "t", "model": model, "outer": {"rounds": 1}})
     assert with_weights_described(config).model == config.model
@@ -454,7 +457,7 @@ def test_a_configuration_that_names_all_reads_no_folder() -> None:
 
 
 def test_the_shape_of_the_folder_fills_what_is_not_given() -> None:
-    """A preset counts as given, with what overrides it."""
+    """A preset's values count as given, together with the values that override them."""
     assert ModelSettings().filled_from(SHAPE).resolve(256) == SHAPE
     assert ModelSettings(heads=4).filled_from(SHAPE).resolve(256) == SHAPE.model_copy(update={"heads": 4})
     preset = ModelSettings(preset="micro", layers=7).filled_from(SHAPE).resolve(256)
@@ -463,7 +466,7 @@ def test_the_shape_of_the_folder_fills_what_is_not_given() -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o007], ids=oct)
 def test_the_umask_decides_who_may_read_what_is_written(umask: int, corpus: Path, tmp_path: Path) -> None:
-    """Snapshots, states, pictures, the export with its weights, and the tokens of the corpus; but no locks."""
+    """This concerns snapshots, states, pictures, exports and the encoded corpus. Secret files stay private."""
     text = CONTINUED.replace("CORPUS", str(corpus)).replace("rounds: 2", "rounds: 1")
     (tmp_path / "run.yaml").write_text(text)
     before = os.umask(umask)

@@ -1,6 +1,6 @@
-"""The n-th operation of a disk fails, for every n: what each writer and reader of the program does then.
+"""The n-th disk operation fails, for every n: what each writer and reader of the program then does.
 
-The exchange's log is in tests/exchange/test_failing_disk.py; a launch on a disk that is really full in tests/faults.
+tests/exchange/test_failing_disk.py tests the exchange's log. tests/faults has a launch on a disk that is really full.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
 ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES)
 NOW_AND_THEN = 1 / 50
-"""The share of operations that fail in a run."""
+"""Share of disk operations that fail in a run."""
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is tried again at once."""
+    """Retry failed operations at once."""
     for module in ("hetero_pp.files", "replica_groups.exchange.decisions"):
         monkeypatch.setattr(f"{module}.FIRST_PAUSE", 0.001)
         monkeypatch.setattr(f"{module}.LONGEST_PAUSE", 0.001)
@@ -67,7 +67,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# ---- files that are written at once ----
+# ---- files that are written in one piece ----
 
 
 def _snapshot(version: int) -> Snapshot:
@@ -131,7 +131,7 @@ def test_a_file_is_whole_or_what_it_was_and_the_error_names_it(
 
 
 def _ranks() -> list[Ranks]:
-    """Two, each for a thread."""
+    """Return two ranks, each for a thread."""
     barrier, told = threading.Barrier(2, timeout=TIMEOUT), dict[int, bytes]()
 
     class Threads(Ranks):
@@ -157,7 +157,7 @@ def _ranks() -> list[Ranks]:
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_state_that_cannot_be_saved_is_none_and_all_ranks_go_on(world: int, lasts: bool, tmp_path: Path) -> None:
-    """Whichever rank's disk fails: the states before stay, and the next one is saved."""
+    """This holds whichever rank's disk fails. Earlier states stay, and the next one is saved."""
 
     def save(states: list[SavedStates], round_: int) -> list[str]:
         def write(own: SavedStates, part: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_state_says_why_what_a_failed_save_left_cannot_be_removed(
     assert states.save(1, lambda _: None) == ""
 
 
-# ---- rows of tables ----
+# ---- row checkpoints of tables ----
 
 
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
@@ -247,14 +247,14 @@ def test_an_outcome_is_added_once_there_is_room(is_damaged: bool, tmp_path: Path
                 after = path.read_bytes()
                 assert after.startswith(before) and (after == before or b"second" in after), n
             except ConfigError:
-                assert is_damaged  # and it is added nevertheless
+                assert is_damaged  # it is added to the catalog nevertheless
             disk.mend()
             if not is_damaged:
                 add_outcome(path, outcome | {"key": "second"})
                 assert list(read_outcomes(path)) == ["first", "second"]
 
 
-# ---- what a run records ----
+# ---- a run's record ----
 
 
 def _record(folder: Path, disk: FailingDisk | None = None, n: int = 0, lasts: bool = False) -> list[str]:
@@ -267,7 +267,7 @@ def _record(folder: Path, disk: FailingDisk | None = None, n: int = 0, lasts: bo
     for report in reports[:-1]:
         state.apply(report)
         recorder.on_report(report)
-    if disk is not None and n % 2:  # there is room again before the end, or not until after it
+    if disk is not None and n % 2:  # space is free again before the end, or only after it
         disk.mend()
     state.apply(reports[-1])
     recorder.on_report(reports[-1])
@@ -276,7 +276,7 @@ def _record(folder: Path, disk: FailingDisk | None = None, n: int = 0, lasts: bo
 
 
 def _scalars(folder: Path) -> bytes:
-    """Events without the times at which they were written."""
+    """Return the bytes of the TensorBoard events without the time in their header."""
     (path,) = folder.glob("tensorboard/*")
     return path.read_bytes()[60:]
 
@@ -285,7 +285,7 @@ def _scalars(folder: Path) -> bytes:
 def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
     lasts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("draw_losses", "draw_links"):  # which take half a second
+    for name in ("draw_losses", "draw_links"):  # drawing takes half a second
         monkeypatch.setattr(f"hetero_pp.program.report.recorder.{name}", lambda _, path: write_whole(path, b"drawn"))
     assert _record(tmp_path / "undisturbed") == []
     expected = (tmp_path / "undisturbed" / "metrics.jsonl").read_bytes()
@@ -295,7 +295,7 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
             folder.mkdir(parents=True)
             told = _record(folder, disk, n, lasts)
             disk.mend()
-            assert len(told) >= bool(disk.failures) - (not lasts)  # what a short write left is written at once
+            assert len(told) >= bool(disk.failures) - (not lasts)  # the rest of a partial write is written at once
             assert len({line.split(" ")[0] for line in told}) == len(told), told
             assert all("No space left on device" in line for line in told)
             found = (folder / "metrics.jsonl").read_bytes()
@@ -309,7 +309,7 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
 
 
 def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes seconds, in which a user waits for the end of a run that was stopped."""
+    """Drawing takes seconds, which a user who stopped the run would have to wait."""
     drawn: list[Path] = []
     for name in ("draw_losses", "draw_links"):
         monkeypatch.setattr(f"hetero_pp.program.report.recorder.{name}", lambda _, path: drawn.append(path))
@@ -357,7 +357,7 @@ def _train(corpus: Path, runs: Path) -> dict[str, Any]:
 def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_does_not(
     numbers: tuple[int, ...], undisturbed: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Members' states, the log, the record, and what is left of a run's start."""
+    """Disk operations of members' states, the log, the record and the start of the run fail."""
     with failing_disk(tmp_path / "mixed") as disk:
         disk.fail_by_chance(NOW_AND_THEN, *numbers)
         summary = _train(corpus, tmp_path)
@@ -431,7 +431,7 @@ def test_a_run_that_is_stopped_while_a_full_disk_pauses_it_goes_on_to_the_same_b
             while len(list((folder / "state").glob("*/round-000001"))) < 4 and time.monotonic() < deadline:
                 time.sleep(0.001)
             disk.fail(1, lasts=True)
-            while disk.failures < 20 and time.monotonic() < deadline:  # the same write is tried again and again
+            while disk.failures < 20 and time.monotonic() < deadline:  # the same write is retried again and again
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -471,7 +471,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
         with failing_disk(folder) as disk:
             for n in each_operation(disk):
                 folder.mkdir(exist_ok=True)
-                (folder / "snapshot").unlink(missing_ok=True)  # which `replay` never replaces
+                (folder / "snapshot").unlink(missing_ok=True)  # `replay` never replaces it
                 before = {} if name == "export" else _contents(folder)
                 disk.fail(n, lasts=True)
                 code, said = _run(*command)
@@ -487,7 +487,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
                         assert _contents(folder / "hf") == {}
 
 
-# ---- who was invited ----
+# ---- hosts with tickets ----
 
 
 def test_a_database_without_room_is_one_line_and_keeps_what_it_has(tmp_path: Path) -> None:

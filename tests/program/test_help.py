@@ -50,7 +50,7 @@ RIDDLES = re.compile(r"\b(who|whom|whose|whoever|such as it|that of|those of|wha
 
 
 def _texts() -> Iterator[tuple[str, str]]:
-    """(what it is of, help) of the program, of every command and of every option."""
+    """Yield (name, help text) of the program, of every command and of every option."""
     program = get_command(app)
     yield "hetero-pp", program.help or ""
     for name, command in program.commands.items():  # type: ignore[attr-defined]

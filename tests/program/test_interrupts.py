@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 end a command in one line and with exit code 130, from its first import on."""
+"""Ctrl-C, SIGTERM and SIGUSR1 end a command in one line and with exit code 130, even during its imports."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 main()
 """
-"""A program that gets a signal in the middle of its imports: argv is a module, a number, and a command."""
+"""A program that gets a signal in the middle of its imports. Its arguments are a module, a number and a command."""
 
 
 def _hears_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore, and what they start
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, and their children, ignore it
 
 
 def _started(command: Sequence[str]) -> subprocess.Popen[str]:
@@ -73,7 +73,7 @@ def test_a_signal_while_a_command_is_imported(module: str, number: signal.Signal
 
 
 def _imports_torch(process: psutil.Process) -> bool:
-    """Return whether a process is the fork server, and has begun to."""
+    """Return whether a process is the fork server and has begun to import Torch."""
     if "forkserver" not in " ".join(process.cmdline()):
         return False
     return "libtorch" in (Path("/proc") / str(process.pid) / "maps").read_text()
@@ -81,7 +81,7 @@ def _imports_torch(process: psutil.Process) -> bool:
 
 @pytest.mark.starts_processes
 def test_ctrl_c_while_the_fork_server_imports(corpus: Path, tmp_path: Path) -> None:
-    """A terminal sends it to the fork server, too."""
+    """A terminal sends Ctrl-C to the fork server too."""
     yaml = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
     settings = ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=100000", "--runs", str(tmp_path)]
     process = _started([sys.executable, "-m", "hetero_pp", "launch", str(yaml), *settings])
@@ -140,7 +140,7 @@ def test_sockets_have_short_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_process_whose_start_is_interrupted_ends_with_the_crew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal that comes while a process starts is heard as soon as it has started."""
+    """A signal that arrives while a process starts takes effect as soon as it has started."""
 
     @contextmanager
     def interrupted() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""By a ticket into a run, as a user types it: each host has its folder, and none of them the YAML."""
+"""Joining a run by tickets from the command line. Each host has its own folder, and no host has the YAML."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PLACES = ("dc", "home.0", "home.1")
 
 
 class Run:
-    """One folder and one process a host; the first serves the run."""
+    """A run with one folder and one process per host. The first host serves the run."""
 
     def __init__(
         self, folder: Path, corpus: Path, rounds: int, lease: str = "1 min", groups: str = "name: home"
@@ -79,7 +79,10 @@ class Run:
         self.processes: dict[str, Started] = {}
 
     def serve(self, *more: str, waits: bool = True) -> None:
-        """`waits`: until somebody is waited for, which is nobody where all are there."""
+        """Start the exchange.
+
+        With `waits`, return once it waits for members, which it never does if all are present.
+        """
         self.processes["exchange"] = start_program(
             "serve", str(self.folder / "run.yaml"), "--runs", str(self.runs("exchange")), *more
         )
@@ -104,42 +107,42 @@ class Run:
         self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
 
     def said(self, host: str) -> str:
-        """What it has said so far."""
+        """Return what the host has printed so far."""
         path = self.processes[host]._files[0]
         return path.read_text() if path.exists() else ""
 
     def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
-        """Exit code, and what it said."""
+        """Wait for a host's process. Return its exit code, stdout and stderr."""
         said, errors = self.processes[host].communicate(timeout=seconds)
         return self.processes[host].wait(seconds), said, errors
 
     def wait_for(self, event: str) -> None:
-        """Until the exchange has told it."""
+        """Wait until the exchange has recorded this text in its metrics."""
         self.wait_until(lambda: event in self.metrics())
 
     def wait_for_round(self, replica: str, round_: int) -> None:
-        """Until a replica has evaluated what this one came to, or a later one."""
+        """Wait until a replica has evaluated this round or a later one."""
         self.wait_until(lambda: max(self.evaluated(replica), default=-1) >= round_)
 
     def evaluated(self, replica: str) -> list[int]:
-        """The rounds that a replica has evaluated."""
+        """Return the rounds that a replica has evaluated."""
         pattern = rf'"event": "evaluation", "replica": "{replica}", "round": (\d+)'
         return [int(round_) for round_ in re.findall(pattern, self.metrics())]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """As long as the exchange is there."""
+        """Wait until a condition holds. Fail if the exchange ends before."""
         while not is_so():
             with suppress(subprocess.TimeoutExpired):
                 self.processes["exchange"].wait(0.1)
                 pytest.fail(str(self.processes["exchange"].communicate()))
 
     def metrics(self) -> str:
-        """All that the exchange has told so far."""
+        """Return the metrics of the exchange so far."""
         path = self.runs("exchange") / "homes" / "metrics.jsonl"
         return path.read_text() if path.exists() else ""
 
     def data(self, corpus: Path) -> DataSettings:
-        """The run's, of a text."""
+        """Return the run's data settings with another corpus."""
         return ConfigFile(self.folder / "run.yaml").config.data.model_copy(update={"corpus": str(corpus)})
 
     def summary(self, host: str = "exchange") -> dict:
@@ -148,7 +151,7 @@ class Run:
 
 @pytest.fixture
 def runs(tmp_path: Path, corpus: Path) -> Iterator[list[Run]]:
-    """Runs that are made in a test."""
+    """Yield a list for the runs of a test, and end their processes afterwards."""
     made: list[Run] = []
     yield made
     for run in made:
@@ -162,7 +165,7 @@ def runs(tmp_path: Path, corpus: Path) -> Iterator[list[Run]]:
 def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     runs: list[Run], tmp_path: Path, corpus: Path
 ) -> None:
-    """A fourth one waits for a group, and hears that the run is over."""
+    """A fourth host waits for a group to form until it is told that the run is over."""
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
     with (tmp_path / "run.yaml").open("a") as file:
@@ -224,7 +227,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert (code, errors) == (130, "hetero-pp: interrupted; all processes of the run have ended\n")
     assert said.endswith("homes: home.1 is free again\n")
     assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
-    run.join("another", run.invite())  # takes the one that is free
+    run.join("another", run.invite())  # it gets the only vacant slot
     run.wait_for('"member": "home.1", "event": "joined", "address": "relay')
     run.wait_for('"term": 2')
     assert _held(run) == {"dc": True, "home.0": True, "home.1": True}
@@ -236,9 +239,9 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 (holder number 2)\n"
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
-    run.processes["dc"].send_signal(signal.SIGUSR1)  # as Slurm, before a job's time is over; Ctrl-C does the same
+    run.processes["dc"].send_signal(signal.SIGUSR1)  # Slurm sends it before a job's time is over; Ctrl-C does the same
     assert run.wait("dc")[1].endswith("homes: dc is free again\n")
-    run.join("dc", tickets["dc"])  # who has left may come back by its ticket
+    run.join("dc", tickets["dc"])  # a member that left may return with its ticket
     run.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
     done = run.ask("status", "--json", str(tmp_path / "status.json"), host="dc")
     assert "homes: training round " in done.stdout
@@ -251,11 +254,11 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert re.match(r"homes: interrupted after round \d+ of 100000, at 20", interrupted)
     folder = run.runs("exchange")
     assert go_on == f"homes: resume with: hetero-pp serve {folder}/homes/config.yaml --resume --runs {folder}"
-    run.serve(waits=False)  # which would lock them all out
+    run.serve(waits=False)  # a new run would lock out all members
     code, _, errors = run.wait("exchange")
     stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; resume it with"
     assert (code, bool(re.match(rf"{stopped} --resume, or start a new run with --new", errors))) == (2, True), errors
-    run.serve("--resume")  # and its members are let in by what they were given before
+    run.serve("--resume")  # members are admitted again by their certificates
     run.wait_for('"event": "begun"')
     assert run.processes["home.0"].poll() is None
     run.processes["exchange"].terminate()
@@ -266,12 +269,12 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     )
     new = new.format(run.address.partition(":")[2])
     run.wait_until(lambda: new in run.said("home.0"))
-    assert run.processes["home.0"].poll() is None  # its own run may come back
+    assert run.processes["home.0"].poll() is None  # its own run may return
 
 
 @pytest.mark.starts_processes
 def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
-    """None is needed: the run begins with what is, counts a group while it is there, and does not miss it."""
+    """No group is required: the run starts with what is there, and includes a group while it is complete."""
     run = Run(tmp_path, corpus, 100_000, lease="2 s", groups="name: home, count: 0..2")
     runs.append(run)
     run.serve()
@@ -280,7 +283,7 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     for host in ("anna", "ben"):
         run.join(host, run.invite())
         if host == "anna":
-            run.wait_until(lambda: _status(run)["waiting"] == 1)  # and holds no place meanwhile
+            run.wait_until(lambda: _status(run)["waiting"] == 1)  # it holds no slot meanwhile
             assert _held(run)["home-1.0"] is False
     run.wait_for_round("home-1", 3)
     assert _held(run) == {"dc": True, "home-1.0": True, "home-1.1": True, "home-2.0": False, "home-2.1": False}
@@ -290,22 +293,22 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     before = run.evaluated("home-1")
     run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
     assert run.evaluated("home-1") == before
-    run.join("clara", run.invite())  # and takes the place of a group that lacks least
+    run.join("clara", run.invite())  # she gets a slot of the group with the fewest vacancies
     run.wait_for_round("home-1", max(before) + 6)
     assert _held(run) == {"dc": True, "home-1.0": True, "home-1.1": True, "home-2.0": False, "home-2.1": False}
     verified = re.findall(
         r'"event": "round_verified", "round": (\d+), "replica": "[^"]+", "parameters_sha256": "(\w+)', run.metrics()
     )
-    assert len({round_ for round_, _ in verified}) == len(set(verified))  # all hold the same, whenever they came
+    assert len({round_ for round_, _ in verified}) == len(set(verified))  # all have the same parameters
     run.processes["exchange"].terminate()
     run.wait("exchange")
     run.serve("--resume")
-    run.wait_for_round("home-1", max(run.evaluated("home-1")) + 3)  # its link, too, goes through the exchange again
+    run.wait_for_round("home-1", max(run.evaluated("home-1")) + 3)  # its stage link goes through the exchange again too
 
 
 @pytest.mark.starts_processes
 def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
-    """The exchange goes on with one more entry; who is there hears of it, and reads another share of the text."""
+    """The exchange restarts with one more replica. Present members are told, and read another share of the corpus."""
     run = Run(tmp_path, corpus, 100_000, lease="2 s")
     runs.append(run)
     run.serve()
@@ -333,13 +336,13 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
             "round": since,
             "first_step": 2 * (since - 1),
         }
-    assert {host: _members(run, host) for host in PLACES} == members  # nobody had to start again
+    assert {host: _members(run, host) for host in PLACES} == members  # no member had to restart
     assert {place["term"] for place in _status(run)["places"].values()} == {1}
     counted = {
         int(path.parent.name.removeprefix("round-")): len(json.loads(path.read_text())["contributions"])
         for path in folder.log.glob("round-*/record.json")
     }
-    under_way = since - 1  # who comes may take part in that at once
+    under_way = since - 1  # a new replica may take part in it at once
     assert {number for round_, number in counted.items() if round_ < under_way} == {2}
     assert {number for round_, number in counted.items() if round_ >= since} | {2} == {2, 3}
     verified = re.findall(r'"event": "round_verified", "round": (\d+), "replica": "(\w+)".*?(\w{64})', run.metrics())
@@ -356,7 +359,10 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
 
 
 def _newest_state(run: Run, host: str) -> tuple[int, dict[str, Any]]:
-    """The round after which it was saved, and what it says that the member reads; nothing where that is as at first."""
+    """Return the round of the newest saved state, and the data share in it.
+
+    The share is empty if it has never changed.
+    """
     states = sorted((run.runs(host) / "homes" / "state" / host).glob("*/data.json"))
     with suppress(FileNotFoundError, IndexError):
         found: dict[str, Any] = json.loads(states[-1].read_text()).get("share", {})
@@ -365,7 +371,7 @@ def _newest_state(run: Run, host: str) -> tuple[int, dict[str, Any]]:
 
 
 def _members(run: Run, host: str) -> set[int]:
-    """The processes that a host's launcher has started."""
+    """Return the ids of the processes that a host's launcher has started."""
     pids = {one.pid: _written(one) for one in psutil.Process().children(recursive=True)}
     log = str(run.runs(host) / "homes" / "logs" / f"{host}.log")
     return {pid for pid, written in pids.items() if written == log}
@@ -373,7 +379,7 @@ def _members(run: Run, host: str) -> set[int]:
 
 @pytest.mark.starts_processes
 def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
-    """Before anything is trained; and its place is free again."""
+    """It is refused before it trains anything. Its slot is vacant again."""
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
     run.serve()
@@ -396,8 +402,11 @@ def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_
 
 
 def _listening(run: Run) -> dict[str, set[tuple[str, int]]]:
-    """What listens, of all that the run has started: by the name of its process, of which each writes a log."""
-    everything = psutil.Process().children(recursive=True)  # the launchers' are forked from one server
+    """Return all listening addresses of the run's processes, by the name of the process.
+
+    The name is that of the log that the process writes.
+    """
+    everything = psutil.Process().children(recursive=True)  # the launchers' members are forked from one server
     logs = {str(log): log.stem for log in run.folder.glob("*/runs/homes/logs/*.log")}
     names = {one.pid: logs[written] for one in everything if (written := _written(one)) in logs}
     assert sorted(names.values()) == ["dc", "exchange", "home.0", "home.1"]
@@ -420,7 +429,7 @@ def _status(run: Run) -> dict[str, Any]:
 
 
 class Served:
-    """A run that is served by this process, and its folder as `serve` leaves it."""
+    """A run that this process serves, and its folder as `serve` writes it."""
 
     def __init__(self, folder: Path, corpus: Path, stack: ExitStack) -> None:
         secret = new_secret()
@@ -465,7 +474,7 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
     ):
         with pytest.raises(ConfigError, match=told):
             join(text, who)
-    assert served.memberships.held_by("home.0") is None  # what was lacking here has not cost the place
+    assert served.memberships.held_by("home.0") is None  # this host's missing package has not cost the slot
 
 
 def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -507,7 +516,7 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
     assert one.startswith("homes: this ticket is for home.1, a stage of group home; ")
     (one,) = told("dc")
     assert one.startswith("homes: this ticket is for the datacenter replica dc; ")
-    assert len(told(None)) == 1  # dc is spoken for
+    assert len(told(None)) == 1  # dc has a ticket already
 
 
 def test_groups_of_one_entry_are_called_by_its_name() -> None:
@@ -573,7 +582,7 @@ def test_status_says_what_a_ticket_is_good_for(
     begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
     assert told(text, here).startswith(f"{begins}admits one host until 20")
     take_place(ticket, here)
-    for runs in (here, served.runs):  # who has used it, and who serves the run
+    for runs in (here, served.runs):  # the folder of the host that used it, and of the exchange
         assert told(text, runs).startswith(f"{begins}was used; it was valid until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
     old = Ticket(ticket.run, ticket.address, ticket.identity)
@@ -584,7 +593,7 @@ def test_status_says_what_a_ticket_is_good_for(
 
 
 def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
-    """A ticket cannot have a host write elsewhere."""
+    """A ticket cannot make a host write outside its folder."""
     for name in ("../up", "/etc", "..", "", "a/b"):
         ticket = make_ticket(name, "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9)
         with pytest.raises(ConfigError, match="expected the name of a run"):
@@ -603,11 +612,11 @@ def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, t
 def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once it has waited for its own run in vain; the cause is only that if it is what ends it."""
+    """It first waits for its own run in vain. The refusal is the cause only if it is what ends the member."""
     cause, lines = "a new run has started at host:1; your certificate belongs to the previous run", list[str]()
 
     class Ended:
-        """The processes of a host: they end with the cause that they are told."""
+        """Processes of a host that end with the cause that they are told."""
 
         credentials = None
 

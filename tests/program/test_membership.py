@@ -1,4 +1,4 @@
-"""Replicas that come to a run that goes on, or leave it for good: what is kept, agreed and shared out anew."""
+"""Replicas that are added to a resumed run or removed from it: what is kept, agreed on and distributed again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Entries = list[dict[str, Any]]
 
 
 def _yaml(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
-    """The topology with a change, in a file."""
+    """Write the topology with a change to a file."""
     content = YAML(typ="safe").load(MIXED)
     change(content)
     path = folder / "run.yaml"
@@ -54,7 +54,7 @@ def _summary(runs: Path) -> dict[str, Any]:
 
 
 def _counted(runs: Path) -> list[list[str]]:
-    """By round, whom its record counts."""
+    """Return the included replicas of each round."""
     folder = RunFolder(runs / "mixed")
     records = sorted(folder.log.glob("round-*/record.json"))
     return [sorted(one["replica"] for one in json.loads(path.read_text())["contributions"]) for path in records]
@@ -62,7 +62,7 @@ def _counted(runs: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def begun(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rounds of two replicas."""
+    """Train three rounds of two replicas."""
     runs = tmp_path_factory.mktemp("begun")
     _train(_yaml(runs), corpus, runs, resume=False)
     return runs
@@ -70,7 +70,7 @@ def begun(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def grown(corpus: Path, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, and three rounds with one more, which its YAML names before the others."""
+    """Train three more rounds with a third replica, which the YAML lists first."""
     runs = tmp_path_factory.mktemp("grown") / "runs"
     shutil.copytree(begun, runs)
     _train(_yaml(runs, lambda it: it["replicas"].insert(0, SECOND)), corpus, runs, "outer.rounds=6")
@@ -79,7 +79,7 @@ def grown(corpus: Path, begun: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def runs(grown: Path, tmp_path: Path) -> Path:
-    """A copy of the run that has grown."""
+    """Return a copy of the run with three replicas."""
     shutil.copytree(grown, tmp_path / "runs")
     return tmp_path / "runs"
 
@@ -101,7 +101,7 @@ def test_who_comes_is_counted_and_the_run_stays_what_it_was(begun: Path, grown: 
 
 
 def test_each_reads_its_share_of_the_round(grown: Path, corpus: Path, tmp_path: Path) -> None:
-    """As long as it was there; nobody reads what another reads, whoever there is."""
+    """No two replicas read the same text, and the share depends on how many replicas there are."""
     spec = read_run(RunFolder(grown / "mixed"))
     source = open_source(spec.config.data, tmp_path)
     read: dict[tuple[str, int], set[tuple[int, ...]]] = {}
@@ -132,7 +132,7 @@ def test_a_run_that_has_grown_goes_on_to_the_bits_of_an_unbroken_one(grown: Path
 def test_who_comes_has_no_state_that_the_others_would_have_to_do_without(
     begun: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that were there have one of the same round, which is older than the last record."""
+    """The old replicas resume from their newest common state, which is older than the last record."""
     shutil.copytree(begun, tmp_path / "runs")
     for path in (tmp_path / "runs" / "mixed" / "state").glob("*/*000003*"):
         shutil.rmtree(path)
@@ -147,7 +147,10 @@ def test_who_comes_has_no_state_that_the_others_would_have_to_do_without(
 def test_an_attempt_that_comes_to_nothing_leaves_nothing(
     begun: Path, grown: Path, tmp_path: Path, corpus: Path
 ) -> None:
-    """The run is over; the next attempt, with more rounds or without the replica, is as if it were the first."""
+    """The attempt failed because the run was over.
+
+    The next attempt, with or without the replica, is as if it were the first.
+    """
     folders = [tmp_path / "again", tmp_path / "without", tmp_path / "never"]
     for folder in folders:
         shutil.copytree(begun, folder)
@@ -174,7 +177,7 @@ def test_a_run_that_goes_back_before_somebody_came_has_them_from_there_on(runs: 
 
 
 def test_who_comes_back_is_who_left(runs: Path, corpus: Path) -> None:
-    """What it has saved is of its own split, and so is what the log has of it."""
+    """A returning replica must have its former split of layers, because its saved states and its log entries do."""
     _train(_yaml(runs, lambda it: it.update(replicas=[it["replicas"][0], SECOND])), corpus, runs, "outer.rounds=7")
 
     def otherwise(content: dict[str, Any]) -> None:
@@ -189,7 +192,7 @@ def test_who_comes_back_is_who_left(runs: Path, corpus: Path) -> None:
 
 
 def test_who_comes_before_its_round_reads_its_share_from_the_start(grown: Path) -> None:
-    """The round that is under way, for whom it is let in."""
+    """It may join during the round before its first one, which is still open."""
     spec = read_run(RunFolder(grown / "mixed"))
     early, own = (spec.share_of("dc2", round_) for round_ in (3, 4))
     assert (early.first_step, own.first_step) == (2 * H, 3 * H)
@@ -240,7 +243,7 @@ def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> 
         config = spec.changes.at(spec.config, round_)
         assert agreement.complaint(meaning(config, NotPartOf.RUN)) == ""
     other = meaning(spec.config, NotPartOf.RUN)
-    other["replicas"].reverse()  # whatever its order: that is told
+    other["replicas"].reverse()  # the order is told by the exchange
     assert agreement.complaint(other) == ""
     other["replicas"].reverse()
     other["replicas"][2]["batch_size"] = 8
@@ -250,7 +253,7 @@ def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> 
 
 
 def test_a_host_without_the_yaml_knows_who_came_later(begun: Path, grown: Path) -> None:
-    """It was let in before; the exchange tells it the changes."""
+    """The host joined before the new replica, and the exchange tells it the changes."""
     old, spec = read_run(RunFolder(begun / "mixed")), read_run(RunFolder(grown / "mixed"))
     told = old.with_changes(spec.changes)
     assert [told.share_of("home", round_) for round_ in (3, 4)] == [spec.share_of("home", round_) for round_ in (3, 4)]

@@ -1,4 +1,4 @@
-"""Readers of reports: the exchange remembers only the newest, so any report may be missed, or come twice."""
+"""Readers of reports. The exchange remembers only the newest, so any report may be missed, or arrive twice."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 11
-"""More than `STILL_TOLD`, so that readers forget the details of some."""
+"""More than `STILL_TOLD`, so that readers drop the details of some rounds."""
 
 
 @pytest.fixture(scope="module")
 def recorded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, list[Report]]:
-    """All reports of a real run, with events of a run in which things fail among them."""
+    """Return all reports of a real run, mixed with events of a run with failures."""
     config = ConfigFile(MIXED, [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "inner.steps=1"]).config
     spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
     reports: list[Report] = []
@@ -91,14 +91,14 @@ def _trouble(spec: RunSpec) -> list[Report]:
 
 
 def _optional(spec: RunSpec) -> RunSpec:
-    """The run with its group as one that comes and goes."""
+    """Return the run with its group made optional."""
     data = spec.config.model_dump(mode="json")
     data["replicas"][1]["optional"] = True
     return RunSpec(type(spec.config).model_validate(data), spec.shape.vocabulary)
 
 
 def _read_all(spec: RunSpec, reports: Sequence[Report]) -> RunState:
-    """Feed reports to every reader that needs no file, and look at all that they show."""
+    """Apply reports to every reader that needs no file, and render all that they show."""
     state, happenings, shown = RunState(spec), Happenings(spec), Console(file=io.StringIO(), width=80)
     display = LiveDisplay(state, shown, since=reports[0].time if reports else 0.0)
     hosts = [OwnRounds(spec, members, lambda line: None) for members in (["dc"], ["home.0"], list(spec.members))]
@@ -119,7 +119,7 @@ def _read_all(spec: RunSpec, reports: Sequence[Report]) -> RunState:
 
 
 def _parts(reports: list[Report]) -> st.SearchStrategy[list[Report]]:
-    """A suffix, a prefix, any subset, and reports that come twice, at once or later."""
+    """Draw a suffix, a prefix, any subset, or reports that are repeated at once or later."""
     numbers = st.integers(0, len(reports))
     chosen = st.lists(st.booleans(), min_size=len(reports), max_size=len(reports))
     again = st.tuples(numbers, numbers, numbers)
@@ -155,7 +155,7 @@ def _without(reports: Sequence[Report], *events: str) -> list[Report]:
 def test_a_host_that_missed_who_joined_shows_the_rounds_of_its_group(
     member: str, recorded: tuple[RunSpec, list[Report]]
 ) -> None:
-    """A member that comes back to an optional group: the exchange no longer remembers how its neighbours joined."""
+    """The member returns to an optional group after the exchange has forgotten how its neighbours joined."""
     own = [one for one in _without(recorded[1], "joined", "begun", "standing", "waiting") if one.member == member]
     shown: list[list[str]] = []
     for spec in recorded[0], _optional(recorded[0]):

@@ -1,4 +1,7 @@
-"""A run in a notebook: the bits of a launched one, round by round; what fails or interrupts it ends it, and is told."""
+"""A run in a notebook has the bits of a launched one, round by round.
+
+Failures and interrupts end it and are reported.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ MEMBERS = {"dc", "home.0", "home.1", "home.2"}
 
 @pytest.fixture(scope="module")
 def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run as `launch --in-process` trains it."""
+    """Return the folder of the run as `launch --in-process` trains it."""
     runs = tmp_path_factory.mktemp("launched")
     run_topology(MIXED, [f"data.corpus={corpus}"], runs, in_process=True)
     return runs / "mixed"
@@ -67,13 +70,13 @@ _EARLIER: set[threading.Thread] = set()
 
 @pytest.fixture(autouse=True)
 def _threads_of_other_tests() -> None:
-    """Runs in process of another file, whose threads may not have ended yet."""
+    """Note the threads of earlier tests' in-process runs, which may still be ending."""
     _EARLIER.clear()
     _EARLIER.update(threading.enumerate())
 
 
 def _member_threads() -> set[str]:
-    """Of the runs of a test."""
+    """Return the names of the member threads of this test's runs."""
     return {thread.name for thread in set(threading.enumerate()) - _EARLIER} & MEMBERS
 
 
@@ -82,7 +85,7 @@ def _member_threads() -> set[str]:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path) -> Iterator[tuple[float, Run]]:
-    """The same run, trained in three ways, and its loss before that."""
+    """Train the same run in three ways. Yield its initial loss and the run."""
     with _run(corpus) as run:
         initial = run.validation_loss
         run.round()
@@ -101,7 +104,7 @@ def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float,
         assert [one.validation_losses[replica["name"]] for one in run.results] == replica["validation_loss"]
         assert run.results[-1].training_losses[replica["name"]] == replica["loss"]
     for tensor in run.parameters().values():
-        tensor.zero_()  # a copy, of what a snapshot holds
+        tensor.zero_()  # this changes a copy of the snapshot
     assert {run.results[-1].parameters_sha256} == set(expected["parameters_sha256"].values()) == {_sha256(run)}
     contributions = [one["bytes"] for one in expected["contributions"]["per_round"]]
     assert [one.contribution_bytes for one in run.results] == contributions
@@ -158,7 +161,7 @@ def test_between_two_rounds_nothing_is_trained(corpus: Path) -> None:
         assert first.parameters_sha256 == _sha256(run)
         assert not all(begun[name].equal(tensor) for name, tensor in run.parameters().items())
         for tensor in run.parameters().values():
-            tensor.zero_()  # a copy, of what the log comes to
+            tensor.zero_()  # this changes a copy of the replayed parameters
         assert first.parameters_sha256 == _sha256(run)
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
@@ -172,7 +175,7 @@ def test_nothing_starts_before_it_is_asked_for(corpus: Path) -> None:
         assert not run.folder.path.exists()
 
 
-# ---- what it leaves ----
+# ---- what the run leaves ----
 
 
 def test_what_a_notebook_began_a_launch_goes_on_with(launched: Path, corpus: Path, tmp_path: Path) -> None:
@@ -293,9 +296,9 @@ def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypa
 
 @pytest.fixture
 def _interrupts() -> Iterator[None]:
-    """They are heard, which a shell's background jobs do not, and raised where nobody ignores what is raised."""
+    """Make sure that SIGINT raises KeyboardInterrupt, which background jobs ignore and garbage collection may swallow."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()  # Hypothesis has it call back, and what a callback raises is ignored
+    gc.disable()  # Hypothesis registers a callback, in which exceptions are ignored
     yield
     gc.enable()
     signal.signal(signal.SIGINT, handler)
@@ -303,7 +306,7 @@ def _interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the round would last for hours."""
+    """The round would last for hours."""
     apply, main = RunState.apply, threading.main_thread().ident
     assert main is not None
     interrupted = threading.Event()
@@ -330,7 +333,7 @@ def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_between_a_look_for_one_and_the_sleep_ends_a_wait_at_the_gate() -> None:
-    """Such a one does not end the sleep, which is what SA_RESTART makes of any."""
+    """SA_RESTART makes a sleep continue after such an interrupt, so the sleep alone does not end."""
     gate, main, began = Gate(["a"]), threading.main_thread().ident, threading.Event()
     assert main is not None
     signal.siginterrupt(signal.SIGINT, False)
@@ -350,7 +353,7 @@ def test_an_interrupt_between_a_look_for_one_and_the_sleep_ends_a_wait_at_the_ga
 
 
 def _where(thread: int) -> set[str]:
-    """The functions that a thread is in."""
+    """Return the names of the functions on a thread's stack."""
     return {frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])}
 
 

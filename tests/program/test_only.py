@@ -1,4 +1,4 @@
-"""A run over several hosts: addresses of this machine stand for hosts. What docs/hosts.md says, tried."""
+"""A run over several hosts, as docs/hosts.md describes it. Loopback addresses of this machine stand for the hosts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ KEYS = SecretKeys(Secret("a secret"), encrypted=False)
 
 
 class Hosts:
-    """One folder, one copy of the YAML and one process a host."""
+    """A run with one folder, one copy of the YAML and one process per host."""
 
     def __init__(self, folder: Path, corpus: Path, rounds: int) -> None:
         self.folder, self.rounds = folder, rounds
@@ -83,19 +83,19 @@ class Hosts:
         return self.processes[part]
 
     def wait(self, part: str, seconds: float = 150) -> tuple[int, str]:
-        """Exit code, and what it said on stderr."""
+        """Wait for a host's process. Return its exit code and stderr."""
         _, errors = self.processes[part].communicate(timeout=seconds)
         return self.processes[part].wait(seconds), errors
 
     def said(self, part: str) -> str:
-        """What it said on stdout until its end."""
+        """Return the whole stdout of an ended process."""
         return self.processes[part].communicate()[0]
 
     def summary(self) -> dict:
         return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
 
     def told(self, event: str) -> list[dict]:
-        """What the exchange has told of an event so far."""
+        """Return the exchange's metrics that contain this text."""
         metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
         return [json.loads(line) for line in metrics.read_text().split("\n")[:-1] if event in line]
 
@@ -103,7 +103,7 @@ class Hosts:
         return len(self.told('"round_closed"'))
 
     def rounds_recorded(self) -> int:
-        """In the log."""
+        """Return the number of the last record in the log."""
         runs = self.folder / "exchange" / "runs"
         return open_log(
             ConfigFile(self.folder / "exchange" / "run.yaml").config, RunFolder(runs / "hosts")
@@ -113,10 +113,10 @@ class Hosts:
         self.wait_for(f'"evaluation", "replica": "home", "round": {round_}')
 
     def wait_for(self, event: str) -> None:
-        """Until the exchange has told it."""
+        """Wait until the exchange has recorded this text in its metrics."""
         metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
         while not (metrics.exists() and event in metrics.read_text()):
-            with suppress(subprocess.TimeoutExpired):  # leaves the processors to those that are waited for
+            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
                 self.processes["exchange"].wait(0.1)
                 pytest.fail(str(self.processes["exchange"].communicate()))
 
@@ -131,7 +131,7 @@ def hosts(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
 
 @pytest.mark.starts_processes
 def test_five_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> None:
-    """One stage listens nowhere: it dials both that are beside it."""
+    """One stage listens nowhere and dials both neighbours."""
     stages = (
         'stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1, listen: relay}, {layers: 1, listen: "127.0.0.3:0"}]'
     )
@@ -156,12 +156,12 @@ def test_five_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     token = tmp_path / "exchange" / "runs" / "hosts" / "token"
     assert token.read_text() == "a-secret-of-this-test-of-two-hosts\n"
     assert token.stat().st_mode & 0o777 == 0o600
-    assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only those that read the corpus encode it
+    assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only members that read the corpus encode it
 
 
 @pytest.fixture
 def endless(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
-    """A run that is ended by the test."""
+    """Yield a run that the test ends."""
     found = Hosts(tmp_path, corpus, 100000)
     yield found
     for process in found.processes.values():
@@ -195,7 +195,7 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
 
 
 def _wait_until_free(port: int | str) -> None:
-    """A process ends a moment after who has started it was killed."""
+    """Wait until a port is free: a process ends a moment after its launcher was killed."""
     while True:
         with suppress(OSError), socket.create_server(("127.0.0.1", int(port))):
             return
@@ -203,7 +203,7 @@ def _wait_until_free(port: int | str) -> None:
 
 @pytest.mark.starts_processes
 def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(endless: Hosts) -> None:
-    """Members wait for it meanwhile, each in its process; no round is lost, and nobody its place."""
+    """Meanwhile members wait in their processes. No round is lost, and every member keeps its slot."""
     for part in PARTS:
         endless.start(part)
     endless.wait_for_round(2)
@@ -228,12 +228,13 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
     for part in PARTS:
         endless.processes[part].terminate()
     since_its_first_round = re.split(r"^round \d+/", endless.said("dc"), maxsplit=1, flags=re.MULTILINE)[1]
-    assert "resuming after round" not in since_its_first_round  # before, it may not have heard of the first exchange
+    # Before its first round, it may not have been told of the first exchange.
+    assert "resuming after round" not in since_its_first_round
 
 
 @pytest.mark.starts_processes
 def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: Hosts) -> None:
-    """After all hosts were stopped at once, as Slurm does, members hold the last round. Then all are killed."""
+    """All hosts are stopped at once, as by Slurm, and save the state of the last round. Later, all are killed."""
     text, endless.text = endless.text, f"{endless.text}states: {{every: 1000}}\n"
     for part in PARTS:
         endless.start(part)
@@ -252,8 +253,8 @@ def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: 
         endless.processes[part].send_signal(signal.SIGKILL)
         endless.wait(part)
     held = [_states(endless, part) for part in PARTS[1:]]
-    endless.port = _free_port()  # which may change; the members dial it
-    slower = ("--set", "inner.learning_rate=5e-3")  # told by the exchange to those that do not say it
+    endless.port = _free_port()  # the port may change: members are told the new address
+    slower = ("--set", "inner.learning_rate=5e-3")  # the exchange tells it to members that do not set it
     endless.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{endless.port}", *slower)
     for part in PARTS[1:]:
         endless.start(part, *(slower if part == "home.1" else ()))
@@ -263,14 +264,14 @@ def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: 
 
 
 def _last_rates(hosts: Hosts) -> dict[str, float]:
-    """The newest learning rate that each replica has told."""
+    """Return the newest learning rate that each replica has reported."""
     metrics = hosts.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
     return {line["replica"]: line["learning_rate"] for line in lines if "learning_rate" in line}
 
 
 def _states(hosts: Hosts, part: str) -> set[int]:
-    """After which rounds a host has saved its state."""
+    """Return the rounds after which a host has saved its state."""
     return {int(path.name[-6:]) for path in (hosts.folder / part / "runs/hosts/state").glob("*/round-*")}
 
 
@@ -339,7 +340,7 @@ def test_a_token_that_can_be_guessed(tmp_path: Path) -> None:
 
 
 def _config(tmp_path: Path, corpus: Path, exchange: str | None = None, stages: str | None = None) -> ConfigFile:
-    """With other lines for the exchange and the stages, if they are given."""
+    """Return the configuration with other lines for the exchange and the stages, if given."""
     path, text = tmp_path / "run.yaml", Hosts(tmp_path, corpus, 3).text
     text = text if exchange is None else re.sub("exchange: .*", exchange, text)
     if stages is not None:
@@ -372,7 +373,7 @@ def test_a_group_that_names_no_address_is_one_hosts(tmp_path: Path, corpus: Path
 def test_what_to_do_before_the_commands_with_key_and_line(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a YAML that says nothing of the exchange, too."""
+    """The hints also concern settings that the YAML leaves out."""
     stages = 'stages: [{layers: 1}, {layers: 1}, {layers: 1, listen: "ben.invalid:7"}]'
     path = _config(tmp_path, corpus, 'exchange: {listen: "0.0.0.0:47600"}', stages).path
     print_commands(path, [])
@@ -461,7 +462,7 @@ replicas:
 
 @pytest.mark.starts_processes
 def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
-    """The same command on each node; both see one folder."""
+    """The same command runs on each node. Both nodes share one folder."""
     text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(_free_port()))
     hosts.text = text.replace("CORPUS", re.findall(r"corpus: (\S+),", hosts.text)[0])
     hosts.start("exchange")
@@ -490,7 +491,7 @@ def test_a_replica_on_two_nodes_is_not_started_on_one(tmp_path: Path, corpus: Pa
 def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a node does not that waits for others, of which one has failed."""
+    """A node that waits for other nodes does not notice that one of them has failed."""
     monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.0)
     with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, KEYS) as crew:
         crew.start(["dc"])

@@ -1,4 +1,4 @@
-"""Rounds that overlap, in a run: one by one in a notebook, with what changes meanwhile, and what they do not fit."""
+"""Overlapping rounds in a run: one by one in a notebook, with changed settings, and settings that exclude overlap."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_a_round_at_a_time_in_a_notebook(undisturbed: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
-    """A round is over though the next one is trained already, and what `parameters` gives is of that round."""
+    """A round counts as done although the next one is already trained. `parameters` returns those of that round."""
     outer = {"overlap": 1, "rounds": ROUNDS}
     with Run.from_yaml(MIXED, runs=tmp_path, data={"corpus": corpus}, outer=outer, snapshots={"every": 1}) as run:
         losses = [run.round().validation_loss for _ in range(ROUNDS)]
@@ -48,9 +48,9 @@ def test_a_round_at_a_time_in_a_notebook(undisturbed: dict[str, Any], corpus: Pa
 def test_what_was_trained_ahead_with_other_settings_is_trained_again(
     undisturbed: dict[str, Any], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another learning rate from round 3 on that nobody knew of when round 3 was trained ahead: each replica undoes it.
+    """The learning rate changes from round 3 on, after round 3 was trained ahead.
 
-    So round 3 begins, in all members, from theta after round 2, with the moments of then.
+    Each replica then undoes the round and starts it from theta after round 2, with the optimizer moments of that time.
     """
     asked: dict[tuple[str, int], int] = {}
     terms_of = TrainingLoop._terms

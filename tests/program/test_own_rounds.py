@@ -1,4 +1,4 @@
-"""What a host shows that carries some members of a run."""
+"""Lines that a host prints about the rounds of its own members."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown(members: list[str], reports: list[Report]) -> list[str]:
 
 
 def test_a_round_with_what_is_known_here() -> None:
-    """Bytes that come are not sent: backward on the link to the exchange, forward on that from the stage before."""
+    """Only sent bytes count: not `backward` on the link to the exchange, nor `forward` from the previous stage."""
     links = [
         link_use(START, "home.0-1", "backward", 1, 3000),
         link_use(START, "home.0-1", "forward", 1, 500_000),
@@ -67,7 +67,7 @@ def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
 
 
 def test_rounds_of_an_earlier_start_are_one_line() -> None:
-    """The exchange reports them again to a member that comes back."""
+    """The exchange reports them again to a member that returns."""
     lines: list[str] = []
     rounds = OwnRounds(made_up_spec(outer={"rounds": 9}), ["dc"], lines.append, since=START + 20)
     for round_ in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""The pictures exist, have their size, and show something."""
+"""The pictures exist, have the right size and are not blank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_pictures_of_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_rounds_of_time(tmp_path: Path) -> None:
-    """Steps of unequal replicas lie between the same rounds."""
+    """Steps of replicas with different speeds lie between the same rounds."""
     state = RunState(made_up_spec(**TIMED))
     for report in timed_reports():
         state.apply(report)

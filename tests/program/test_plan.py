@@ -1,4 +1,4 @@
-"""`plan`: what it writes reaches the target and runs, says why, and refuses in one line what cannot be."""
+"""`plan`: the written plan reaches the target and runs, its choices have reasons, and errors are one line."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _invoke(*arguments: object) -> tuple[int, str, str]:
 
 
 def _plan(path: Path, target: float, *more: str) -> dict[str, Any]:
-    """What `--json` says of a plan that is written beside the YAML."""
+    """Return the `--json` output of a plan that is written beside the YAML."""
     found = path.with_suffix(".json")
     options = ("--target-utilization", target, "--json", found, "--write", path.with_suffix(".plan.yaml"))
     code, _, errors = _invoke("plan", path, *options, *more)
@@ -119,7 +119,7 @@ def test_a_plan_is_accepted_and_reaches_its_target(tmp_path: Path, corpus: Path)
     assert weak == 1
     assert content["config"]["replicas"][1]["stages"][1]["hardware"] == "weak"
     assert content["config"]["replicas"][0]["batch_size"] == 4
-    # The deciding hop, the choice, and what the next less lossy one would leave.
+    # The reason names the deciding hop, the choice, and the utilization with the next less lossy boundary.
     [why] = [choice["why"] for choice in content["choices"] if choice["chosen"].startswith("rank")]
     assert why.startswith("home.1-2 (1 Mbit/s) decides; rank ")
     assert "would reduce utilization to" in why
@@ -143,7 +143,7 @@ def test_better_links_never_lose_more(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_the_next_less_lossy_boundary_would_miss_the_target(tmp_path: Path, corpus: Path) -> None:
-    """As `simulate` says, with the plan otherwise as it is."""
+    """`simulate` confirms it for the plan with only that boundary changed."""
     path = _yaml(tmp_path, corpus, REPLICAS)
     content = _plan(path, 0.8)
     [why] = [choice["why"] for choice in content["choices"] if choice["chosen"].startswith("rank")]
@@ -172,7 +172,7 @@ def test_a_slow_uplink_asks_for_more_steps(tmp_path: Path, corpus: Path) -> None
 
 
 def test_rounds_of_time_stay_so(tmp_path: Path, corpus: Path) -> None:
-    """Every group's links get what they need, though the datacenter alone does most of what is possible."""
+    """Every group gets the boundary that it needs, although the datacenter alone reaches most of the utilization."""
     path = _yaml(tmp_path, corpus, REPLICAS)
     seconds = ("--set", "inner={seconds: 2 s}")
     content = _plan(path, 0.8, *seconds)
@@ -209,7 +209,7 @@ def test_a_target_out_of_reach_is_one_line_and_no_file(tmp_path: Path, corpus: P
     slow = ("--set", "links.slow={latency: 3 s}")
     code, out, errors = _invoke("plan", path, "--target-utilization", "99 %", "--write", written, *slow)
     assert code == 2
-    assert "rank" in out  # the best that was found is explained all the same
+    assert "rank" in out  # the best plan found is explained nevertheless
     assert "a utilization of 99.0% cannot be reached: the best plan reaches" in errors
     assert "limited by home.1-2 (unlimited, 3 s)" in errors
     assert len(errors.strip().splitlines()) == 1
@@ -217,13 +217,16 @@ def test_a_target_out_of_reach_is_one_line_and_no_file(tmp_path: Path, corpus: P
 
 
 def test_loose_participants_are_grouped_and_trained(tmp_path: Path, corpus: Path) -> None:
-    """Offices together, neighbours together; who would hold all others up stays out. The plan is launched."""
+    """Offices and neighbours form groups.
+
+    A participant that would delay all others is left out. The plan can be launched.
+    """
     path = _yaml(tmp_path, corpus, LOOSE)
     content = _plan(path, 0.1)
     assert {frozenset(group) for group in content["groups"].values()} == {frozenset("ac"), frozenset("bd")}
     assert content["left_out"] == ["e"]
     written = path.with_suffix(".plan.yaml")
-    quick = ("--set", "links.slow={bandwidth: 100 Mbit/s}")  # as links are held to what the YAML says
+    quick = ("--set", "links.slow={bandwidth: 100 Mbit/s}")  # links are throttled to the YAML's values
     code, _, errors = _invoke("launch", written, "--in-process", "--runs", tmp_path / "runs", *quick)
     assert code == 0, errors
     summary = json.loads((tmp_path / "runs" / "t" / "summary.json").read_text())
@@ -240,7 +243,7 @@ def test_other_commands_ask_for_a_plan_first(tmp_path: Path, corpus: Path, comma
 
 
 def test_what_joins_two_participants(tmp_path: Path, corpus: Path) -> None:
-    """The entry that names most of them, seen from either side; else one uplink after the other."""
+    """The most specific entry holds, seen from either side. Otherwise the two uplinks are combined."""
     config = ConfigFile(_yaml(tmp_path, corpus, LOOSE)).config
     a, b, c, d, _ = config.plan.participants
     assert link_between(config, a, c).shape("backward").bandwidth == 1e9
@@ -285,7 +288,7 @@ def test_the_yaml_itself_is_never_overwritten(tmp_path: Path, corpus: Path) -> N
 
 
 def test_machines_keep_their_lines(tmp_path: Path, corpus: Path) -> None:
-    """A split names every stage, with the line that all had, and it is the line of a middle stage that decides."""
+    """The plan keeps the line for every stage, and a middle stage's line decides."""
     path, plan = _yaml(tmp_path, corpus, LINED + OF_A_GROUP), tmp_path / "plan.yaml"
     result = CliRunner().invoke(app, ["plan", str(path), "--target-utilization", "0.2", "--write", str(plan)])
     assert result.exit_code == 0, result.output
@@ -303,7 +306,7 @@ def test_participants_at_a_site_share_its_line(tmp_path: Path, corpus: Path) -> 
     assert (site.line, len(site.members)) == ("fibre", 2)
     lines = {member: line.kind for line in RunSpec(config, 256).lines.values() for member in line.members}
     assert sorted(lines.values()) == ["dsl", "fibre", "fibre", "fibre"]
-    assert len({member.partition(".")[0] for member in site.members}) == 1  # who needs no line to the other
+    assert len({member.partition(".")[0] for member in site.members}) == 1  # which need no line to each other
     assert all(replica.link is None for replica in config.replicas)  # type: ignore[union-attr]
     told = CliRunner().invoke(app, ["plan", str(path), "--set", "plan.participants.1.line=dsl"])
     assert told.exit_code == 2
@@ -311,7 +314,7 @@ def test_participants_at_a_site_share_its_line(tmp_path: Path, corpus: Path) -> 
 
 
 def _choices(groups: int, kinds: int) -> list[Choice]:
-    """Choices for unequal groups, and one for the outer round. Groups of each kind differ only in numbers."""
+    """Return choices for unequal groups, and one for the outer round. Groups of one kind differ only in numbers."""
     found = [Choice("outer round", "H = 15", "home-3.1-exchange (20 Mbit/s up) decides")]
     for one in range(groups):
         name, more = f"home-{one}", "; more" * (one * kinds // groups)

@@ -1,4 +1,4 @@
-"""The parts of `plan` against brute force and against the tables that they quote."""
+"""The parts of `plan`, compared with brute force and with the tables that they quote."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "micro"
 
 @pytest.mark.parametrize(("steps", "rounds"), [(10, 12), (20, 6), (50, 3), (7, 18), (200, 1)])
 def test_another_h_trains_as_many_steps(steps: int, rounds: int) -> None:
-    """12 rounds of 10 steps; what is left of a round is a round."""
+    """The run has 12 rounds of 10 steps. A remainder becomes one more round."""
     replica = {"name": "dc", "kind": "datacenter", "batch_size": 2}
     config = RunConfig.model_validate(
         {"name": "t", "inner": {"steps": 10}, "outer": {"rounds": 12}, "replicas": [replica]}
@@ -57,7 +57,7 @@ def _slowest(costs: np.ndarray, split: tuple[int, ...]) -> float:
 
 
 def _random_costs(random: np.random.Generator, stages: int, layers: int) -> np.ndarray:
-    """More layers take longer; from some number on they do not fit."""
+    """Return random costs that grow with the number of layers, and are infinite beyond a stage's memory."""
     costs = np.cumsum(random.uniform(0.1, 2, (stages, layers + 1)), axis=1)
     costs[:, 0] = np.inf
     for stage in range(stages):
@@ -109,7 +109,7 @@ simulate: {hardware: {small: {flops: 1 TFLOP/s, memory: 6 GB, memory_bandwidth: 
 
 
 def _no_schedules(path: Path, *overrides: str) -> str:
-    """What is said of a group that cannot hold the model; nothing if it can."""
+    """Return the error of a group that cannot hold the model, or an empty text."""
     file = ConfigFile(path, overrides)
     try:
         schedules_of(file.config, None, 1)
@@ -155,14 +155,14 @@ def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> N
 
 
 def test_a_replica_that_cannot_run_as_it_is_is_named_by_its_own_place(tmp_path: Path) -> None:
-    """A datacenter replica is planned in a run of its own, where it is the first."""
+    """A datacenter replica is planned in its own run, where it is the first one."""
     path = tmp_path / "t.yaml"
     path.write_text(SMALL_MACHINES.replace("participants, count: 2, stages: 2", "datacenter"))
     assert _no_schedules(path).startswith(f"{path}:7: replicas[1]: home needs ")
 
 
 def _random_pool(seed: int, count: int, stages: int) -> Pool:
-    """Machines of three speeds, some with little memory, links of all kinds."""
+    """Return machines of three speeds, some with little memory, and links of all kinds."""
     random = np.random.default_rng(seed)
     layers = stages + 2
     speeds = random.choice([1.0, 2.0, 5.0], count)
@@ -194,7 +194,11 @@ def _packings(sets: list[frozenset[int]], used: frozenset[int], start: int) -> I
 
 
 def _brute_force(pool: Pool) -> tuple[int, float, float, float]:
-    """Groups, seconds of the slowest that were possible, link of the worst, sum of logarithms: in this order."""
+    """Return the best grouping's values, in order of priority.
+
+    They are the number of groups, the slowest group's best possible seconds, the worst link, and the sum of the links'
+    logarithms.
+    """
     paths = list(itertools.permutations(range(pool.count), pool.stages))
     seconds = {path: _path_seconds(pool, path) for path in paths}
     fastest: dict[frozenset[int], float] = {}
@@ -240,7 +244,7 @@ def test_groups_are_as_good_as_the_best_of_all(count: int, stages: int, seed: in
 
 
 def test_some_dozens_of_participants() -> None:
-    """Eight offices of five, far apart: nobody joins a group of another office, and the slow machine stays out."""
+    """Eight distant offices of five: each group lies within one office, and the slow machine is left out."""
     seconds = np.full((40, 5, 11), np.inf)
     seconds[:, :, 1:] = np.arange(1, 11.0)
     office = np.arange(40) // 5
@@ -254,7 +258,7 @@ def test_some_dozens_of_participants() -> None:
 
 
 def test_the_tables_are_those_that_were_measured() -> None:
-    """With the embedding free, as it is where nothing is said."""
+    """The embedding is uncompressed, which is the default."""
     table = json.loads((RESULTS / "het-pp" / "table2.json").read_text())["rows"]
     bits = json.loads((RESULTS / "beyond" / "rank_for_bits.json").read_text())["rows"]
     for row in [*table, *bits]:
@@ -270,7 +274,10 @@ def test_the_tables_are_those_that_were_measured() -> None:
 
 
 def test_penalties_are_the_paper_s_and_grow() -> None:
-    """At the entries of Het-PP Table 2 its own percentages; between them monotone; less where fewer compress."""
+    """Penalties equal Het-PP Table 2 at its entries.
+
+    They are monotone in between, and lower if fewer stages compress.
+    """
     said = {1 / 8: (4.0, 3.3), 1 / 24: (5.9, 5.5), 1 / 96: (8.4, 7.7), 1 / 768: (12.5, 9.9)}
     for rank, (all_of_them, half) in said.items():
         assert 100 * penalty_of(rank, 1.0).paper == pytest.approx(all_of_them, abs=0.06)

@@ -1,4 +1,4 @@
-"""How far a long reading is: a bar on a terminal, a few lines elsewhere. On a made-up clock."""
+"""Progress of a long reading: a bar on a terminal, a few lines elsewhere. The clock is simulated."""
 
 from __future__ import annotations
 

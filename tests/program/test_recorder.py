@@ -1,4 +1,4 @@
-"""What a recorder leaves in the run's folder."""
+"""Files that a recorder writes to the run's folder."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     recorder.on_report(inner_step(START, "dc", "dc", 1, 0, loss=1.0))
     assert lines(tmp_path)[0]["loss"] == 1.0
     recorder.close()
-    recorder.on_report(inner_step(START, "dc", "dc", 1, 1, loss=1.0))  # comes too late
+    recorder.on_report(inner_step(START, "dc", "dc", 1, 1, loss=1.0))  # it arrives too late
     assert len(lines(tmp_path)) == 1
 
 
@@ -196,7 +196,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 
 def _hostile_reports() -> list[Report]:
-    """What members could once report, and what an earlier version may have recorded."""
+    """Return out-of-range reports, which members could once send and earlier versions may have recorded."""
     last = 2**32 - 1
     uses = [link_use(START, "home.0-1", "forward", round_, 2**63) for round_ in range(3, 3000)]
     times = [inner_step(time, "dc", "dc", 1, 0, loss=1.0) for time in (-math.inf, math.inf, math.nan)]
@@ -217,7 +217,7 @@ def _hostile_reports() -> list[Report]:
 
 
 def test_a_record_outlives_reports_that_are_out_of_range(tmp_path: Path) -> None:
-    """They are left out of the summary, whose numbers are those without them; nothing is kept of them in memory."""
+    """The summary leaves them out and equals the one without them. Memory keeps nothing of them."""
     honest = made_up_reports()
     state = record(tmp_path / "hostile", [*_hostile_reports(), *honest, *_hostile_reports()])
     record(tmp_path / "honest", honest)

@@ -1,4 +1,4 @@
-"""Where the nodes of a replica meet: on one address only, in any order, and no more of them than there should be."""
+"""The rendezvous of a replica's nodes: on one address only, in any order, and with no more nodes than expected."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ranks_listen_where_the_rendezvous_is_reached() -> None:
 
 
 class Machine:
-    """A machine that knows some hosts by name, and has some addresses."""
+    """A machine that resolves some host names and has some addresses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, names: dict[str, str], *own: str) -> None:
         self._names = names
@@ -97,7 +97,7 @@ class Machine:
 
 
 def test_a_name_that_is_loopback_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Debian writes it into /etc/hosts; other names and all numbers stay what they are."""
+    """Debian writes such names into /etc/hosts. Other names and all numeric addresses are unchanged."""
     names = {"nodea": "127.0.1.1", "nodeb": "10.9.0.2", "localhost": "127.0.0.1"}
     Machine(monkeypatch, names, "127.0.0.1", "10.9.0.1", "169.254.3.4")
     assert meeting_place("nodea:5") == "10.9.0.1:5"

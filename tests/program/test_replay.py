@@ -1,4 +1,4 @@
-"""`hetero-pp replay`: the parameters of a run from its log alone, and everything in it that is not as it should be."""
+"""`hetero-pp replay`: it rebuilds a run's parameters from the log alone and names everything in it that is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _invoke(*arguments: object) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four rounds, with snapshots after 0, 2 and 4."""
+    """Return the folder of a run of four rounds, with snapshots after 0, 2 and 4."""
     runs = tmp_path_factory.mktemp("runs")
     sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "outer.momentum=0.5", "snapshots.every=2"]
     given = [part for one in sets for part in ("--set", one)]
@@ -43,13 +43,13 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """Return a copy that a test may damage."""
     shutil.copytree(finished, tmp_path / "mixed")
     return tmp_path / "mixed"
 
 
 def _found(run: Path) -> tuple[int, list[dict[str, Any]], str]:
-    """Exit code, what was found of each round, and what was complained of."""
+    """Return the exit code, the result of each round, and stderr."""
     (run / "found.json").unlink(missing_ok=True)
     code, _, errors = _invoke("replay", run, "--json", run / "found.json")
     return code, json.loads((run / "found.json").read_text())["rounds"], errors
@@ -95,7 +95,7 @@ def _flip(path: Path, share: float = 0.5) -> None:
 
 
 def _other_weight(path: Path) -> None:
-    """A record that was written anew, with a digest that fits."""
+    """Rewrite a record with another weight and a digest that fits."""
     log = ContributionLog(FolderStore(path.parents[1]))
     record = log.read_record(3)
     record.contributions[0].weight = 3.0
@@ -173,7 +173,7 @@ def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
     assert (code, "found no snapshot" in errors) == (2, True)
 
 
-# ---- a folder that somebody else has sent ----
+# ---- a folder from an untrusted sender ----
 
 NONSENSE = [
     {"time": math.nan, "member": "dc", "event": "inner_step", "replica": "dc", "round": 1, "loss": math.inf},
@@ -188,7 +188,7 @@ COMMANDS = ("replay", "volume", "compare", "status", "export")
 
 
 def _all(run: Path, other: Path) -> dict[str, tuple[int, str]]:
-    """Exit code and complaint of each command that reads a run's folder; none shows a traceback or an escape."""
+    """Return exit code and error of each command that reads a run's folder. None shows a traceback or an escape."""
     more = {"compare": [other, "--chart", run / "chart.png"], "export": ["--to", run.parent / "exported"]}
     found = {}
     for command in COMMANDS:

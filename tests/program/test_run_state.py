@@ -1,4 +1,4 @@
-"""What a run's state and summary say of made-up reports. The other tests of this folder use the same run."""
+"""A run's state and its summary, from made-up reports. Other tests of this folder use the same reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ROUND_SECONDS = 10.0
 
 
 def made_up_spec(**changes: Any) -> RunSpec:
-    """One datacenter, and a group of two stages with a link of 8 Mbit/s forward and 4 Mbit/s backward."""
+    """Return a run of one datacenter and a group of two stages.
+
+    The group's link has 8 Mbit/s forward and 4 Mbit/s backward.
+    """
     settings = {
         "name": "made-up",
         "inner": {"steps": STEPS},
@@ -53,7 +56,7 @@ def evaluation(time: float, replica: str, round_: int, loss: float) -> Report:
 
 
 def link_use(time: float, link: str, direction: str, round_: int, payload: int, busy: float = 0.0) -> Report:
-    """Wire bytes are the payload and ten more."""
+    """Return a report of a link's use. It has ten wire bytes more than payload bytes."""
     report = Report(time=time, member="whoever")
     use = report.link_use
     use.link, use.direction, use.round, use.busy_seconds = link, direction, round_, busy
@@ -62,7 +65,7 @@ def link_use(time: float, link: str, direction: str, round_: int, payload: int, 
 
 
 def round_closed(time: float, round_: int) -> Report:
-    """Each replica's contribution is 500 values in 1000 bytes, in two blobs."""
+    """Return a record in which each replica contributes 500 values in 1000 bytes, in two blobs."""
     blobs = [BlobEntry(block=block, size=500, kept_values=250) for block in ("layers.0", "norm")]
     entries = [ContributionEntry(replica=name, weight=1, digest=b"\x01\x02", blobs=blobs) for name in ("dc", "home")]
     return Report(time=time, member="exchange", round_closed=RoundRecord(round=round_, contributions=entries))
@@ -108,7 +111,7 @@ def finished(time: float, member: str) -> Report:
 
 
 def made_up_round(round_: int) -> Iterator[Report]:
-    """Ten seconds; the losses fall by one a round."""
+    """Yield the reports of a round of ten seconds. Losses fall by one per round."""
     start, loss = START + (round_ - 1) * ROUND_SECONDS, 6.0 - round_
     for step in range(STEPS):
         time = start + step
@@ -127,7 +130,7 @@ def made_up_round(round_: int) -> Iterator[Report]:
 
 
 def made_up_reports() -> list[Report]:
-    """A whole run of twenty seconds, and two for its start."""
+    """Return the reports of a run of twenty seconds, after two seconds for its start."""
     reports = [joined(START - 2, member) for member in ("dc", "home.0", "home.1")]
     reports += [evaluation(START - 1, "dc", 0, 6.0), evaluation(START - 1, "home", 0, 6.2)]
     reports.append(link_use(START - 1, "dc-exchange", "backward", 0, 50_000))
@@ -168,7 +171,7 @@ def test_a_part_told_twice_counts_once() -> None:
 
 @pytest.mark.parametrize("inner_steps", [3, None])
 def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -> None:
-    """What is shown is the same; and what a run keeps a step does not grow but by that."""
+    """The display is unchanged, and per step only the losses are kept."""
     rounds, kept = 30, ReplicaState("dc", "datacenter", inner_steps)
     whole = ReplicaState("dc", "datacenter", inner_steps)
     for round_ in range(1, rounds + 1):
@@ -185,23 +188,23 @@ def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -
         assert (kept.steps(round_), kept.round_loss(round_)) == (whole.steps(round_), whole.round_loss(round_))
     assert (kept.last_round, kept.steps_done, kept.tokens) == (whole.last_round, 3 * rounds, 30 * rounds)
     assert kept.index(rounds, 2) == whole.index(rounds, 2) == 3 * rounds - 1
-    kept.apply(START, inner_step(START, "dc", "dc", 1, 0, loss=9.0, tokens=10).inner_step)  # told again
+    kept.apply(START, inner_step(START, "dc", "dc", 1, 0, loss=9.0, tokens=10).inner_step)  # reported again
     assert (kept.tokens, kept.round_loss(1), kept.steps_done) == (30 * rounds, whole.round_loss(1), 3 * rounds)
     assert kept.trained == whole.trained
 
 
 def test_of_rounds_long_over_a_link_keeps_a_number() -> None:
-    """What is shown of a link and of a line is the same."""
+    """The display of a link and of a line is unchanged."""
     rounds, kept, whole = 30, DirectionState(1e6), DirectionState(1e6)
     for round_ in range(rounds + 1):
         if round_ == 7:
-            continue  # nothing was told of it
+            continue  # no report names this round
         for direction in (kept, whole):
             use = LinkUse(round=round_, wire_bytes=100 + round_, payload_bytes=90 + round_, busy_seconds=0.5)
             direction.apply(START + round_, use, START)
         kept.settle(round_)
     assert sorted(kept.rounds) == [0, *range(rounds - STILL_TOLD + 1, rounds + 1)]
-    kept.apply(START + 99, LinkUse(round=3, wire_bytes=10**9), START)  # told again
+    kept.apply(START + 99, LinkUse(round=3, wire_bytes=10**9), START)  # reported again
     line = LineSpec("dc", "fibre", ("dc",), up=1e6, down=1e6, latency=0.0, jitter=0.0)
     for direction in (kept, whole):
         assert direction.wire_bytes == sum(100 + round_ for round_ in range(rounds + 1) if round_ != 7)
@@ -220,7 +223,10 @@ def test_a_late_report_does_not_take_the_latest_loss_back() -> None:
 
 
 def timed_reports() -> Iterator[Report]:
-    """Of a run whose rounds are 8 s: the datacenter takes 3 and 5 steps, the group 1 and 2."""
+    """Yield reports of rounds that last 8 s.
+
+    The datacenter takes 3 and 5 steps, the group takes 1 and 2.
+    """
     for round_, (fast, slow) in enumerate(((3, 1), (5, 2)), start=1):
         start = START + (round_ - 1) * ROUND_SECONDS
         for step in range(fast):
@@ -249,7 +255,7 @@ def test_steps_of_rounds_that_are_time_are_numbered_on() -> None:
 
 
 def test_steps_of_a_try_that_was_given_up_are_left_out() -> None:
-    """A group that had to begin anew took fewer than before."""
+    """A group that started the round again took fewer steps than before."""
     state = RunState(made_up_spec(**TIMED))
     for report in timed_reports():
         if not report.HasField("round_closed"):
@@ -313,10 +319,13 @@ def test_time_left_is_known_after_the_first_round() -> None:
 
 
 def test_pauses_count_in_no_time(whole: RunState) -> None:
-    """Ended after the first round, gone on with a thousand seconds later; once more, before it had done anything."""
+    """The run stopped after round 1, and continued 1000 seconds later.
+
+    In between, it was resumed once and did nothing.
+    """
     reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
     tries = [joined(START + 1000, "dc"), begun(START + 1001, 1), joined(START + 1500, "dc"), begun(START + 1501, 1)]
-    again = evaluation(START + 1505, "dc", 1, 4.5)  # and from then on it trains
+    again = evaluation(START + 1505, "dc", 1, 4.5)  # training begins here
     later = [*made_up_round(2), *(finished(START + 20, member) for member in ("dc", "home.0", "home.1"))]
     for report in later:
         report.time += 1505 - ROUND_SECONDS
@@ -338,7 +347,7 @@ def test_until_it_trains_again_a_run_that_goes_on_pauses() -> None:
 
 
 def test_members_that_never_stopped_end_the_pause_with_their_next_step() -> None:
-    """Another exchange takes over; nobody evaluates again what it goes on from."""
+    """Another exchange takes over, and no member evaluates the current parameters again."""
     reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
     state = state_of([*reports, begun(START + 1001, 1), inner_step(START + 1002, "dc", "dc", 2, 1, loss=1.0)])
     state.apply(round_closed(START + 1005, 2))
@@ -389,7 +398,7 @@ def test_summary_of_links(whole: RunState) -> None:
 
 
 def test_summary_of_links_in_a_long_run() -> None:
-    """Rounds that are long over, too, have what was sent in them."""
+    """Rounds whose details were dropped still have their bytes."""
     rounds = 3 * STILL_TOLD
     reports = [link_use(START, "home.0-1", "forward", 0, 77)]
     for round_ in range(1, rounds + 1):
@@ -473,7 +482,7 @@ def test_format_share(share: float | None, text: str) -> None:
 
 
 def test_summary_of_lines() -> None:
-    """A line counts all links that pass it: by `up` what its members send, by `down` what they receive."""
+    """A line counts all links over it: `up` is what its members send, `down` is what they receive."""
     spec = made_up_spec(
         lines={"dsl": {"up": "1 kbit/s", "down": "4 kbit/s"}},
         sites={"house": {"line": "dsl", "members": ["dc", "home.1"]}},

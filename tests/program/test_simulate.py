@@ -1,4 +1,4 @@
-"""`simulate` and `--sweep`: closed forms, what the files hold, and one line for every mistake."""
+"""`simulate` and `--sweep`: closed forms, the contents of written files, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _invoke(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_without_links_a_round_is_arithmetic(yaml: Path) -> None:
-    """Inner loop, contribution, application, evaluation; the group's stages run 1F1B with its bubble."""
+    """A round is inner loop, contribution, application and evaluation. The group's stages run 1F1B with its bubble."""
     free = ("links.home.bandwidth=1000 Tbit/s", "links.home.latency=0 s")
     found = _predict(yaml, *free)
     dc, home = found.replicas
     assert dc.step_seconds == pytest.approx(2 * 3 + 0.5)
-    # 8 micro-batches of 3 s on the first stage, the bubble of 3 more stages, and a chain of 4 updates: a stage makes
-    # its own when the next step's first activation arrives.
+    # 8 micro-batches of 3 s on the first stage, and the bubble of 3 more stages. Then a chain of 4 updates: each stage
+    # makes its update when the next step's first activation arrives.
     step = 3 * (8 + 3) + 4 * 0.5
     assert home.step_seconds == pytest.approx(step)
     assert home.inner_seconds == pytest.approx(5 * step)
@@ -108,7 +108,7 @@ def test_more_rank_never_helps(yaml: Path) -> None:
 
 
 def test_a_shared_exchange_delays_all(yaml: Path) -> None:
-    """At least its bytes over its bandwidth, in and out."""
+    """The delay is at least the exchange's received bytes over its bandwidth. The sent bytes come on top."""
     found = _predict(yaml, "simulate.exchange_bandwidth=10 kbit/s")
     received = sum(stage.received_bytes for replica in found.replicas for stage in replica.stages)
     assert found.outer_seconds > received * 8 / 10e3 > 3 * _predict(yaml).outer_seconds
@@ -120,7 +120,7 @@ def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
     home = found.replicas[1]
     assert (home.count, found.members) == (400, 1601)
     assert 5 <= home.lost <= 35  # 4 members of each leave with 1 %: 15.8 expected
-    trained = 5 * 8 * 32 * (1 + 400 - home.lost)  # steps x sequences x positions, of those that stayed
+    trained = 5 * 8 * 32 * (1 + 400 - home.lost)  # steps x sequences x positions, of the groups that stayed
     assert found.tokens_per_second == pytest.approx(trained / found.round_seconds)
     again, other = _predict(yaml, fleet), _predict(yaml, fleet, "simulate.seed=1")
     assert again == found
@@ -133,7 +133,7 @@ def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
     [((), 16), (("replicas.0.accelerators=4",), 4), (("replicas.0.ranks=1", "replicas.0.nodes=1"), 1)],
 )
 def test_every_rank_is_an_accelerator(tmp_path: Path, said: tuple[str, ...], accelerators: int) -> None:
-    """On all nodes, unless the YAML says how many there are; by hand from the catalog."""
+    """The count includes all nodes, unless the YAML sets it. Expected seconds are computed by hand from the catalog."""
     path = tmp_path / "t.yaml"
     path.write_text(
         "name: t\nmodel: {preset: 1b, vocabulary: 32000}\ndata: {sequence_length: 2048}\nouter: {rounds: 2}\n"
@@ -159,7 +159,7 @@ CORE = "so one CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): set `h
 
 
 def test_what_is_assumed_is_told(tmp_path: Path) -> None:
-    """Of members whose hardware nobody names; not of those that were measured."""
+    """The note names members without hardware, but not members with measured costs."""
     path = tmp_path / "t.yaml"
     path.write_text(YAML + f"    dc: {COST}\n")
     code, out, _ = _invoke(str(path))
@@ -194,7 +194,7 @@ def test_what_is_printed_is_as_people_write_it(tmp_path: Path) -> None:
 
 
 def test_flops_are_six_a_parameter_and_token() -> None:
-    """Forward is a third of that; attention comes on top, the embedding costs nothing."""
+    """The forward pass is a third of that. Attention comes on top, and the embedding costs nothing."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
     whole = Part(shape.layers, True, True, 0)
     matrices = 512_398_848 - 32000 * 1536 - 25 * 1536
@@ -225,7 +225,10 @@ CHECKPOINTING = "replicas.0.torchtitan.activation_checkpointing"
 
 
 def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -> None:
-    """By torchtitan's meaning: a layer's input; with it the attention, and every second matrix product."""
+    """Activation checkpointing means what it means in torchtitan.
+
+    With `full`, only a layer's input is kept. `selective` also keeps attention and every second matrix product.
+    """
     path = tmp_path / "t.yaml"
     path.write_text(TITAN)
     kept, backward = {}, {}
@@ -236,12 +239,12 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
         fleet = next(fleets_of(spec, np.random.default_rng(0)))
         backward[chosen] = float(fleet.groups.backward[0, 0] / fleet.groups.forward[0, 0])
     width, feed_forward, layers = 2048, 8192, 16
-    head = 2 * 4 * 32000  # values of fp32, in bf16: more than a layer's that are computed again
+    head = 2 * 4 * 32000  # fp32 values, in units of bf16: more than a layer's recomputed ones
     assert kept["none"] == layers * (10 * width + 4 * feed_forward) + head
     assert kept["selective"] == layers * (5 * width + feed_forward) + head
     assert kept["full"] == layers * width + head
     assert backward["none"] == 2
-    assert 2 < backward["selective"] < backward["full"] < 3  # the head is not computed again
+    assert 2 < backward["selective"] < backward["full"] < 3  # the head is not recomputed
 
 
 @pytest.mark.parametrize(
@@ -331,8 +334,11 @@ def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, 
 
 @pytest.mark.parametrize("anchors", [None, 4, "full"])
 def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, corpus: Path, tmp_path: Path) -> None:
-    """Of a group that has taken its first steps: T_perp everywhere, the followed embedding and anchors after the first
-    stage, with what trains them."""
+    """The members have taken their first steps.
+
+    T_perp is in every stage. The followed embedding and the anchors are in all stages but the first, with gradients and
+    optimizer moments.
+    """
     spec = group_spec(str(corpus), {} if anchors is None else {"anchors": {"rank": anchors}})
     pairs = [in_process_pair(link, seed=1) for link in links_of(spec)]
     ends = zip([None, *(below for _, below in pairs)], [*(above for above, _ in pairs), None], strict=True)
@@ -345,14 +351,14 @@ def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, cor
         assert held.get("followed embedding", 0) == (outer.theta[EMBEDDING].nbytes if own.follows_embedding else 0)
         learned = [] if stage.anchors is None else list(stage.anchors.parameters.values())
         moments = [] if stage.anchors is None else list(stage.anchors.optimizer.optimizers[0].state.values())
-        kept = sum(2 * tensor.nbytes for tensor in learned)  # and its gradient, while a step is under way
+        kept = sum(2 * tensor.nbytes for tensor in learned)  # with its gradient during a step
         kept += sum(value.nbytes for one in moments for value in one.values() if value.ndim)
         assert held.get("anchors", 0) == kept
         assert (kept > 0) == (anchors is not None and own.follows_embedding)
 
 
 def test_anchors_cost_a_product_a_token() -> None:
-    """Rank times width; as wide as the model they cost none."""
+    """Anchors cost rank times width per token. Anchors as wide as the model cost nothing."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
     flops = {}
     for rank in (None, 16, "full"):
@@ -475,7 +481,7 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
     ],
 )
 def test_a_change_of_nothing_is_refused(yaml: Path, option: str, change: str, words: str) -> None:
-    """An unknown key, and an entry that nothing names."""
+    """The change names an unknown key, or an entry that nothing uses."""
     swept = ["--sweep", "inner.steps=1,2"] if "curves" in change else []
     code, _, errors = _invoke(str(yaml), option, change, *swept)
     assert code == 2
@@ -518,7 +524,7 @@ SAME = "changes no predicted number: its 2 values give the same."
 
 
 def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
-    """Not if it changes something at one curve only; published numbers beside it are no prediction."""
+    """A sweep that changes one curve only is not reported. Published numbers beside it are no predictions."""
     idle, busy = ("outer.learning_rate=0.5,1", "inner.steps=1,2")
     assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle)
     published = "simulate.published=[{what: days, value: 3, where: there, when: {outer.learning_rate: 1.0}}]"
@@ -555,7 +561,7 @@ def test_a_calibration_is_measured_and_used(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", str(path), "--write", str(out)])
     assert result.exit_code == 0, result.stderr
     assert "GFLOP/s reached" in result.stdout
-    assert max(len(line) for line in result.stdout.splitlines() if str(out) not in line) <= 80  # paths are not folded
+    assert max(len(line) for line in result.stdout.splitlines() if str(out) not in line) <= 80  # paths are not wrapped
     measured = load_calibration(out)["measured"]
     assert isinstance(measured, dict)
     assert list(measured) == ["dc", "home.0", "home.1", "home.2", "home.3"]

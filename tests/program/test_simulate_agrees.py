@@ -1,4 +1,4 @@
-"""What `simulate` predicts a launched run to carry, and what that run's links counted: every link, both directions."""
+"""Bytes of each link and direction of a launched run, as `simulate` predicts them and as the run measured them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ replicas:
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, dict[str, Any], dict[str, Any]]:
-    """The spec, what `simulate --json` wrote of its links, and what `summary.json` holds of them, by name."""
+    """Return the spec, and the links of `simulate --json` and of `summary.json` by name."""
     folder = tmp_path_factory.mktemp("agrees")
     yaml = folder / "small.yaml"
     yaml.write_text(YAML.replace("CORPUS", str(corpus)))
@@ -59,7 +59,7 @@ def _program(*arguments: str) -> None:
 
 
 def test_every_link_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any], dict[str, Any]]) -> None:
-    """A run has an evaluation more than rounds, before the first one, and fetches the first snapshot."""
+    """A run has one evaluation more than rounds, before the first round, and fetches the first snapshot."""
     spec, predicted, measured = run
     assert predicted.keys() == measured.keys() and len(measured) == 3 + 6
     before: dict[tuple[str, str], float] = {}
@@ -72,12 +72,12 @@ def test_every_link_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any
     for name, link in measured.items():
         for direction in ("forward", "backward"):
             expected = before.get((name, direction), 0.0) + ROUNDS * predicted[name][f"{direction}_bytes"]
-            tolerance = 0.1 if name.endswith("exchange") else 0.01  # a blob is as long as what it holds makes it
+            tolerance = 0.1 if name.endswith("exchange") else 0.01  # the size of a blob depends on its values
             assert link["wire_bytes"][direction] == pytest.approx(expected, rel=tolerance), (name, direction)
 
 
 def test_the_exchange_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any], dict[str, Any]]) -> None:
-    """In a round and at the start; a blob is as long as what it holds makes it."""
+    """The load is compared per round and at the start. The size of a blob depends on its values."""
     spec, _, measured = run
     load = exchange_load(spec)
     links = [link for name, link in measured.items() if name.endswith("-exchange")]

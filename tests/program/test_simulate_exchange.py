@@ -1,4 +1,4 @@
-"""How contributions are exchanged: bytes and times against closed forms, the real encoder and a brute-force link."""
+"""Collectives for contributions: bytes and times, compared with closed forms, the real encoder and a brute-force link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPLICAS, CONTRIBUTE, APPLY = 5, 3.0, 4.0
 UP, DOWN = 1e6, 5e6
 COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
 AT_ONCE = COST.replace("0.5 s", "0 s")
-"""Without updates, which one stage makes after the other, all stages are done at once."""
+"""Costs without updates. Stages update one after another, so without updates all stages finish at once."""
 
 MODEL = """\
 name: t
@@ -81,7 +81,7 @@ def _whole(folder: Path, *overrides: str) -> tuple[RunSpec, Prediction]:
 
 
 def _contribution(spec: RunSpec, density: float | None = None, value_bits: int | None = None) -> dict[str, int]:
-    """Bytes by block of what the real encoder writes of random pseudo-gradients."""
+    """Return the bytes by block that the real encoder writes for random pseudo-gradients."""
     compression = spec.config.outer.compression
     changed = {"density": density or compression.density, "value_bits": value_bits or compression.value_bits}
     compression = compression.model_copy(update=changed)
@@ -121,7 +121,7 @@ def test_bytes_of_a_replica_are_multiples_of_a_contribution(
 
 
 def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
-    """Of replicas that kept different positions: as many values as all of them, in fp32."""
+    """The replicas kept different positions, so the aggregate has the values of all, in fp32."""
     spec = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server")
     assert aggregate_bytes(spec) == pytest.approx(_contribution(spec, REPLICAS / 32, 32), rel=0.1)
     received = predict(spec).replicas[0].received_bytes
@@ -133,7 +133,7 @@ def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
 
 
 def test_in_a_sparse_ring_sums_grow_on_their_way(tmp_path: Path) -> None:
-    """A fifth of sums of 1, 2, 3 and 4 contributions, and four times a fifth of that of all, as the encoder writes."""
+    """Each sends fifths of the sums of 1, 2, 3 and 4 contributions, then four fifths of the sum of all five."""
     spec, found = _whole(tmp_path, "simulate.exchange=sparse_ring")
     sums = [sum(_contribution(spec, count / 32, 32).values()) for count in range(1, REPLICAS + 1)]
     [replica] = found.replicas
@@ -192,7 +192,7 @@ def test_a_shared_link_is_done_as_a_queue_is(jobs: list[tuple[int, int]]) -> Non
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(max_examples=50)
 def test_fair_ends_are_those_of_small_turns(sizes: list[int]) -> None:
-    """A byte for each that has any left, in turns: nobody is off by more than a turn."""
+    """The reference sends one byte in turn for each transfer with bytes left. Results differ by at most one turn."""
     left, now, ends = list(sizes), 0, [0.0] * len(sizes)
     while any(left):
         for index in range(len(left)):
@@ -208,7 +208,7 @@ def _at_one_site(folder: Path, members: str) -> Prediction:
 
 
 def test_members_of_one_site_share_its_uplink(tmp_path: Path) -> None:
-    """Sent one by one or together, the last byte is at the exchange when the link has carried all."""
+    """Sent one by one or together, the last byte arrives when the link has carried all bytes."""
     free = predict(_spec(tmp_path, AT_ONE_SITE))
     dc, group = free.replicas
     assert dc.inner_seconds < group.inner_seconds  # so the datacenter's is sent before the group begins
@@ -221,7 +221,7 @@ def test_members_of_one_site_share_its_uplink(tmp_path: Path) -> None:
 
 
 def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> None:
-    """Only the stages share: both begin together, so both together take the group's bytes."""
+    """Only the stages share the link. Both begin together, so together they take the time of the group's bytes."""
     found = _at_one_site(tmp_path, "[group.0, group.1]")
     dc, group = found.replicas
     seconds = group.sent_bytes * 8 / UP + max(dc.received_bytes, group.received_bytes) * 8 / DOWN
@@ -251,7 +251,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str, overrides: list[st
 
 
 def test_seventy_billion_parameters_over_the_internet() -> None:
-    """Geometric gaps and 1.25 bits for each of 32 of 4096 values; own up at 110 Mbit/s, 19 others' down at 500."""
+    """Gaps are geometric, and 32 of 4096 values have 1.25 bits each.
+
+    The upload runs at 110 Mbit/s, and the download of 19 contributions at 500 Mbit/s.
+    """
     spec = spec_of(ConfigFile(CONFIGS / "paper" / "sparseloco_70b.yaml"))
     found = predict(spec)
     parameters = sum(int(np.prod(shape)) for shape in spec.parameter_shapes.values())
@@ -272,7 +275,7 @@ outer: {rounds: 4}
 
 
 def test_the_exchange_carries_what_all_its_links_carry(tmp_path: Path) -> None:
-    """In and out, to the byte; a group's stages fetch their own layers of all others."""
+    """Both directions agree to the byte. A group's stages fetch their own layers from all other replicas."""
     spec = _spec(tmp_path, AT_ONE_SITE)
     found, load = predict(spec), exchange_load(spec)
     links = [link for replica in found.replicas for link in replica.links if link.name.endswith("-exchange")]
@@ -306,18 +309,18 @@ def test_stage_links_without_an_address_pass_the_exchange(tmp_path: Path) -> Non
     spec = _spec(tmp_path, RELAYED)
     load, sizes = exchange_load(spec), message_bytes(spec, spec.config.replicas[0])
     a_link = 5 * 4 * (sizes["activation"] + sizes["gradient"]) + 4 * sizes["evaluation"]
-    assert load.relayed_links == 3 * 2  # not that of `near`
+    assert load.relayed_links == 3 * 2  # the link of `near` is not relayed
     assert load.relayed is not None
     assert load.relayed.received == load.relayed.sent == 6 * a_link
     assert exchange_load(_spec(tmp_path, RELAYED, "exchange.listen=127.0.0.1:47600")).relayed_links == 0
-    assert exchange_load(_spec(tmp_path, RELAYED, "exchange.insecure=true")).relayed_links == 0  # it relays TLS alone
+    assert exchange_load(_spec(tmp_path, RELAYED, "exchange.insecure=true")).relayed_links == 0  # only TLS is relayed
     timed = _spec(tmp_path, RELAYED, "inner={seconds: 60 s}")
     assert exchange_load(timed).relayed is None
     assert exchange_load(timed, {"home-1": 5.0}).relayed == load.relayed
 
 
 def test_a_store_carries_contributions_instead_of_the_exchange(tmp_path: Path) -> None:
-    """It reads each of them twice, and sends none."""
+    """The exchange reads each contribution twice and sends none."""
     direct = exchange_load(_spec(tmp_path, WHOLE))
     stored = exchange_load(_spec(tmp_path, WHOLE, "store.url=s3://bucket/runs"))
     assert (stored.way, stored.contributions.sent) == ("store", 0)

@@ -147,7 +147,7 @@ def test_rows_that_cannot_be_are_a_mistake(yaml: Path, overrides: list[str], wor
 
 @pytest.mark.parametrize("bandwidth", ["100 Mbit/s", "1 Gbit/s"])
 def test_the_claim_of_97_percent_holds_as_it_is_assumed(bandwidth: str) -> None:
-    """Het-PP, section 3.1, at Figure 2's ends: relative to what free links allow."""
+    """Het-PP, section 3.1, at the ends of Figure 2: utilization relative to that of free links."""
     overrides = [f"links.hop.bandwidth={bandwidth}", "replicas.1.boundary.rank=1/8"]
     [claim] = predict(spec_of(ConfigFile(CONFIGS / "paper" / "het_pp_figure2.yaml", overrides))).published
     assert claim.holds

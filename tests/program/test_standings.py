@@ -1,4 +1,4 @@
-"""What is shown of members that are gone and come back, of late contributions and of pauses; nothing if all is well."""
+"""Display of members that leave and return, of late contributions and of pauses. It shows nothing if all is well."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def closed_without(time: float, round_: int, replica: str, late: bool = False) -
 
 
 def killed(time: float) -> Iterator[Report]:
-    """A stage: its launcher tells first."""
+    """Yield the reports of a killed stage. Its launcher reports first."""
     home = {"replica": "home", "term": 1}
     yield standing(time, RESTARTED, place="home.1", cause=RESTART)
     yield standing(time, TERM_OVER, place="home.1", cause=KILLED, **home)
@@ -92,7 +92,7 @@ def back(time: float) -> Report:
 
 
 def there() -> list[Report]:
-    """All three have joined, and the run has begun."""
+    """Return the reports of a run that all three members have joined and that has begun."""
     return [*(joined(START - 2, member, 1) for member in ("dc", "home.0", "home.1")), begun(START - 1, 0)]
 
 
@@ -251,7 +251,7 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     assert found["standings"]["pauses"] == [{"round": 2, "seconds": 4.0, "cause": "few"}]
     home = {"taken_again": 1, "restarts": 1, "healed": 0, "term": 2, "gone": None}
     assert found["standings"]["members"] == {"home.1": home}
-    assert found["goodput"]["share"] == pytest.approx(600 / 1000)  # 200 of 1000 were trained twice, 200 not counted
+    assert found["goodput"]["share"] == pytest.approx(600 / 1000)  # 200 of 1000 were trained twice, 200 excluded
     assert found["goodput"]["tokens_per_second"] == pytest.approx(600 / 20)
     assert found["replicas"][1]["tokens"] == 400
     lines = result_of(state)
@@ -314,7 +314,7 @@ def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_pa
     assert [json.loads(to_json(line)) for one in again for line in flat_lines(one) if line["event"] == "standing"] == [
         line for line in lines if line["event"] == "standing" and line["what"] != "late"
     ]
-    assert _after(spec, again).standings.participation() is None  # its log has no record to tell again
+    assert _after(spec, again).standings.participation() is None  # its log has no record to report again
 
 
 def _after(spec: RunSpec, reports: list[Report]) -> RunState:

@@ -1,4 +1,4 @@
-"""What `status` says of a run: in every state, with and without its exchange."""
+"""`status` of a run in every state, with and without its exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ replicas: [{name: dc, kind: datacenter}]
 
 
 def reply(state: str = "training") -> StatusReply:
-    """Of a run with one complete replica, one incomplete group, and one group without any member."""
+    """Return the status of a run with a complete replica, an incomplete group and a group without members."""
     found = StatusReply(last_round=3, rounds=9, has_begun=state != "joining", is_over=state == "over", missing=["dc"])
     found.paused = "1 of 3 replicas are present, 2 are required" if state == "paused" else ""
     found.places.add(name="dc", replica="dc", held=True, term=1, round=4)
@@ -112,13 +112,13 @@ def test_open_tickets_are_listed_and_the_others_counted(capsys: pytest.CaptureFi
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run of which six rounds were recorded."""
+    """Return the folder of a run with six recorded rounds."""
     path = tmp_path / "runs" / "solo"
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(CONFIG)
     rounds = [{"event": "round_closed", "round": round_} for round_ in range(1, 7)]
     whole = "".join(json.dumps(one) + "\n" for one in rounds)
-    (path / "metrics.jsonl").write_text(whole + '{"event": "round_closed", "r')  # killed as it wrote
+    (path / "metrics.jsonl").write_text(whole + '{"event": "round_closed", "r')  # the process was killed while it wrote
     return path
 
 
@@ -198,4 +198,4 @@ def test_a_host_that_joins_again_forgets_that_the_run_was_over(tmp_path: Path) -
     assert over is not None and over.told == "the run is over (round 9 of 9)"
     forget_over(folder)
     assert read_over(folder) is None
-    forget_over(folder)  # nothing to forget
+    forget_over(folder)  # nothing to remove

@@ -1,4 +1,4 @@
-"""Another exchange takes the place of one that has ended: who watches misses no round, and hears nothing twice."""
+"""A new exchange replaces one that has ended: watchers miss no round, and get no report twice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FINISHED = Report(time=4, member="dc", finished=Finished())
     [
         (False, [0], [False]),
         (False, [0, 3], [False, True]),
-        (False, [3], [True]),  # what the one before it told was lost with it
+        (False, [3], [True]),  # reports of the previous exchange are lost with it
         (False, [0, 0], [False, True]),
         (True, [3], [False]),
         (True, [3, 5], [False, True]),
@@ -82,7 +82,7 @@ def test_rounds_of_which_nobody_heard_are_told_from_the_log(
 
 
 class Telling:
-    """An exchange that only tells, and then ends, or waits to be stopped."""
+    """An exchange that only sends reports, and then ends or waits until it is stopped."""
 
     def __init__(self, reports: Sequence[Report], ends: bool) -> None:
         self.run, self.roster = "run", Roster({"dc": "dc"}, {"dc": frozenset()})
@@ -107,7 +107,10 @@ class Telling:
 
 
 def _watched_over_two(first: Sequence[Report], second: Sequence[Report], watch: Any) -> list[Report]:
-    """What is told while one exchange is stopped, once all of its reports have come, and another takes its address."""
+    """Return the reports that a watcher gets from two exchanges in turn.
+
+    The first one is stopped after all of its reports have arrived. The second one uses its address.
+    """
     before, after = Telling(first, ends=False), Telling(second, ends=True)
     server, address = before.serve()
     told: list[Report] = []
@@ -149,7 +152,7 @@ def test_an_exchange_that_ends_the_run_is_no_reason_to_wait_for_another() -> Non
 
 
 def test_a_host_whose_members_are_not_through_hears_that_the_run_is_over() -> None:
-    """Whether the exchange then ends the stream, or is just gone: another one is not waited for."""
+    """The exchange may end the stream or disappear. The host does not wait for another exchange."""
     over = Report(time=5.0, member=EXCHANGE, over=Over(round=9, rounds=9, finishing=["dc"]))
     for ends in (True, False):
         exchange = Telling([JOINED, over], ends=ends)
@@ -190,7 +193,7 @@ def test_a_host_is_told_whether_the_exchange_had_answered_before(monkeypatch: py
 def test_members_that_have_nothing_left_to_train_are_ended_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever they wait: here for the first word of their launcher. That is no failure of the run."""
+    """They end without a failure of the run wherever they wait, here for the launcher's first message."""
     monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.1)
     reports: list[Report] = []
     keys = SecretKeys(SECRET, encrypted=False)

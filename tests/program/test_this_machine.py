@@ -1,4 +1,4 @@
-"""What this machine cannot carry, or would take unreasonably long for, is told before anything is read or started."""
+"""Runs that this machine cannot train, or only very slowly, are reported before anything is read or started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Memory:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Two cores, 32 GB, no GPU, and no container around it."""
+    """A machine with two cores, 32 GB, no GPU and no container limits."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: _Memory(32e9, 30e9))
     monkeypatch.setattr(this_machine, "usable_cores", lambda: 2)
     monkeypatch.setattr(this_machine, "LIMITS_OF_CONTAINERS", ())
@@ -61,7 +61,7 @@ def _limits(path: Path, *overrides: str, only: str | None = None) -> list[tuple[
 
 
 def _launch(path: Path, *arguments: str) -> str:
-    """What is said, where nothing starts."""
+    """Return the error of a launch that must start nothing."""
     result = CliRunner().invoke(app, ["launch", str(path), "--runs", str(path.parent / "runs"), *arguments])
     assert result.exit_code == 2
     assert not (path.parent / "runs").exists()
@@ -70,7 +70,7 @@ def _launch(path: Path, *arguments: str) -> str:
 
 
 def test_what_no_memory_holds_is_refused_before_anything_is_read(yaml: Path) -> None:
-    """24 bytes a parameter, of two replicas of them."""
+    """Two replicas need 24 bytes per parameter each."""
     least = f"need at least {2 * 24 * PARAMETERS / 1e9:.3g} GB, expected at most its 32 GB of memory"
     assert f"{yaml}:6: replicas: found 5 members with {2 * PARAMETERS:,} parameters" in _launch(yaml)
     assert least in _launch(yaml)
@@ -90,8 +90,11 @@ def test_what_no_memory_holds_is_refused_before_anything_is_read(yaml: Path) -> 
 def test_memory_is_that_of_the_members_that_start_here(
     yaml: Path, machine: pytest.MonkeyPatch, overrides: tuple[str, ...], only: str, bytes_each: int | None
 ) -> None:
-    """In bytes for each parameter of the model. On GPUs a replica keeps error feedback and the round's start in the
-    machine's memory, and on two nodes a half of everything."""
+    """`bytes_each` is in bytes per parameter of the model.
+
+    On GPUs a replica keeps error feedback and the round's start in the machine's memory. With two nodes, each holds
+    half of everything.
+    """
     machine.setattr(torch.cuda, "is_available", lambda: True)
     machine.setattr(torch.cuda, "device_count", lambda: 8)
     refused = [
@@ -109,7 +112,7 @@ def test_a_container_may_have_less(yaml: Path, machine: pytest.MonkeyPatch, tmp_
 
 
 def test_activations_that_may_not_fit_are_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
-    """fp32, of one micro-batch of eight sequences of 512 tokens."""
+    """The activations are those of one micro-batch of eight sequences of 512 tokens, in fp32."""
     a_layer = 10 * 2048 + 4 * 8192
     gigabytes = (24 * PARAMETERS + 8 * 512 * 4 * (16 * a_layer + 4 * 32000)) / 1e9
     machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 + 1e6))
@@ -121,7 +124,10 @@ def test_activations_that_may_not_fit_are_a_warning(yaml: Path, machine: pytest.
 
 
 def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
-    """Six operations a parameter and token, and attention, at half of a core's peak; a thread is not two cores."""
+    """The estimate is six operations per parameter and token, plus attention, at half of a core's peak.
+
+    One member uses one core, not two.
+    """
     tokens, matrices = 8 * 512, PARAMETERS - 32000 * 2048 - 33 * 2048
     seconds = 3 * (2 * matrices + 16 * 2 * 512 * 2048) * tokens / 22.5e9
     minutes = f"a step would take about {round(seconds) // 60}:{round(seconds) % 60:02d} on 1 CPU core, and the run"
@@ -177,7 +183,7 @@ def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
 
 
 def test_check_tells_it_too(yaml: Path, corpus: Path) -> None:
-    """As the run may be for other hosts, it is valid all the same."""
+    """The run may be meant for other hosts, so it is still valid."""
     overrides = (f"data.corpus={corpus}", "data.sequence_length=32", "data.validation_share=0.5")
     sets = [part for change in (*overrides, "replicas.0.device=cuda", "inner.steps=9000") for part in ("--set", change)]
     result = CliRunner().invoke(app, ["check", str(yaml), "--runs", str(yaml.parent / "runs"), *sets])

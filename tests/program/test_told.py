@@ -1,4 +1,4 @@
-"""What an exchange tells a host that joins: whatever it says, it names no file and no address of that host."""
+"""Settings that a joining host gets from the exchange. They cannot name any file or address of that host."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ TEXTS = {
     "count": "a range of numbers",
     "members": "names of members",
 }
-"""Keys that may hold any text, each with why no exchange names a file or an address of another host by it."""
+"""Keys that may hold any text, with the reason why the text cannot name a file or an address of another host."""
 
 
 def _keys_of_texts(model: type[BaseModel]) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         return
-    if origin is dict:  # its keys are names, which nothing reads as a path
+    if origin is dict:  # its keys are names, never paths
         yield from _kinds(typing.get_args(annotation)[1])
     elif origin is typing.Annotated:
         yield from _kinds(typing.get_args(annotation)[0])
@@ -177,7 +177,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def test_every_key_that_may_hold_a_text_has_a_reason() -> None:
-    told = RunConfig.model_fields.keys() - {"simulate", "plan"}  # which no member reads
+    told = RunConfig.model_fields.keys() - {"simulate", "plan"}  # no member reads these
     found = set()
     for name in told:
         for kind in _kinds(RunConfig.model_fields[name].annotation):

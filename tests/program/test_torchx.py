@@ -1,4 +1,4 @@
-"""A part of a run as a job: really run by TorchX's local scheduler, and as generated for Slurm and Kubernetes."""
+"""A part of a run as a TorchX job: run by the local scheduler, and generated for Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: p
     (tmp_path / "hetero-pp").chmod(0o755)
     start = ["launch", str(tmp_path / "run.yaml"), "--only", "exchange", "--token-file", str(tmp_path / "token")]
     exchange = start_program(*start, "--runs", str(tmp_path / "runs"))
-    monkeypatch.chdir(tmp_path)  # where the local scheduler looks for `hetero-pp`
+    monkeypatch.chdir(tmp_path)  # the local scheduler looks for `hetero-pp` here
     arguments = ["--config", "run.yaml", "--only", "dc", "--exchange", f"127.0.0.1:{port}", "--gpus", "0"]
     try:
         with get_runner() as runner:
