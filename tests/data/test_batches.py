@@ -1,4 +1,4 @@
-"""Batches: pure, seekable, disjoint, and complete."""
+"""Batches of token windows: pure functions of the step, seekable, disjoint between replicas, and complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_pp.errors import ConfigError
 
 
 def store_of(train: int, validation: int = 100) -> TokenStore:
-    """A store in which every token is its own position, so that a row tells where it was read."""
+    """Return a store in which every token is its own position, so that a row tells where it was read."""
     tokens = np.arange(train + validation, dtype=np.uint32)
     return TokenStore(
         train=tokens[:train], validation=tokens[train:], vocabulary=train + validation, path=Path(), digest=""
@@ -52,7 +52,7 @@ def test_permute_needs_no_table(size: int, key: int, data: st.DataObject) -> Non
 
 
 def test_permute_looks_random() -> None:
-    """Uniform over positions, and neighbours are not kept together."""
+    """Positions are uniform, and neighbours do not stay together."""
     size, keys = 50, range(2000)
     first = np.array([permute(np.arange(2), size, key) for key in keys])
     counts = np.bincount(first[:, 0], minlength=size)
@@ -129,7 +129,10 @@ def test_epochs_are_counted_in_shards() -> None:
 def test_replicas_that_come_and_go_take_turns_with_their_shards(
     train: int, fixed: int, turns: int, epochs: int
 ) -> None:
-    """No two read the same at the same step, whoever is there; after as many epochs as shards one has read them all."""
+    """No two replicas read the same window at a step, whichever are present.
+
+    After as many epochs as there are shards, each replica has read all of them.
+    """
     replicas = fixed + turns
     rotation = tuple(range(fixed, replicas))
     everyone = [

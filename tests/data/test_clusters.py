@@ -1,4 +1,4 @@
-"""Clusters of windows: what is alike is together, each window is in one, and every process finds the same."""
+"""Clusters of windows: similar windows are together, each window is in one cluster, and every process finds the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ LENGTH = 31
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files each of one topic, which are letters that the others hardly use; the first topic has twice as many."""
+    """Return a folder of files with one topic each.
+
+    A topic has letters that the others hardly use. The first topic has twice as many files.
+    """
     folder, order = tmp_path_factory.mktemp("topics"), random.Random(1)
     for number in range(80):
         letters = TOPICS[0] if number % 4 == 3 else TOPICS[number % 4]
@@ -59,7 +62,7 @@ def _config(text: Path, **cells: Any) -> RunConfig:
 
 
 def _topic(tokens: np.ndarray) -> int:
-    """Of a window: whose letters it has most of."""
+    """Return the topic whose letters are the most frequent in a window."""
     counts = [sum(int((tokens == ord(letter)).sum()) for letter in topic) for topic in TOPICS]
     return counts.index(max(counts))
 
@@ -94,7 +97,7 @@ def test_they_are_found_once_and_again_where_what_was_kept_is_damaged(store: Tok
 
 
 def _keep(path: Path, labels: np.ndarray) -> None:
-    """Other labels, as if they had been found."""
+    """Store other labels, as if they had been found."""
     path.write_bytes(bytes.fromhex(Clusters(labels=labels).digest) + labels.tobytes())
 
 
@@ -155,7 +158,10 @@ def test_a_shard_has_to_fill_a_batch(store: TokenStore) -> None:
 
 
 def test_many_clusters_of_a_sample(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were not sampled are in the cluster of the nearest center, too; a sample differs in fewer."""
+    """Windows outside the sample also belong to the cluster with the nearest center.
+
+    A sample may have too few distinct windows.
+    """
     monkeypatch.setattr(of_windows, "_TOKENS", 500 * (LENGTH + 1))
     found = find_clusters(store, LENGTH, 200, seed=1)
     assert set(found.labels) == set(range(200))
@@ -203,7 +209,7 @@ def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Pat
 def test_what_a_replica_reads_once_the_others_join_has_to_be_enough_before_it_begins(
     text: Path, store: TokenStore
 ) -> None:
-    """And what it has read alone, of all of the text, is no part of that."""
+    """Text that the replica has read alone, before the others join, does not count towards it."""
     settings: dict[str, Any] = {"method": "diloco", "pretraining": 2, "rounds": 20}
     config = _config(text, **settings)
     clusters = find_clusters(store, LENGTH, 3, config.seed)

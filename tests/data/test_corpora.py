@@ -1,4 +1,4 @@
-"""What every kind of corpus yields, and what a corpus that cannot be read gets."""
+"""Texts of every kind of corpus, and the error of a corpus that cannot be read."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_marks_of_byte_order_and_ends_of_lines(tmp_path: Path) -> None:
-    """A byte order mark may stand within a file, too, where files with one were joined."""
+    """A byte order mark may also stand within a file that was joined from several."""
     line = b'\xef\xbb\xbf{"text": "a"}\r\n'
     (tmp_path / "a.jsonl").write_bytes(2 * line)
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
@@ -137,9 +137,9 @@ def test_every_layout_of_text_in_parquet(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["binary", "string", "dictionary"])
 def test_bytes_of_parquet_that_are_not_text_are_named(tmp_path: Path, kind: str) -> None:
-    """The row counts from the start of the file, not of the part that is read at once."""
+    """Rows are counted from the start of the file, not of the chunk that is read at once."""
     column: pa.Array = pa.array([b"a"] * 3000 + [b"\xff"])
-    if kind != "binary":  # what writers leave that do not check
+    if kind != "binary":  # as writers leave it that do not check
         column = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
     column = column.dictionary_encode() if kind == "dictionary" else column
     path = write_parquet(tmp_path / "a.parquet", text=column)
@@ -149,7 +149,7 @@ def test_bytes_of_parquet_that_are_not_text_are_named(tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "b.parquet"])
 def test_a_file_of_nulls_only(tmp_path: Path, name: str) -> None:
-    """Whether its column has a type or not; and though another file has text."""
+    """This holds whether its column has a type or not, and although another file has text."""
     if name == "a.jsonl":
         (tmp_path / name).write_text('{"text": null}\n' * 2)
     else:
@@ -247,7 +247,7 @@ All of this is said in one more sentence:
 
 
 def test_prose_is_the_sentences_of_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document a file; nothing is imported for it."""
+    """Each file gives one document, and no module is imported."""
     for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("1 / 0\n")
@@ -264,7 +264,7 @@ def test_prose_is_the_sentences_of_docstrings(tmp_path: Path, monkeypatch: pytes
 
 
 def test_how_far_the_reading_is(tmp_path: Path) -> None:
-    """By bytes over files, and within those that are read piece by piece: 3000 lines and 3000 rows."""
+    """Progress counts bytes over files, and parts of files that are read in pieces: here 3000 lines and 3000 rows."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3000)
     write_parquet(tmp_path / "b.parquet", text=["b"] * 3000)
     (tmp_path / "c.txt").write_text("c" * 10_000)

@@ -1,6 +1,7 @@
-"""A run on a streamed corpus that goes on does not look again at what it has read: that may have changed since.
+"""A resumed run on a streamed corpus does not read again what it has read, because that may have changed since.
 
-Not to load its position would cost no more than time as long as the corpus stays as it is, so here it does not.
+If the run did not load its position, it would only lose time as long as the corpus stays the same. Here, the corpus
+changes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ replicas:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Shards of documents of random letters; a run here reads less than an epoch of them."""
+    """Return shards of documents with random letters. A run here reads less than an epoch of them."""
     random, folder = Random(0), tmp_path / "shards"
     folder.mkdir()
     for shard in range(4):
@@ -75,7 +76,10 @@ def _batches(shards: Path, replica: int) -> StreamBatches:
 
 
 def test_a_stream_is_shared_out_anew(shards: Path) -> None:
-    """From a later step on three replicas read what two have read: each other documents, to the same batches."""
+    """From a later step on, three replicas read what two have read before.
+
+    Each reads other documents, in the same batches.
+    """
     data = DataSettings.model_validate(
         {"corpus": f"hf:{shards}", "stream": {"validation_documents": HELD_OUT, "shuffle_buffer": BUFFER}}
     )
@@ -100,9 +104,9 @@ def test_a_stream_is_shared_out_anew(shards: Path) -> None:
 
 
 def _change_what_was_read(shards: Path, steps: int) -> None:
-    """Other, longer texts in place of all documents before the blocks that replicas stand in after so many steps.
+    """Replace all documents before the replicas' current blocks by longer ones, after so many steps.
 
-    But for what validation reads, and the first of each shard, by which a corpus is known.
+    Validation documents and the first document of each shard, which identifies a corpus, stay as they are.
     """
     everyone = [_batches(shards, replica) for replica in range(REPLICAS)]
     expected = [batches.train(steps) for batches in everyone]
@@ -135,7 +139,7 @@ def _datacenter(shards: Path, model: Transformer) -> TrainingMember:
 
 
 def _stage(shards: Path, model: Transformer) -> TrainingMember:
-    """The first stage of a group, which is its last, too."""
+    """Return a group's first stage, which is also its last."""
     stage = Stage(StageSpec(0, 1, range(2)), model, Boundary(WIDTH, Floats(torch.float32)), INNER, 100)
     worker = StageWorker(stage, WorkerSettings(1, ROWS, LENGTH, 0, None, "home", 0), None, None)
     return StageMember("home", worker, _shared(shards, 1), [], 0)
@@ -170,7 +174,7 @@ def _launch(config: Path, runs: Path, *options: str) -> str:
 
 
 def test_a_launched_run_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
-    """Its last round is taken from it, and all that it read before."""
+    """The run loses its last round, and the documents that it read before have changed."""
     config, runs = tmp_path / "stream.yaml", tmp_path / "runs"
     config.write_text(YAML.replace("SHARDS", str(shards)))
     _launch(config, runs)

@@ -1,4 +1,4 @@
-"""Text that is shared out anew: from which step on, disjoint, to the same batches wherever a replica goes on from."""
+"""Text that is distributed again: the first step, disjoint shares, and the same batches wherever a replica resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _later(replica: int, replicas: int = 3, first_step: int | None = 12) -> Shar
 
 
 def _windows(batches: Batches, steps: range) -> list[int]:
-    """Which windows they read: a token is its own position."""
+    """Return the windows that were read. A token is its own position."""
     return [int(row[0]) // LENGTH for step in steps for row in batches.train(step)]
 
 
@@ -73,7 +73,7 @@ def test_it_is_read_in_another_order_than_a_run_has_that_began_so() -> None:
 
 @pytest.mark.parametrize("first_step", [12, None], ids=["rounds of steps", "rounds of time"])
 def test_a_replica_goes_on_to_the_same_batches_after_a_change(first_step: int | None, tmp_path: Path) -> None:
-    """Where a round has a fixed duration, which step was the first is in the state alone."""
+    """If rounds have a fixed duration, only the saved state knows the first step."""
     shared, share = _shared(1), _later(1, first_step=first_step)
     shared.take(share, 12)
     expected = [shared.train(step) for step in range(15, 20)]
@@ -83,14 +83,14 @@ def test_a_replica_goes_on_to_the_same_batches_after_a_change(first_step: int | 
     load_position(again, tmp_path)
     again.take(share, 15)
     assert all(again.train(step).equal(one) for step, one in zip(range(15, 20), expected, strict=True))
-    again.take(replace(share, round=9), 18)  # but not what is shared out once more
+    again.take(replace(share, round=9), 18)  # but not another distribution
     assert not again.train(18).equal(expected[3])
 
 
 def test_who_hears_of_it_late_reads_what_it_would_have(tmp_path: Path) -> None:
     late, punctual = _shared(0), _shared(0)
     punctual.take(_later(0), 12)
-    late.take(_later(0), 18)  # it was not there for two rounds
+    late.take(_later(0), 18)  # it was absent for two rounds
     assert late.train(18).equal(punctual.train(18))
 
 

@@ -1,4 +1,4 @@
-"""Streams: every document once an epoch, the same after going on, and nothing lost or repeated by other replicas."""
+"""Streams: every document once per epoch, the same order after resuming, complete for any number of replicas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Numbers:
 
 
 class Lists:
-    """Shards of documents in memory; every token of every document is another number, and a length of 0 is blank."""
+    """Shards of documents in memory. Every token is a different number. A length of 0 gives a blank document."""
 
     def __init__(self, lengths: list[list[int]]) -> None:
         numbers = iter(range(1, 1 << 20))
@@ -51,7 +51,7 @@ class Lists:
         yield from self.texts[shard][start:]
 
     def tokens(self, held_out: int = 0) -> Counter[int]:
-        """Of an epoch."""
+        """Return the tokens of an epoch."""
         texts = [text for number, shard in enumerate(self.texts) for text in shard[held_out if number == 0 else 0 :]]
         return Counter(number for text in texts for number in [*map(int, text.split()), SEPARATOR] if text)
 
@@ -63,7 +63,7 @@ def stream_of(shards: Lists, replica: int = 0, replicas: int = 1, repeat: bool =
 
 
 def rest_of(stream: TokenStream) -> list[int]:
-    """All tokens up to the end of the epoch."""
+    """Return all tokens up to the end of the epoch."""
     stream.repeat = False
     tokens = []
     with pytest.raises(ConfigError, match="has ended"):
@@ -116,7 +116,7 @@ def test_the_order_is_another_in_every_epoch_and_for_every_seed() -> None:
 
 
 def test_a_block_is_shuffled_through_and_through() -> None:
-    """Where each of the documents of a block comes out is uniform over seeds."""
+    """The position of each document in a block is uniform over seeds."""
     shards = Lists([[1] * 10])
     firsts = Counter(int(stream_of(shards, shuffle_buffer=10, seed=seed).take(1)[0]) for seed in range(1000))
     chi_squared = sum((firsts[token] - 100) ** 2 / 100 for token in range(1, 11))
@@ -138,7 +138,7 @@ def test_it_goes_on_exactly(lengths: list[list[int]], replicas: int, before: int
 
 
 def resumed(shards: Lists, states: list[str], count: int, **values: Any) -> list[TokenStream]:
-    """The streams of `count` replicas that go on after those with these states, or start if there are none."""
+    """Return the streams of `count` replicas that resume from these states, or start if there are none."""
     streams = [stream_of(shards, replica, count, **values) for replica in range(count)]
     orders = [stream_of(shards, replica, len(states), **values).order for replica in range(len(states))]
     positions = [Position.from_json(json.loads(state)) for state in states]
@@ -159,7 +159,7 @@ def resumed(shards: Lists, states: list[str], count: int, **values: Any) -> list
 def test_other_replicas_lose_and_repeat_nothing(
     lengths: list[list[int]], counts: list[int], buffer: int, held_out: int, data: st.DataObject
 ) -> None:
-    """However often their number changes, and wherever each stood: in the end all tokens were given once an epoch."""
+    """Over any changes of the number of replicas, from any positions, every epoch gives each token once."""
     shards = Lists([[*shard, *[2] * 8] for shard in lengths])
     values = {"shuffle_buffer": buffer, "held_out": held_out}
     given: Counter[int] = Counter()
@@ -192,7 +192,7 @@ def test_batches_are_the_stream_cut_into_rows() -> None:
 
 
 def test_a_batch_is_a_function_of_its_step() -> None:
-    """Steps again, backwards and ahead, as a measurement before the first step asks for them."""
+    """Steps may be repeated and read backwards or ahead, as a measurement before the first step does."""
     expected = [batches_of(SHARDS).train(step) for step in range(40)]
     batches = batches_of(SHARDS)
     for step in [0, 1, 2, 0, 1, 5, 30, 3, 39, 38, 12, 13, 0]:
@@ -210,7 +210,7 @@ def test_batches_go_on_exactly(steps: int) -> None:
 
 
 def test_batches_go_on_with_all_states() -> None:
-    """With as many replicas exactly; with others, at the same step."""
+    """With the same number of replicas, batches are the same. With another number, they resume at the same step."""
     old = [batches_of(SHARDS, i, 2) for i in range(2)]
     for each in old:
         for step in range(4):
@@ -238,7 +238,7 @@ def test_batches_go_on_with_all_states() -> None:
 
 
 def test_going_on_reads_one_block() -> None:
-    """Not the shards before, and of the present one only what follows the start of the block."""
+    """Resuming reads no earlier shards, and only the part of the current shard from the start of the block."""
 
     class Counting(Lists):
         read = 0
@@ -261,7 +261,7 @@ def test_going_on_reads_one_block() -> None:
 
 @pytest.mark.parametrize("undone", [False, True], ids=["from a saved state", "undone"])
 def test_a_round_that_was_trained_ahead_can_be_read_again(undone: bool, tmp_path: Path) -> None:
-    """Of three steps each: what was saved is from before round 2, and what is undone is both rounds."""
+    """Rounds have three steps. The saved state is from before round 2. Undoing returns to before both rounds."""
     whole = batches_of(SHARDS)
     expected = [whole.train(step) for step in range(6)]
     batches = SharedBatches(Share(0, 1), lambda share: batches_of(SHARDS))

@@ -1,4 +1,4 @@
-"""Streamed corpora as files of the schemas of allenai/c4 and DCLM: what is read, what is held out, what goes wrong."""
+"""Streamed corpora in the schemas of allenai/c4 and DCLM: what is read, what is held out, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lines(shard: int | str, count: int = DOCUMENTS, **more: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def c4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like the Hub's allenai/c4: two subsets, two splits."""
+    """Return a folder like the Hub's allenai/c4, with two subsets and two splits."""
     folder = tmp_path_factory.mktemp("c4")
     names = {f"en/c4-train.{i:05d}-of-{SHARDS:05d}.json.gz": lines(i) for i in range(SHARDS)}
     names["en/c4-validation.00000-of-00001.json.gz"] = lines("v")
@@ -61,7 +61,7 @@ def c4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dclm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files like the Hub's mlfoundations/dclm-baseline-1.0, in folders of folders, without a split for validation."""
+    """Return nested folders like the Hub's mlfoundations/dclm-baseline-1.0, without a validation split."""
     folder = tmp_path_factory.mktemp("dclm")
     for i in range(SHARDS):
         below = folder / f"global-shard_0{i + 1}_of_10" / "local-shard_0_of_10"
@@ -87,7 +87,7 @@ def settings_of(target: object, **values: Any) -> DataSettings:
 
 
 def epoch(settings: DataSettings, replicas: int = 2) -> list[str]:
-    """The documents that all replicas together read in an epoch."""
+    """Return the documents that all replicas together read in an epoch."""
     source = StreamedCorpus(settings.model_copy(update={"repeat": False}))
     text = ""
     for replica in range(replicas):
@@ -133,7 +133,7 @@ def test_one_file_and_a_pattern_of_json(c4: Path) -> None:
 def test_reading_from_the_middle_of_a_shard(
     c4: Path, dclm: Path, parquet: Path, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the tables end that a file is read by."""
+    """It may start anywhere in the tables in which a file is read."""
     monkeypatch.setattr(hub, "_ROWS", rows)
     for folder, subset in ((c4, "en"), (dclm, None), (parquet, None)):
         shards = open_splits(settings_of(folder, stream={"subset": subset}))["train"]
@@ -172,7 +172,7 @@ def test_null_rows_are_counted_and_said_at_growing_intervals(
 
 
 def test_the_same_text_is_read_as_from_files_that_are_not_streamed(tmp_path: Path) -> None:
-    """Nulls, byte order marks, and columns of bytes and of dictionaries."""
+    """This includes nulls, byte order marks, and columns of bytes and of dictionaries."""
     texts = ["a", None, "é"]
     (tmp_path / "x.jsonl").write_bytes("\n".join(f"\ufeff{json.dumps({'text': text})}\r" for text in texts).encode())
     for name, kind in {"b": pa.binary(), "l": pa.large_binary(), "v": pa.string_view()}.items():
@@ -186,7 +186,7 @@ def test_the_same_text_is_read_as_from_files_that_are_not_streamed(tmp_path: Pat
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl", ".hidden*/*.jsonl"])
 def test_each_real_file_is_streamed_once_and_no_hidden_one(tmp_path: Path, pattern: str) -> None:
-    """Whether datasets lists a folder or a pattern does; a pattern may ask for what is hidden."""
+    """The files come from a folder that `datasets` lists or from a pattern. A pattern may ask for hidden files."""
     (tmp_path / "a.jsonl").write_bytes(lines(0))
     (tmp_path / "b.jsonl").symlink_to("a.jsonl")
     (tmp_path / "c.jsonl").hardlink_to(tmp_path / "a.jsonl")
@@ -213,7 +213,7 @@ def test_a_pattern_of_nothing_that_can_be_read(tmp_path: Path) -> None:
 
 
 def test_other_fields_do_not_matter(tmp_path: Path) -> None:
-    """Those of DCLM differ from file to file, and from line to line."""
+    """The other fields of DCLM differ between files and between lines."""
     metadata = [{"WARC-Truncated": None}, {"WARC-Truncated": "length", "x": 1}, None, {"x": ["1"]}]
     for i, own in enumerate(metadata):
         more = b"".join(lines(i, 2, metadata=each, **{f"of-{i}": i}) for each in (own, metadata[i - 1]))
@@ -232,7 +232,7 @@ def test_validation_is_the_same_for_everyone(c4: Path, dclm: Path) -> None:
 
 
 def test_the_digest_tells_corpora_apart(c4: Path, dclm: Path, parquet: Path, tmp_path: Path) -> None:
-    """Equal for equal text, in whatever format and folder."""
+    """Equal text has an equal digest in any format and folder."""
     digests = [StreamedCorpus(settings_of(folder)).digest for folder in (dclm, parquet)]
     split = {"subset": "en", "validation_split": "validation"}
     digests.append(StreamedCorpus(settings_of(c4, stream=split)).digest)
@@ -242,7 +242,7 @@ def test_the_digest_tells_corpora_apart(c4: Path, dclm: Path, parquet: Path, tmp
 
 
 def test_the_fingerprint_tells_files_apart_and_not_where_they_lie(tmp_path: Path) -> None:
-    """By size and time, without a look at the text; and how they are streamed."""
+    """The fingerprint covers sizes, times and the settings of the stream, but not the text."""
     folder = tmp_path / "here"
     folder.mkdir()
     for i in range(SHARDS):
@@ -259,7 +259,7 @@ def test_the_fingerprint_tells_files_apart_and_not_where_they_lie(tmp_path: Path
 
 
 class _OfTheHub:
-    """What of datasets a shard of the Hub needs to be known."""
+    """The parts of a `datasets` object that identify a shard of the Hub."""
 
     num_shards = 1
     column_names = None

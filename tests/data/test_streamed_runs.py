@@ -1,4 +1,4 @@
-"""Runs on a streamed corpus: replicas read disjoint documents, and what was interrupted goes on to the same bits."""
+"""Runs on a streamed corpus: replicas read disjoint documents, and resumed runs have the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from replica_groups.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of one letter each, so that a batch tells which it holds."""
+    """Return documents of one letter each, so that a batch tells which documents it holds."""
     folder = tmp_path_factory.mktemp("shards")
     for i in range(3):
         texts = [chr(ord("A") + 16 * i + number) * 37 for number in range(16)]
@@ -70,7 +70,7 @@ def _interrupt(number: int, loss: float) -> None:
 
 
 def test_it_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
-    """More than an epoch, interrupted after every round."""
+    """The run reads more than an epoch and is interrupted after every round."""
     spec, path = spec_of(shards), tmp_path / "checkpoint"
     source = StreamedCorpus(spec.config.data)
     group = AllReplicas(spec, source)
@@ -86,7 +86,7 @@ def test_it_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
 
 
 def once_of(shards: Path) -> tuple[RunSpec, RunSpec]:
-    """A run that comes to the end of its text, which it may not read again, and the same that may."""
+    """Return a run that reaches the end of its text and may not repeat it, and the same run that may."""
     config = spec_of(shards).config.model_copy(update={"seed": 3})
     data = config.data.model_copy(update={"repeat": False})
     return RunSpec(config.model_copy(update={"data": data}), 256), RunSpec(config, 256)
@@ -105,7 +105,7 @@ def test_where_a_stream_ends_the_state_is_kept_and_goes_on_if_it_may_be_repeated
 
 
 class _OtherRank(Ranks):
-    """Beside one whose text has ended."""
+    """A rank beside another one whose text has ended."""
 
     def gather(self, value: float) -> list[float]:
         return [value, 1.0]
@@ -121,7 +121,7 @@ def test_all_ranks_stop_where_the_text_of_one_ends(shards: Path) -> None:
 
 
 def test_reading_ahead_changes_no_batch(shards: Path) -> None:
-    """Nor where it goes on: that is told by the last one that was trained on."""
+    """Nor does it change the saved position, which is that of the last batch used."""
     spec = spec_of(shards)
     source = StreamedCorpus(spec.config.data)
     plain, ahead = (source.batches(16, 1, 0, 2, 4) for _ in range(2))

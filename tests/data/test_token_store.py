@@ -1,4 +1,4 @@
-"""The token store: what is in the file, when it is made, and by how many at once."""
+"""The token store: the contents of its file, when it is made, and how many processes make it at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero_pp.errors import ConfigError
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Bytes; counts the documents it encodes."""
+    """A tokenizer of bytes that counts the documents it encodes."""
 
     def __init__(self) -> None:
         self.encoded = 0
@@ -28,7 +28,7 @@ class CountingTokenizer(ByteTokenizer):
 
 
 class WideTokenizer(ByteTokenizer):
-    """Bytes, shifted out of 16 bits."""
+    """A tokenizer of bytes whose ids need more than 16 bits."""
 
     vocabulary = 100_000
     identity = "wide"
@@ -148,7 +148,7 @@ def test_the_corpora_of_python(tmp_path: Path) -> None:
 
 
 def test_how_far_the_encoding_is(tmp_path: Path) -> None:
-    """Both passes are told to their end; a store that is there already has nothing to tell."""
+    """Progress of both passes reaches 1. An existing store reports none."""
     settings = write_texts(tmp_path / "corpus", [f"text {index} " * 20 for index in range(50)])
     told: list[tuple[str, float]] = []
     prepare_tokens(settings, tmp_path / "cache", on_progress=lambda doing, share: told.append((doing, share)))

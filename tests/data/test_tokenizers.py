@@ -34,7 +34,7 @@ def train_tokenizer(special: list[str]) -> Any:
 
 
 def test_added_tokens_beyond_the_vocabulary_are_mentioned(tmp_path: Path) -> None:
-    """The library numbers them anew, so that a file's own ids would not be found in the text."""
+    """The tokenizers library renumbers them, so that text would not have the ids of the file."""
     tokenizer = train_tokenizer(["</s>"])
     tokenizer.add_tokens(["<a>", "<b>"])
     path, size = tmp_path / "tokenizer.json", tokenizer.get_vocab_size()
@@ -103,7 +103,7 @@ def test_the_usual_separators_are_found(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_folder_names_its_separator(tmp_path: Path, config: dict[str, Any], separator: int) -> None:
-    """As tokenizer_config.json of Llama-2 does, as a string or an object; `</s>` is one of the usual names."""
+    """As in tokenizer_config.json of Llama-2, it is a string or an object. `</s>` is one of the usual names."""
     train_tokenizer(["<s>", "</s>", "<end>"]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True} | config))
     assert load_tokenizer(DataSettings(tokenizer=str(tmp_path))).separator == separator
@@ -229,7 +229,7 @@ def test_rules_that_would_end_the_process_are_refused(rules: object, told: str, 
 
 
 def test_a_text_on_which_rules_fail_is_an_error_that_can_be_caught(tmp_path: Path) -> None:
-    """The library panics where an expression tries too many ways, which is no Exception in Python."""
+    """If a regular expression needs too many attempts, the library panics, and Python gets no Exception."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(pre_tokenizer=_split("(a+)+$x"))))
     with pytest.raises(ConfigError, match=r"cannot encode the text \(the tokenizers library failed: "):
         FileTokenizer(tmp_path / "tokenizer.json").encode_batch(["a" * 100_000])

@@ -1,4 +1,4 @@
-"""Which files of a corpus folder are read: each real file once, no hidden one, and nothing that never ends."""
+"""Files of a corpus folder that are read: each real file once, no hidden file, and nothing endless."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(corpus: Path) -> str:
 
 @pytest.fixture
 def messy(tmp_path: Path) -> Path:
-    """Two files; and again by links, two of which are loops; hidden ones; and what is no file with text."""
+    """Return a folder with two files, links to them and two loops, hidden files, and things that are no text files."""
     folder = tmp_path / "messy"
     for name in ("b", ".git", ".ipynb_checkpoints"):
         (folder / name).mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_a_folder_without_anything_to_skip_is_not_mentioned(tmp_path: Path) -> N
 
 
 def test_links_out_of_the_folder_are_followed_once(tmp_path: Path) -> None:
-    """As in the cache of the Hugging Face Hub, whose files have suffixes in the names of links only."""
+    """In the cache of the Hugging Face Hub, for example, only the links' names have suffixes."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "0a1b").write_text('{"text": "blob"}')
     snapshot = tmp_path / ".cache" / "snapshot"
@@ -102,7 +102,7 @@ def test_what_the_user_names_is_read_though_it_is_hidden(tmp_path: Path, hidden:
 
 
 def test_the_order_is_that_of_the_names(tmp_path: Path) -> None:
-    """Whatever the order in which files were made, and whichever name of a file came first."""
+    """The order depends neither on when the files were made nor on which of a file's names is found first."""
     names = ["b.txt", "a/z.txt", "a.txt", "B.txt", "a/b/c.txt", "a-b.txt"]
     listings = []
     for number, made in enumerate((names, names[::-1])):
@@ -119,7 +119,7 @@ def test_the_order_is_that_of_the_names(tmp_path: Path) -> None:
 
 
 def test_hard_links_of_installed_packages_are_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some package managers link equal files and some copy them: the text of both hosts has to be the same."""
+    """Some package managers link equal files and some copy them. The text of both kinds of hosts has to be the same."""
     (tmp_path / "a.py").write_text("one = 1")
     (tmp_path / "b.py").hardlink_to(tmp_path / "a.py")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
@@ -147,7 +147,7 @@ def test_a_folder_of_empty_files(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is gone when it is its turn, and a folder that this user may not list."""
+    """One file is deleted before it is read, and one folder may not be listed by this user."""
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
     texts = documents(DataSettings(corpus=str(tmp_path)))
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(path: Path) -> Iterator[Path]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)  # the superuser may list every folder
+    monkeypatch.setattr(Path, "iterdir", refuse)  # because the superuser may list every folder
     with pytest.raises(
         ConfigError, match=r": cannot be read \(Permission denied\), expected files that the current user"
     ):
@@ -168,7 +168,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("command", ["check", "launch"])
 def test_what_is_skipped_is_said_once(tmp_path: Path, command: str) -> None:
-    """Also where an earlier command has encoded the text: the rows are not read again then."""
+    """It is also reported if an earlier command has encoded the text, although the rows are not read again."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "Enough to train on, and to validate."}\n{"text": null}\n' * 20)

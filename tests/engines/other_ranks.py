@@ -1,4 +1,7 @@
-"""What one rank of test_contract.py runs: goes on from what another number of ranks saved, and writes its losses."""
+"""Program of one rank of test_contract.py.
+
+It resumes from what another number of ranks saved, and writes its losses.
+"""
 
 from __future__ import annotations
 

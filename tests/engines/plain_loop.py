@@ -1,4 +1,4 @@
-"""What every engine is compared with: the model, torch.optim.AdamW and a loop, and nothing of a replica's own."""
+"""The reference for every engine: the model, torch.optim.AdamW and a loop, without the code of replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_pp.model import Transformer
 
 
 class PlainLoop:
-    """Trains a model whole, in one process. Implements ParameterStore."""
+    """Trains a whole model in one process. Implements ParameterStore."""
 
     def __init__(self, module: Transformer, inner: InnerSettings, total_steps: int, micro_batches: int) -> None:
         self.module, self.inner, self.total_steps, self.micro_batches = module, inner, total_steps, micro_batches
@@ -33,18 +33,18 @@ class PlainLoop:
         )
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy of the next token, of [B, L + 1]."""
+        """Return the mean cross entropy of the next token, for tokens of shape [B, L + 1]."""
         return F.cross_entropy(self.module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     def backward(self, tokens: Tensor, micro_batches: int) -> float:
-        """Accumulate the gradient of a batch; its loss."""
+        """Accumulate the gradient of a batch and return its loss."""
         losses = [self.loss(micro_batch) / micro_batches for micro_batch in tokens.chunk(micro_batches)]
         for loss in losses:
             loss.backward()
         return sum(loss.item() for loss in losses)
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, then half a cosine down to the final share."""
+        """Return the learning rate: a warm-up, then half a cosine down to the final share."""
         peak, warmup, floor = (
             self.inner.learning_rate,
             self.inner.warmup_steps or 0,
@@ -56,7 +56,7 @@ class PlainLoop:
         return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * share)) / 2)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        """Loss, norm of the gradient before it is clipped, and learning rate."""
+        """Take a step. Return loss, gradient norm before clipping, and learning rate."""
         loss, rate = self.backward(tokens, self.micro_batches), self.learning_rate(step)
         assert self.inner.clip_norm is not None
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.inner.clip_norm)
@@ -68,28 +68,27 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, validation: Sequence[Tensor]) -> float:
-        """Over all rows at once."""
+        """Return the loss over all rows at once."""
         return self.loss(torch.cat(list(validation))).item()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See ParameterStore."""
         return {name: tuple(parameter.shape) for name, parameter in sorted(self.parameters.items())}
 
     def read(self, name: str, rows: range) -> Tensor:
-        """See ParameterStore."""
+        """Return a view of these rows."""
         return self.parameters[name].detach()[rows.start : rows.stop]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See ParameterStore."""
+        """Return the gradient and remove it from the parameter."""
         gradient, self.parameters[name].grad = self.parameters[name].grad, None
         assert gradient is not None
         return gradient
 
     def write(self, name: str, whole: Tensor) -> None:
-        """See ParameterStore."""
+        """Write all rows at once."""
         with torch.no_grad():
             self.parameters[name].copy_(whole)
 
     def finish_writing(self) -> None:
-        """See ParameterStore."""
+        """Do nothing: `write` has written at once."""

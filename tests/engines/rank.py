@@ -1,7 +1,7 @@
-"""What one rank of test_contract.py runs: `rank.py ENGINE [SETTINGS, ...] FOLDER`.
+"""Program of one rank of test_contract.py: `rank.py ENGINE [SETTINGS, ...] FOLDER`.
 
-Puts an engine with each of the settings through the contract, beside a loop in plain PyTorch in the same process.
-Writes FOLDER/<index of the settings>-<rank>.json: how far both are apart.
+It puts an engine with each of the settings through the contract, beside a plain PyTorch loop in the same process. Then
+it writes the differences to FOLDER/<index of the settings>-<rank>.json.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def build(engine: EngineName, settings: dict[str, Any], ranks: Ranks, micro_batc
 
 
 def _apart(engine: Engine, plain: PlainLoop, ranks: Ranks) -> float:
-    """The largest difference of any parameter, over this rank's rows; checks that rows are what `rows_of` cuts."""
+    """Return the largest difference of any parameter over this rank's rows.
+
+    Check that the rows are those of `rows_of`.
+    """
     largest = 0.0
     for name, shape in plain.shapes.items():
         rows = rows_of(shape, TILE, ranks.rank, ranks.world)
@@ -79,7 +82,7 @@ def _apart(engine: Engine, plain: PlainLoop, ranks: Ranks) -> float:
 
 
 def _gradients(engine: Any, plain: PlainLoop) -> float:
-    """The largest difference of any gradient of one step, taken in one micro-batch."""
+    """Return the largest difference of any gradient of a step with one micro-batch."""
     rows = tokens_of(50)
     if isinstance(engine, PlainEngine):
         engine.whole.backward(rows, 0)
@@ -95,7 +98,7 @@ def _gradients(engine: Any, plain: PlainLoop) -> float:
 
 
 class Round:
-    """Outer rounds of two replicas that hold the same: the engine on all ranks, and plain PyTorch on the first."""
+    """Outer rounds of two replicas with equal weights: the engine on all ranks, and plain PyTorch on the first rank."""
 
     settings = OuterSettings.model_validate(
         {"rounds": 2, "momentum": 0.5, "nesterov": True, "compression": {"quantiser": "levels"}}
@@ -125,7 +128,7 @@ class Round:
         other.join()
 
     def contributions_apart(self, round_: int) -> tuple[bool, float]:
-        """Whether both kept the same positions, and how far the values are apart, relative to the largest."""
+        """Return whether both kept the same positions, and the difference of the values relative to the largest."""
         same, apart = True, 0.0
         for block, shapes in shapes_by_block(self.shapes).items():
             ours, theirs = (
@@ -145,7 +148,7 @@ class Round:
 
 
 def _outer_rounds(engine: Engine, plain: PlainLoop, folder: Path, ranks: Ranks) -> dict[str, object]:
-    """Two rounds from equal weights; after each, both replicas have to hold the same bits."""
+    """Train two rounds from equal weights. After each, both replicas must have the same bits."""
     start = {name: engine_rows.clone() for name, engine_rows in plain.module.state_dict().items()}
     rounds = Round(engine, plain, start, folder, ranks)
     equal = []
@@ -162,7 +165,7 @@ def _outer_rounds(engine: Engine, plain: PlainLoop, folder: Path, ranks: Ranks) 
             whole = ranks.gather_rows(part, plain.shapes[name][0])
             held = engine.read(name, rows_of(plain.shapes[name], TILE, ranks.rank, ranks.world))
             equal.append(bool(held.equal(part)) and (not ranks.is_first or whole.equal(wholes[name])))
-            plain.write(name, whole)  # on the other ranks it takes no part in rounds
+            plain.write(name, whole)  # other ranks of the plain replica take no part in rounds
         start = {name: ranks.gather_rows(part, plain.shapes[name][0]) for name, part in rounds.sharded.theta.items()}
     kept = sum(tensor.numel() for tensor in rounds.sharded.error.values())
     found: dict[str, object] = {"equal": all(equal), "kept": kept}
@@ -172,7 +175,7 @@ def _outer_rounds(engine: Engine, plain: PlainLoop, folder: Path, ranks: Ranks) 
 
 
 def _undone(engine: Engine, steps: range, ranks: Ranks) -> list[list[tuple[float, float, float]]]:
-    """The same steps, undone and taken again, undone once more and taken again."""
+    """Take the same steps, undo and repeat them twice, and return the results of each attempt."""
     wholes = {
         name: ranks.gather_rows(engine.read(name, rows_of(shape, TILE, ranks.rank, ranks.world)).clone(), shape[0])
         for name, shape in engine.shapes.items()
@@ -189,7 +192,7 @@ def _undone(engine: Engine, steps: range, ranks: Ranks) -> list[list[tuple[float
 
 
 def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
-    """Start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
+    """Check start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
     engine = build(name, settings, ranks)
     plain = PlainLoop(_model(), INNER, STEPS, MICRO_BATCHES)
     found: dict[str, object] = {"names": list(engine.shapes) == sorted(plain.shapes)}
@@ -218,14 +221,14 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
 
 
 def main(name: EngineName, cases: list[dict[str, Any]], folder: Path) -> None:
-    """One contract after the other."""
+    """Run the contracts one after another."""
     torch.set_num_threads(1)
     ranks = init_ranks(torch.device("cpu"))
     for index, settings in enumerate(cases):
         own = folder / str(index)
         if ranks.is_first:
             own.mkdir()
-        ranks.gather(0.0)  # it is there before anybody writes into it
+        ranks.gather(0.0)  # the folder exists before other ranks write to it
         (folder / f"{index}-{ranks.rank}.json").write_text(json.dumps(_contract(name, settings, own, ranks)))
     ranks.close()
 

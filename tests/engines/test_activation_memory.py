@@ -1,4 +1,4 @@
-"""The memory of activations that is predicted, beside what autograd holds with torchtitan's checkpointing."""
+"""Predicted memory of activations, compared with what autograd holds under torchtitan's checkpointing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROWS, LENGTH, LAYERS = 2, 128, 6
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations have made and that are still held, and the most of them."""
+    """Counts the bytes of all live storages that operations have made, and the maximum of the sum."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
-        """`others` are not counted."""
+        """Start to count. Storages of `others` are left out."""
         super().__init__()
         self.now, self.most = 0, 0
         self._known = {tensor.untyped_storage()._cdata for tensor in others}
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:
-    """Forward and backward of one micro-batch as the engine has them, with gradients that are there already."""
+    """Return the maximum for forward and backward of one micro-batch as in the engine. Gradients exist already."""
     module = Transformer(shape)
     parameters = list(module.parameters())
     for parameter in parameters:
@@ -69,7 +69,7 @@ def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(("feed_forward", "vocabulary"), [(192, 64), (512, 64), (192, 4096)])
 def test_activations_take_what_is_predicted(checkpointing: Checkpointing, feed_forward: int, vocabulary: int) -> None:
-    """In fp32 on a CPU, where layers decide and where logits do."""
+    """In fp32 on a CPU, in one case mostly for layers, and in another mostly for logits."""
     torch.manual_seed(0)
     shape = ModelShape(width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary)
     part = Part(LAYERS, embeds=True, predicts=True, parameters=0)

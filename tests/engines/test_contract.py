@@ -1,4 +1,4 @@
-"""One contract for every engine of a datacenter replica, on real ranks, beside a loop in plain PyTorch."""
+"""One contract for every engine of a datacenter replica, on real ranks, beside a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
         + [{"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}],
     ),
 }
-"""Ranks, and settings that are tried one after the other: starting Python takes longer than a contract."""
+"""Number of ranks, and settings to try one after another, because the start of Python takes longer than a contract."""
 
 
 APART = {"torch": 1e-6, "torchtitan": 1e-4, "deepspeed": 1e-4}
-"""How far weights may be from the loop's after three steps: Adam makes much of sums over ranks that are nearly 0."""
+"""Allowed difference from the loop's weights after three steps.
+
+Adam amplifies rounding in sums over ranks that are nearly 0.
+"""
 
 
 def _is_exact(settings: dict[str, Any]) -> bool:
@@ -39,7 +42,7 @@ def _is_exact(settings: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def contracts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder in which an engine's ranks have gone through the contract, once."""
+    """Return a function that gives the folder of an engine's results. Each engine goes through the contract once."""
     done: dict[str, Path] = {}
 
     def folder_of(engine: str) -> Path:
@@ -59,7 +62,7 @@ def test_an_engine_is_plain_pytorch_on_ranks(engine: str, contracts: Callable[[s
     for index, settings in enumerate(cases):
         everyone = [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(ranks)]
         _check_training(everyone, 1e-5 if _is_exact(settings) else 1e-2)
-        if _is_exact(settings):  # weights of bf16 may have gone anywhere a step can take them
+        if _is_exact(settings):  # with bf16, weights may differ by whole steps
             assert max(found[when] for found in everyone for when in ("trained", "changed")) < APART[engine]
         _check_outer_rounds(everyone, 1e-5 if _is_exact(settings) else 1e-2)
 
@@ -67,22 +70,22 @@ def test_an_engine_is_plain_pytorch_on_ranks(engine: str, contracts: Callable[[s
 def _check_training(everyone: list[dict[str, Any]], tolerance: float) -> None:
     for found in everyone:
         assert found["names"]
-        assert found["start"] == 0.0  # fp32 weights are those of the start, to the bit
+        assert found["start"] == 0.0  # fp32 start weights are equal to the bit
         assert found["gradients"] < tolerance
         for ours, theirs in [*found["steps"], *zip(*found["following"], strict=True), found["step after"]]:
             assert ours == pytest.approx(theirs, rel=tolerance)  # loss, norm, learning rate
         assert found["evaluation"][0] == pytest.approx(found["evaluation"][1], rel=tolerance)
-        for fewer, again, once_more in found["undone"]:  # from before the first step, and from the midst
+        for fewer, again, once_more in found["undone"]:  # undone before the first step, and midway
             assert fewer == again[:-1]
             assert again == once_more
         assert found["undone"][1][1] == found["resumed"][0]
         following, resumed = found["resumed"]
         assert following == resumed
-        assert found["steps"] == everyone[0]["steps"]  # every rank tells the whole replica's loss and norm
+        assert found["steps"] == everyone[0]["steps"]  # every rank reports the whole replica's loss and norm
 
 
 def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> None:
-    """Positions are those that one process keeps, values to 1e-6, and what all hold afterwards is equal to the bit."""
+    """Check that positions are those of one process, values agree to 1e-6, and results are equal to the bit."""
     for same_positions, apart in everyone[0]["outer"]["contributions"]:
         assert same_positions
         assert apart < 1e-6
@@ -90,7 +93,7 @@ def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> Non
         assert found["outer"]["equal"]
         assert found["evaluation after"][0] == pytest.approx(found["evaluation after"][1], rel=tolerance)
     kept = [found["outer"]["kept"] for found in everyone]
-    assert sum(kept) == 120128  # error feedback is cut, nothing of it is kept twice: one value a parameter
+    assert sum(kept) == 120128  # error feedback is split without overlap: one value per parameter
 
 
 def test_torchtitan_goes_on_with_another_number_of_ranks(contracts: Callable[[str], Path], tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ PLAIN = [f"replicas.{index}.{key}" for index in (0, 1) for key in ("engine=torch
 
 
 class Listening:
-    """What the processes of a launch were seen to listen on: (address, program) of each socket."""
+    """Listening sockets of a launch's processes, as (address, program)."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
 
     def look(self, launcher: int) -> None:
-        """At every process there is now."""
+        """Record the sockets of all current processes."""
         for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
             try:
                 program = "rank" if "hetero_pp.program.launch.rank_process" in process.cmdline() else "member"
@@ -45,7 +45,7 @@ class Listening:
             self.seen |= {(one.laddr.ip, program) for one in sockets if one.status == psutil.CONN_LISTEN}
 
     def beyond_loopback(self) -> set[tuple[str, str]]:
-        """What others could reach."""
+        """Return the sockets that other machines could reach."""
         return {(ip, program) for ip, program in self.seen if not _is_loopback(ip)}
 
 
@@ -56,7 +56,7 @@ def _is_loopback(ip: str) -> bool:
 
 
 def _public_interface() -> dict[str, str]:
-    """What would have ranks listen for each other where other machines are, if a launch did not say otherwise."""
+    """Return an environment in which ranks would listen on a public interface, unless a launch overrides it."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(one.family == socket.AF_INET and not _is_loopback(one.address) for one in addresses):
             return {"GLOO_SOCKET_IFNAME": interface}
@@ -69,7 +69,7 @@ def _command(runs: Path, corpus: Path, *more: str) -> list[str]:
 
 
 def _watched(command: list[str], listening: Listening) -> None:
-    """Run it to its end, while somebody looks at its sockets."""
+    """Run a command to its end and watch its sockets."""
     start, environment = [sys.executable, "-m", "hetero_pp", *command], os.environ | _public_interface()
     with subprocess.Popen(
         start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -91,7 +91,7 @@ def _summary(runs: Path) -> dict[str, Any]:
 
 
 def test_engines_and_stages_are_one_run(corpus: Path, tmp_path: Path) -> None:
-    """Equal to the bit after every round, with the losses of the same topology in plain PyTorch, closed to others."""
+    """All replicas are equal to the bit after every round, with the losses of plain PyTorch, and no port is public."""
     listening = Listening()
     _watched(_command(tmp_path / "mixed", corpus), listening)
     mixed = _summary(tmp_path / "mixed")

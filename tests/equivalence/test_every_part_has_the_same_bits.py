@@ -1,4 +1,4 @@
-"""What can be launched comes over gRPC to the bits that it comes to in one process, whatever its parts are."""
+"""Every feature that can be launched gives the same bits over gRPC and in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
         ["data.clusters=2", "outer={method: diloco, weights: examples, rounds: 2}"],
     ),
 }
-"""A YAML, and what is changed of it beside its rounds and its text."""
+"""A YAML for each run, with its changes apart from rounds and corpus."""
 
 
 def _changes(run: str, corpus: Path) -> list[str]:
@@ -52,12 +52,12 @@ def _changes(run: str, corpus: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Both:
-    """A run that was launched, and the same in threads of this process."""
+    """A launched run, and the same run in threads of this process."""
 
     launched: Path
     in_process: Path
     reports: Sequence[Report]
-    """Of the latter."""
+    """Reports of the run in this process."""
 
     def config(self) -> RunConfig:
         return ConfigFile(self.launched / "config.yaml").config
@@ -84,7 +84,7 @@ def _events(run: Path, kind: str) -> list[dict[str, object]]:
 
 @pytest.mark.starts_processes
 def test_every_loss(both: Both) -> None:
-    """Of each inner step and evaluation of each replica."""
+    """Compares the loss of each inner step and evaluation of each replica."""
     config = both.config()
     steps = [report.inner_step for report in both.reports if report.HasField("inner_step")]
     losses = {(step.replica, step.round, step.step): step.loss for step in steps if step.HasField("loss")}
@@ -103,7 +103,7 @@ def test_every_loss(both: Both) -> None:
 
 @pytest.mark.starts_processes
 def test_every_contribution(both: Both) -> None:
-    """Of each replica, by its digest."""
+    """Compares the digest of each replica's contribution."""
     logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
     for round_ in range(1, ROUNDS + 1):
         digests = [{one.replica: one.digest for one in log.read_record(round_).contributions} for log in logs]
@@ -113,7 +113,7 @@ def test_every_contribution(both: Both) -> None:
 
 @pytest.mark.starts_processes
 def test_parameters_and_outer_momentum(both: Both) -> None:
-    """Of the last round, in snapshots; and the hash that each replica came to."""
+    """Compares the snapshots of the last round, and the hash of each replica."""
     logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
     launched, in_process = (log.read_snapshot(ROUNDS) for log in logs)
     outer = both.config().outer
@@ -128,7 +128,7 @@ def test_parameters_and_outer_momentum(both: Both) -> None:
 
 
 def test_the_runs_have_all_parts_that_can_be_launched(corpus: Path) -> None:
-    """4 bits, momentum, levels of 2 bits."""
+    """The features are 4-bit boundaries, outer momentum and levels of 2 bits."""
     configs = {run: ConfigFile(yaml, _changes(run, corpus)).config for run, (yaml, _) in RUNS.items()}
     [home] = [one for one in configs["quickstart"].replicas if isinstance(one, ParticipantsReplica)]
     assert home.boundary.bits == 4

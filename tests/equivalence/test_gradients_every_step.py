@@ -1,4 +1,4 @@
-"""AdamW with gradients averaged after every step: over gRPC as in process, to the bit, in equal replicas."""
+"""AdamW with gradients averaged after every step has the same bits over gRPC and in process, in all replicas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_same_weights_everywhere(both: list[Path]) -> None:
 
 
 def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
-    """Of AdamW, for every parameter, as the auditor holds them."""
+    """The auditor keeps AdamW's moments of every parameter."""
     snapshots = [load_snapshot(run / "log" / "snapshot-000004.safetensors") for run in both]
     expected = {f"{name}.{moment}" for name in snapshots[0].parameters for moment in ("exp_avg", "exp_avg_sq")}
     assert set(snapshots[0].momentum) == expected
@@ -52,8 +52,9 @@ def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
 
 
 def test_links_carried_what_check_predicts(both: list[Path]) -> None:
-    """Every member sees all of the averaged gradient, as it is clipped by its norm. Most rows of the embedding are
-    zero, as few tokens are in a step: they take next to nothing.
+    """Every member receives the whole averaged gradient, because its norm clips it.
+
+    A step has few tokens, so most rows of the embedding's gradient are zero. They take almost no bytes.
     """
     spec = RunSpec(ConfigFile(both[0] / "config.yaml").config, 256)
     links = json.loads((both[0] / "summary.json").read_text())["links"]

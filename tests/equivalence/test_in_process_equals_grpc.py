@@ -1,4 +1,4 @@
-"""The same YAML in process and over gRPC, as a user starts it: the same losses, digests and hashes, to the bit."""
+"""The same YAML in process and over gRPC, started as by a user, has the same losses, digests and hashes to the bit."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ BEHIND_LINES = [
     "replicas.1.line=cable",
     "exchange.line=fibre",
 ]
-"""Two processes share the line of a house, and all members that of the exchange."""
+"""Two processes share the line of a house, and all members share that of the exchange."""
 ANCHORS = "replicas.1.boundary.anchors={rank: 4, fade: [0.4, 1]}"
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
-    """Launch the topology as a user would; returns the run's folder."""
+    """Launch the topology as a user would. Return the run's folder."""
     changes = [f"--set={change}" for change in (*BEHIND_LINES, ANCHORS, f"data.corpus={corpus}")]
     done = run_program("launch", str(YAML), "--runs", str(runs), *options, *changes)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,7 +98,7 @@ def test_links_carried_the_same_bytes(both: dict[str, Path]) -> None:
 
 
 def test_lines_carried_what_all_their_links_did(both: dict[str, Path]) -> None:
-    """The same bytes in both ways of running."""
+    """Both runs carried the same bytes."""
     summaries = [json.loads((run / "summary.json").read_text()) for run in both.values()]
     kept = ("name", "kind", "members", "payload_bytes", "wire_bytes", "wire_bytes_per_round")
     lines = [{key: line[key] for key in kept} for line in summaries[0]["lines"]]
@@ -142,7 +142,7 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
 
 
 def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
-    """To the byte on stage links; blobs, which are as long as what they hold makes them, about."""
+    """Bytes agree exactly on stage links and about on exchange links, because the size of a blob depends on its values."""
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}
@@ -161,7 +161,7 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
 
 
 def _stage_messages(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, Iterator[Message]]:
-    """Every message between two of its stages in a whole run, with tensors of the size alone."""
+    """Return every message between two stages in a whole run. Its tensors have a size but no data."""
     data, rounds, steps = spec.config.data, spec.config.outer.rounds, spec.inner_steps
     rows, length = replica.batch_size // replica.micro_batches, data.sequence_length
     assert rows == 1  # so that validation has no smaller batch
@@ -196,7 +196,7 @@ def _stage_messages(spec: RunSpec, replica: ParticipantsReplica) -> dict[Directi
 
 
 def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Path]) -> None:
-    """On the wire, headers and framing included, to the byte."""
+    """Bytes on the wire agree exactly, with headers and framing."""
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
@@ -209,7 +209,7 @@ def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Pat
 
 
 def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
-    """Bytes on the wire. Before its rounds a run evaluates once and fetches a snapshot, which is not predicted."""
+    """These are bytes on the wire. The prediction leaves out the evaluation and the snapshot before the rounds."""
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
@@ -219,6 +219,6 @@ def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
     for link in (link for replica in predict(spec).replicas for link in replica.links):
         if link.name.endswith("exchange"):
             assert measured[link.name]["forward"] == pytest.approx(rounds * link.forward_bytes, rel=0.1)
-        else:  # a header is some bytes longer or shorter than that of the message which stands for all
+        else:  # some headers are a few bytes longer or shorter than the predicted one
             assert measured[link.name]["backward"] == pytest.approx(rounds * link.backward_bytes, rel=0.01)
             assert measured[link.name]["forward"] == pytest.approx(rounds * link.forward_bytes + evaluation, rel=0.01)

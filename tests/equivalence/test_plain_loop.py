@@ -1,4 +1,4 @@
-"""One datacenter replica against a loop in plain PyTorch: the same bits for H steps, and through the outer round."""
+"""One datacenter replica and a plain PyTorch loop have the same bits for H steps and through the outer round."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: StoreBat
         tokens = batches.train(step)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        by_name = [parameter for _, parameter in sorted(model.named_parameters())]  # the order of the norm's sum
+        by_name = [parameter for _, parameter in sorted(model.named_parameters())]  # the norm's order
         torch.nn.utils.clip_grad_norm_(by_name, 1.0)
         for group in adamw.param_groups:
             group["lr"] = InnerSettings(learning_rate=0.01, warmup_steps=3).learning_rate_at(step, H * ROUNDS)
@@ -60,7 +60,7 @@ def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: StoreBat
 
 
 def _plain_round(start: torch.Tensor, local: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """SparseLoCo restated for one replica: chunk by chunk, with sorting and Python loops."""
+    """Apply SparseLoCo for one replica, chunk by chunk, with sorting and Python loops."""
     error.mul_(0.95).add_(start - local)
     matrix = error if error.ndim == 2 else error.view(1, -1)
     tile = (64, 64) if error.ndim == 2 else (1, error.numel())
@@ -86,7 +86,7 @@ def _plain_round(start: torch.Tensor, local: torch.Tensor, error: torch.Tensor) 
 
 
 def test_sgd_within_and_without_is_sgd_of_the_large_batch(config: RunConfig, tmp_path: Path) -> None:
-    """DiLoCo with H = 1, of two replicas: their batches together, by torch.optim.SGD (in float64, to rounding)."""
+    """DiLoCo with H = 1 and two replicas equals torch.optim.SGD on both batches (in float64, up to rounding)."""
     torch.set_num_threads(1)
     plain = RunConfig.model_validate(
         config.model_dump()
@@ -96,7 +96,7 @@ def test_sgd_within_and_without_is_sgd_of_the_large_batch(config: RunConfig, tmp
             ),
             "outer": OuterSettings(rounds=5, method="diloco", learning_rate=1.0, momentum=0.0, nesterov=False),
             "replicas": [DatacenterReplica(name=name, kind="datacenter", batch_size=4) for name in ("a", "b")],
-            "exchange": {"magnitudes": {"scale": 1e9, "leave_out": 1e9}},  # single gradients vary more than H steps
+            "exchange": {"magnitudes": {"scale": 1e9, "leave_out": 1e9}},  # gradients vary more than H steps
         }
     )
     spec = RunSpec(plain, 256)
@@ -147,7 +147,7 @@ def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path)
     for round_ in range(ROUNDS):
         start = {name: p.detach().clone() for name, p in named.items()}
         expected += _plain_steps(model, adamw, batches, round_ * H)
-        assert measured[: len(expected)] == expected  # the inner loop: to the bit
+        assert measured[: len(expected)] == expected  # the inner loop is equal to the bit
         with torch.no_grad():
             for name, p in named.items():
                 p.copy_(_plain_round(start[name], p.detach(), errors[name]))

@@ -1,4 +1,7 @@
-"""Rounds that are time: a run over gRPC takes as many steps as fit, and one in process with the same has its bits."""
+"""Rounds of fixed duration: a run over gRPC takes as many steps as fit.
+
+With the same steps, a run in process has its bits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def over_grpc(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The group's batch is larger, so that it takes fewer steps. Contributions weigh by tokens."""
+    """Return a finished run.
+
+    The group's larger batch makes it take fewer steps. Contributions are weighted by tokens.
+    """
     folder = tmp_path_factory.mktemp("runs")
     changes = ["inner={seconds: 2}", f"data.corpus={corpus}", "replicas.1.batch_size=16"]
     changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}", "outer.weights=tokens", "snapshots.every=1"]
@@ -46,7 +52,7 @@ def _log(run: Path) -> ContributionLog:
 
 
 def _steps(run: Path) -> dict[tuple[str, int], int]:
-    """By replica and round, as its records say."""
+    """Return the number of steps by replica and round, from the records."""
     return {
         (entry.replica, round_): entry.steps
         for round_ in range(1, ROUNDS + 1)
@@ -81,7 +87,7 @@ def test_a_run_with_the_steps_of_another_has_its_bits(over_grpc: Path, tmp_path:
 
 @pytest.mark.starts_processes
 def test_a_run_that_goes_on_knows_how_many_steps_it_took(over_grpc: Path, tmp_path: Path) -> None:
-    """Which batch comes next, and at which learning rate, depend on it."""
+    """The next batch and its learning rate depend on it."""
     taken, run = _steps(over_grpc), tmp_path / "mixed"
     shutil.copytree(over_grpc, run)
     for state in run.glob(f"state/*/round-{ROUNDS:06d}"):
@@ -93,7 +99,7 @@ def test_a_run_that_goes_on_knows_how_many_steps_it_took(over_grpc: Path, tmp_pa
     run_in_process(spec, folder, lambda _: None, {}, lambda replica, round_: taken[replica, round_])
     records = [_log(where).read_record(ROUNDS) for where in (over_grpc, run)]
     counted = [[(one.replica, one.steps, one.tokens, one.digest) for one in record.contributions] for record in records]
-    assert counted[0] == counted[1]  # who goes on holds each place for another time, so that epochs differ
+    assert counted[0] == counted[1]  # a resumed member has a new incarnation, so generations differ
 
 
 @pytest.mark.starts_processes
@@ -110,7 +116,7 @@ def test_records_say_what_each_did_and_its_tokens_are_its_weight(over_grpc: Path
 
 @pytest.mark.starts_processes
 def test_a_round_comes_to_the_mean_by_tokens(over_grpc: Path) -> None:
-    """theta - (w D + w' D') / (w + w'), with what both sent decoded and summed here, in float64."""
+    """The expected value is theta - (w D + w' D') / (w + w'), with decoded contributions, in float64."""
     spec, log = read_run(RunFolder(over_grpc)), _log(over_grpc)
     before, after = (log.read_snapshot(round_).parameters for round_ in (ROUNDS - 1, ROUNDS))
     record = log.read_record(ROUNDS)
@@ -130,7 +136,7 @@ def test_a_round_comes_to_the_mean_by_tokens(over_grpc: Path) -> None:
 
 @pytest.mark.starts_processes
 def test_the_last_step_of_a_round_is_told_as_such(over_grpc: Path) -> None:
-    """By the datacenter and by every stage, each once a round; the rate of the last round has fallen."""
+    """The datacenter and every stage mark it once per round. The learning rate of the last round has fallen."""
     steps = [line for line in _metrics(over_grpc) if line["event"] == "inner_step"]
     last = [(line["member"], line["round"], line["step"] + 1) for line in steps if line.get("is_last")]
     taken, members = _steps(over_grpc), ("dc", "home.0", "home.1", "home.2")

@@ -1,4 +1,4 @@
-"""A folder of one toy table at a scale of seconds, and `hetero-pp reproduce` of it."""
+"""A folder with one toy table at a scale of seconds, and `hetero-pp reproduce` of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ claims:
 """
 
 Reproduce = Callable[..., tuple[int, str, str]]
-"""Exit code, output and errors of `hetero-pp reproduce` with these arguments."""
+"""Runs `hetero-pp reproduce` with these arguments. Returns exit code, stdout and stderr."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def toys(tmp_path: Path, corpus: Path) -> Path:
 
 @pytest.fixture
 def reproduce(tmp_path: Path, toys: Path) -> Reproduce:
-    """At the toy's scale, with results and runs beside the experiments."""
+    """Return a function that runs `reproduce` at the toy's scale, with results and runs beside the experiments."""
     options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
 
     def invoke(*arguments: str) -> tuple[int, str, str]:
@@ -71,7 +71,7 @@ def reproduce(tmp_path: Path, toys: Path) -> Reproduce:
 
 @pytest.fixture
 def known() -> Callable[..., dict[str, Any]]:
-    """The outcome of a row that came to a loss, with what else is said."""
+    """Return a function that makes the outcome of a row with a loss and other given fields."""
 
     def outcome(loss: float, **more: Any) -> dict[str, Any]:
         losses = {"validation_loss": [loss + 1, loss], "uncompressed": loss, "compressed": None, "diverged": False}
@@ -82,7 +82,7 @@ def known() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def job(tmp_path: Path, corpus: Path) -> Job:
-    """A row of a second."""
+    """Return a row that trains for a second."""
     config = RunConfig.model_validate(
         {
             "name": "row",

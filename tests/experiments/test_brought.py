@@ -1,4 +1,4 @@
-"""Corpora and tokenizers that the user brings to `reproduce`: what is trained, what it is called, what is refused."""
+"""`reproduce` with the user's corpora and tokenizers: what is trained, how it is named, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.spec import RunSpec
 
 Reproduce = Callable[..., tuple[int, str, str]]
-"""Of conftest.py."""
+"""The type of the fixture of conftest.py."""
 
 WORDS = ["replica", "stage", "link", "round", "the", "of", "and", "trains", "sends", "waits"]
 SHARDS = 3
 WIDTH, FEED_FORWARD, LAYERS = 16, 16, 2
-"""Of the model of conftest.py."""
+"""Shape of the model of conftest.py."""
 
 
 def _text(number: int) -> str:
@@ -36,7 +36,7 @@ def _text(number: int) -> str:
 
 
 def _write_shards(folder: Path, documents: int = 40) -> Path:
-    """A folder of a dataset's layout: half of it parquet, which is read by another reader, in `as-parquet`."""
+    """Return a folder in a dataset's layout. Its folder `as-parquet` has the same text as parquet."""
     for kind in ("web", "as-parquet"):
         (folder / kind).mkdir(parents=True)
     for shard in range(SHARDS):
@@ -48,7 +48,7 @@ def _write_shards(folder: Path, documents: int = 40) -> Path:
 
 
 def _write_tokenizer(folder: Path, size: int, *more: str) -> Path:
-    """A byte-pair encoding of `size` tokens, and more that no text has."""
+    """Write a byte-pair encoding of `size` tokens, and more tokens that no text has."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -65,7 +65,7 @@ def _write_tokenizer(folder: Path, size: int, *more: str) -> Path:
 
 
 def _write_words(folder: Path, count: int) -> Path:
-    """A tokenizer of as many words, of no use but for its size."""
+    """Write a tokenizer of `count` words. Only its size is used."""
     from tokenizers import Tokenizer, models
 
     ids = {"</s>": 0} | {f"w{number}": number for number in range(1, count)}
@@ -76,7 +76,7 @@ def _write_words(folder: Path, count: int) -> Path:
 
 @pytest.fixture
 def brought(tmp_path: Path, toys: Path) -> Path:
-    """The toy's scale holds out and shuffles as few documents as there are."""
+    """Set the toy's scale to hold out and shuffle as few documents as the shards have. Return the shards' folder."""
     scale = toys / "scales" / "tiny.yaml"
     stream = "stream: {validation_documents: 5, shuffle_buffer: 8}"
     scale.write_text(scale.read_text().replace("sequence_length: 16,", f"sequence_length: 16, {stream},"))
@@ -95,7 +95,11 @@ def _rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def _parameters(vocabulary: int) -> int:
-    """Two tables, and in each layer four matrices of attention, three of the feed forward, two norms; a last norm."""
+    """Return the number of parameters of the model.
+
+    It has two tables and a last norm. Each layer has four matrices of attention, three of the feed-forward part, and
+    two norms.
+    """
     layer = 4 * WIDTH**2 + 3 * WIDTH * FEED_FORWARD + 2 * WIDTH
     return 2 * vocabulary * WIDTH + LAYERS * layer + WIDTH
 
@@ -108,7 +112,7 @@ def _parameters(vocabulary: int) -> int:
 def test_a_streamed_corpus_and_a_tokenizer_make_a_table(
     kind: str, tmp_path: Path, brought: Path, reproduce: Reproduce
 ) -> None:
-    """Its losses are those of a run on the very stream, with the tokenizer's vocabulary."""
+    """Its losses are those of a run on the same stream, with the tokenizer's vocabulary."""
     options = ["--corpus", f"hf:{brought / kind}", "--tokenizer", str(tmp_path / "bpe")]
     code, out, errors = reproduce("toy/one", "--seeds", "1", *options)
     assert code == 0, errors
@@ -135,7 +139,7 @@ def _request(tmp_path: Path, corpus: str, tokenizer: str) -> Request:
 
 @pytest.mark.starts_processes
 def test_the_scale_may_say_so_too(tmp_path: Path, toys: Path, brought: Path, reproduce: Reproduce) -> None:
-    """And comes to the same rows."""
+    """The rows are the same."""
     options = ["--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe" / "tokenizer.json")]
     assert reproduce("toy/one", "--seeds", "1", *options)[0] == 0
     kept = _rows(tmp_path)
@@ -155,11 +159,11 @@ def test_a_tokenizer_encodes_a_corpus_that_is_not_streamed(tmp_path: Path, broug
     assert code == 0, errors
     table = _table(tmp_path, "one-bpe")
     assert table["corpus"]["tokenizer"] == str(tmp_path / "bpe")
-    assert not list((tmp_path / "runs" / ".tokens").glob("bpe-*"))  # none was trained
+    assert not list((tmp_path / "runs" / ".tokens").glob("bpe-*"))  # no tokenizer was trained
     assert "encoded by" in (tmp_path / "results" / "tiny" / "toy" / "one-bpe.md").read_text()
 
 
-# ---- what a row is known by ----
+# ---- the identity of a row ----
 
 
 def _key(tmp_path: Path, corpus: str, tokenizer: Path, row: int = 1) -> str:
@@ -170,7 +174,7 @@ def _key(tmp_path: Path, corpus: str, tokenizer: Path, row: int = 1) -> str:
 
 
 def test_rows_of_different_text_are_never_mixed_up(tmp_path: Path, brought: Path) -> None:
-    """Files in whose middle a word differs; another tokenizer; one that differs in tokens that no text has."""
+    """A word in the middle of a file, another tokenizer, or tokens that no text has make another row."""
     web, bpe = brought / "web", tmp_path / "bpe"
     keys = [_key(tmp_path, f"hf:{web}", bpe), _key(tmp_path, f"hf:{web}", _write_tokenizer(tmp_path / "other", 280))]
     keys.append(_key(tmp_path, f"hf:{web}", _write_tokenizer(tmp_path / "more", 290, "<never>")))
@@ -206,7 +210,7 @@ def test_tables_are_called_after_what_was_brought(brought: str, name: str) -> No
     assert short_name(brought) == name
 
 
-# ---- whether there is enough ----
+# ---- whether the text is long enough ----
 
 
 @pytest.mark.starts_processes
@@ -236,7 +240,7 @@ def test_a_stream_that_ends_leaves_what_repeating_it_goes_on_from(
 def test_too_little_text_is_told_with_what_to_bring_before_anything_is_trained(
     tmp_path: Path, toys: Path, reproduce: Reproduce
 ) -> None:
-    """At the scale `small`, which needs 65,664,000 tokens: 8 replicas, 8 sequences of 513, 80 rounds of 25 steps."""
+    """The scale `small` needs 65,664,000 tokens: 8 replicas, 8 sequences of 513 tokens, and 80 rounds of 25 steps."""
     scale = toys / "scales" / "tiny.yaml"
     options = ["toy/one", "--scale", "small", "--corpus", scale.read_text().partition("corpus: ")[2].partition(",")[0]]
     code, out, _ = reproduce(*options, "--dry-run")
@@ -266,7 +270,7 @@ def test_enough_text_is_told_too(tmp_path: Path, reproduce: Reproduce) -> None:
     _, out, _ = reproduce("toy/one", "--seeds", "1")
     told = " ".join(out.split()).partition(" rows ")[0]
     assert f"{_table(tmp_path, 'one')['corpus']['tokens']:,} tokens to train on in " in told
-    assert "272 are needed: enough" in told  # 2 rounds of 2 steps of 2 replicas, 2 sequences of 17
+    assert "272 are needed: enough" in told  # 2 rounds of 2 steps of 2 replicas, with 2 sequences of 17
 
 
 @pytest.mark.parametrize("kind", ["files", "one.jsonl", "one.parquet", "one.txt"])
@@ -274,7 +278,7 @@ def test_enough_text_is_told_too(tmp_path: Path, reproduce: Reproduce) -> None:
 def test_estimates_are_near_what_is_counted(
     kind: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a tenth of it, but of one .txt, which is one document."""
+    """Estimates read a tenth of the corpus, except a single .txt file, which is one document."""
     texts = [_text(i) for i in range(600)]
     (tmp_path / "files").mkdir()
     for i, text in enumerate(texts):
@@ -311,7 +315,7 @@ def test_the_bias_of_one_compressed_replica_needs_text_that_a_stream_has_not(
 
 
 def test_the_papers_scale_says_what_to_bring(tmp_path: Path, brought: Path, reproduce: Reproduce) -> None:
-    """And takes a tokenizer of no other size than LLaMA-2's."""
+    """Only a tokenizer with the size of LLaMA-2's is accepted."""
     text = str(next((brought / "web").iterdir()))
     code, out, _ = reproduce("toy/one", "--scale", "paper", "--dry-run", "--corpus", text)
     assert code == 0

@@ -1,4 +1,4 @@
-"""A folder of one's own: which scales it has, what is told of a file that is wrong, and that others go on to work."""
+"""A user's experiments folder: its scales, errors of a wrong file, and other files that still work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_pp.research.experiments.request import Request
 from hetero_pp.research.experiments.rows import Setting
 
 Reproduce = Callable[..., tuple[int, str, str]]
-"""Of conftest.py."""
+"""The type of the fixture of conftest.py."""
 
 SMALLEST = """\
 name: mine
@@ -188,7 +188,7 @@ def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
 
 
 def test_a_row_of_another_method_has_none_of_the_scales_cells(tmp_path: Path) -> None:
-    """A density is SparseLoCo's, and not DiLoCo's; what the row says beside the method stands, wherever it says it."""
+    """A density belongs to SparseLoCo and not to DiLoCo. Cells that the row sets itself are kept, in any order."""
     found = SHIPPED.experiment("het-pp/table1")
     cells = {"outer.compression.value_bits": 8, "outer.method": "diloco"}
     rows = [

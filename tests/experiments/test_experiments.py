@@ -1,4 +1,4 @@
-"""Experiments as data: every row validates, keys, resuming, verdicts against numbers worked out by hand, tables."""
+"""Experiments as data: every row validates; keys, resuming, tables, and verdicts on numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hetero_pp.research.experiments.verdict import interval_of, judge
 from hetero_pp.topology import ParticipantsReplica
 
 Reproduce = Callable[..., tuple[int, str, str]]
-"""Of conftest.py."""
+"""The type of the fixture of conftest.py."""
 
 ANYWHERE = [experiment for experiment in SHIPPED.experiments.values() if experiment.scale is None]
 NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c", "5d", "7", "8")]
@@ -63,7 +63,7 @@ def test_shares_of_replicas_are_what_they_say_at_every_scale() -> None:
 
 
 def test_the_papers_models_are_those_of_its_table_9() -> None:
-    """Learning rates, sequence lengths, tokens and M of 512M, 178M and 1B, and of the AdamW baseline."""
+    """Compares learning rates, sequence lengths, tokens and M of 512M, 178M and 1B, and of the AdamW baseline."""
     found = {}
     for name in ("table1", "table1_178m", "table7", "table4"):
         experiment = SHIPPED.experiment(f"het-pp/{name}")
@@ -105,7 +105,7 @@ def test_lower(a: list[float], b: list[float], verdict: str) -> None:
 
 
 def test_pairs_of_seeds_count_not_their_spread() -> None:
-    """Seeds differ by far more than the rows do; the difference is the same at each."""
+    """Seeds differ far more than the rows do, but the rows' difference is the same at each seed."""
     losses = _losses(a=[1.0, 2.0, 3.0], b=[1.01, 2.011, 3.01])
     assert judge(Claim(text="", lower=("a", "b")), losses, {}).verdict == "holds"
 
@@ -217,7 +217,7 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_what_is_encoded_does_not_depend_on_a_seed() -> None:
-    """One seed decides it; of losses 0.03 nats are left open."""
+    """One seed therefore decides. For losses, differences below 0.03 nats stay undecided."""
     values = _losses(a=[1.0], b=[1.01])
     assert judge(Claim(text="", of="ring", lower=("a", "b")), values, {}).verdict == "holds"
     assert judge(Claim(text="", lower=("a", "b")), values, {}).verdict == "within noise"
@@ -263,7 +263,7 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> No
     [again, *others] = _rows(tmp_path).read_text().splitlines()
     assert others == kept[1:]
     assert json.loads(again)["validation_loss"] == json.loads(kept[0])["validation_loss"]
-    assert again != kept[0]  # its seconds: it was trained again
+    assert again != kept[0]  # its seconds differ, so it was trained again
 
 
 @pytest.mark.starts_processes
@@ -271,7 +271,7 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
     checkpoints = tmp_path / "runs" / ".rows"
     checkpoints.parent.mkdir()
     checkpoints.write_text("a file where checkpoints would go")
-    assert reproduce("toy/one", "--seeds", "1")[0] == 0  # only what an interruption would have saved is lost
+    assert reproduce("toy/one", "--seeds", "1")[0] == 0  # only state that an interruption would need is lost
     keys = [json.loads(line)["key"] for line in _rows(tmp_path).read_text().splitlines()]
     shutil.rmtree(tmp_path / "results")
     checkpoints.unlink()

@@ -1,4 +1,4 @@
-"""Claims judged together: p values against scipy, Holm's levels, slices of the validation rows, the same said twice."""
+"""Claims judged together: p values as in scipy, Holm's levels, slices of the validation rows, and duplicate claims."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hetero_pp.research.experiments.figures import distinct_claims
 from hetero_pp.research.experiments.verdict import Values, holm, interval_of, judge, p_value
 
 BASE = [4.0, 5.0, 6.0]
-"""Losses of a row at three seeds, which differ by more than the rows do."""
+"""Losses of a row at three seeds. They differ more than the rows do."""
 
 
 def _values(**differences: list[float]) -> Values:
-    """Of rows that are above the base by these."""
+    """Return losses of rows that exceed the base by these differences."""
     rows = {"base": [0.0, 0.0, 0.0], **differences}
     return {row: {seed: BASE[seed] + given[seed] for seed in range(3)} for row, given in rows.items()}
 
@@ -61,7 +61,11 @@ def test_one_seed_has_no_p() -> None:
 
 
 def test_levels_are_holms() -> None:
-    """0.05 / 4, / 3 and, since 0.03 > 0.05 / 2, that for the rest, even for what would pass a level of its own."""
+    """The levels are 0.05 / 4, then / 3.
+
+    As 0.03 > 0.05
+    2, all further claims get that level, even if they would pass their own.
+    """
     assert holm([0.04, 0.001, None, 0.016, 0.03]) == pytest.approx([0.025, 0.0125, None, 0.05 / 3, 0.025])
     assert holm([0.02, 0.04]) == pytest.approx([0.025, 0.05])
     assert holm([]) == []

@@ -1,4 +1,4 @@
-"""What a row is known by: all that decides what it comes to, nothing else; and the outcomes that are kept so."""
+"""The identity of a row: everything that decides its result and nothing else; and the outcomes stored under it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ DEFAULTS: dict[str, Any] = {
     "research.ablations.grassmann_every": None,
     "replicas.1.extra_in_flight": 1,
 }
-"""What rows do not say when they leave it out."""
+"""Default values of settings that rows leave out."""
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -147,7 +147,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_defaults_are_those_that_kept_rows_leave_out() -> None:
-    """A field may be added, if its default changes nothing. Another default is another OUTCOME_VERSION."""
+    """A field may be added if its default changes nothing. Another default needs another OUTCOME_VERSION."""
     replicas = [{"name": "a", "kind": "datacenter"}, {"name": "b", "kind": "participants", "stages": 2}]
     config = ResearchConfig.model_validate({"name": "a", "outer": {"rounds": 1}, "replicas": replicas})
     found = dict(_leaves(meaning(config, NotPartOf.OUTCOME)))
@@ -190,7 +190,7 @@ def test_every_experiment_has_a_table() -> None:
 
 @pytest.mark.parametrize("name", sorted(SHIPPED.experiments))
 def test_tables_are_made_of_rows_that_are_kept(name: str) -> None:
-    """Each loss in a table is the last one of a kept row, found by the key that its row has today."""
+    """Each loss in a table is the last one of a stored row, found by the key that its row has today."""
     experiment = SHIPPED.experiment(name)
     scale = SHIPPED.scale(experiment.scale or "micro")
     table = json.loads((RESULTS / scale.name / f"{name}.json").read_text())

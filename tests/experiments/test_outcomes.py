@@ -1,4 +1,4 @@
-"""The file that outcomes are kept in: none is lost, whoever adds at once, and damage is told by its line."""
+"""The file of outcomes: none is lost if several processes add at once, and damage is reported by line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_added_is_read(path: Path) -> None:
 
 
 def test_lines_are_sorted_and_others_stay_as_they_are(path: Path) -> None:
-    """A line that is added is all that differs, and those of one row are neighbours."""
+    """Only the added line differs, and the lines of one row are neighbours."""
     for row, seed in (("b", 2), ("a", 10), ("c", 1), ("b", 1), ("a", 9)):
         before = path.read_text().splitlines() if path.exists() else []
         add_outcome(path, _outcome(row, seed))

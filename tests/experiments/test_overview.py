@@ -1,4 +1,4 @@
-"""docs/results.md: figures of its text are those of the rows, its links lead somewhere, who trained what stays so."""
+"""docs/results.md: numbers in its text come from rows, its links work, and the record of machines is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetero_pp.research.experiments.provenance import commit, machine, trained_b
 
 Reproduce = Callable[..., tuple[int, str, str]]
 Known = Callable[..., dict[str, Any]]
-"""Of conftest.py."""
+"""The type of the fixture of conftest.py."""
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "results.md"
 
 
 def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
-    """As `--docs` writes it, but for where the pictures lie."""
+    """The page is as `--docs` writes it, except for the pictures' paths."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "results").symlink_to(RESULTS)
     write_overview(tmp_path / "benchmarks" / "results", tmp_path / "docs.md", ROOT / "configs" / "experiments")
@@ -54,7 +54,7 @@ def _tables() -> list[Path]:
     return [path for scale in ("micro", "micro_long", "ladder") for path in (RESULTS / scale).glob("*/*.json")]
 
 
-# ---- figures in a text ----
+# ---- numbers in a text ----
 
 RESULT: dict[str, Any] = {
     "rows": [
@@ -99,8 +99,8 @@ FIGURES = {
     "{s/t | paper percent | a - b}": "5.0",
     "{s/t | bias | a - b}": "12",
     "{s/t | sparse_ring | a - b}": "1.24",
-    "{s/t | difference | base | a - b}": "0.30",  # at the seed 2, which both have
-    "{s/t | difference | base | a - b | compressed}": "0.38",  # at the seeds 2 and 3
+    "{s/t | difference | base | a - b}": "0.30",  # at seed 2, which both have
+    "{s/t | difference | base | a - b | compressed}": "0.38",  # at seeds 2 and 3
     "{s/t |\n  verdict | it\n  costs}": "holds",
     "{s/t | verdict | it costs | compressed}": "within noise",
     "{s/t | verdict | it pays}": "does not hold",
@@ -137,7 +137,7 @@ def test_a_figure_that_is_not_known_is_told_by_its_line(text: str, tmp_path: Pat
 
 
 def test_tables_are_listed_by_paper_below_what_was_found(tmp_path: Path) -> None:
-    """The papers come in their order, other tables after them."""
+    """Papers keep their order, and other tables follow them."""
     for name in ("micro/diloco/figure5", "micro/het-pp/table1", "micro/sparseloco/table4", "ladder/diloco/table4"):
         (path := tmp_path / "results" / f"{name}.json").parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(RESULTS / f"{name}.json", path)
@@ -159,7 +159,7 @@ def test_tables_are_listed_by_paper_below_what_was_found(tmp_path: Path) -> None
     ]
 
 
-# ---- who trained what ----
+# ---- machines that trained the rows ----
 
 HERE = {"machine": {"processor": "A", "cores": 2, "gpu": None, "python": "3", "torch": "2"}, "commit": "1111111"}
 THERE = {"machine": {"processor": "B", "cores": 8, "gpu": "H100", "python": "3", "torch": "2"}, "commit": "2222222"}
@@ -198,7 +198,7 @@ def test_a_table_lists_several_machines() -> None:
 def test_a_finished_table_that_is_written_anew_is_the_same(
     tmp_path: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another machine, at another commit; and in an empty folder, from the rows alone."""
+    """This holds on another machine and commit, and in an empty folder, from the rows alone."""
     folder = tmp_path / "results" / "tiny"
     page = "--docs", str(tmp_path / "results.md")
     assert reproduce("toy/one", "--seeds", "1", *page)[0] == 0

@@ -1,4 +1,4 @@
-"""Pictures of tables: what stands where, and that names can be read."""
+"""Pictures of tables: where data and names are, and that names are readable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetero_pp.research.experiments.report import result_of
 from hetero_pp.research.experiments.rows import Setting
 
 Known = Callable[..., dict[str, Any]]
-"""Of conftest.py."""
+"""The type of the fixture of conftest.py."""
 
 MICRO = SHIPPED.scale("micro")
 RANKS = [2, 4, 6, 8, 14, 15, 16, 24, 30, 40, 60, 62]
@@ -30,7 +30,7 @@ RANKS = [2, 4, 6, 8, 14, 15, 16, 24, 30, 40, 60, 62]
 
 @pytest.fixture
 def picture(known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
-    """Of an uncompressed row, and of many ranks with equal losses at neighbouring bytes."""
+    """Return the picture of an uncompressed row and of many ranks with equal losses at similar bytes per token."""
     rows = [Row(name="not compressed"), *(Row(name=f"{k} of them", compressed="all", rank=k) for k in RANKS)]
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="not compressed", rows=rows))
     sizes = [0.0, *(2.0 * k for k in RANKS)]
@@ -53,7 +53,7 @@ def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
 def test_an_axis_below_varies_and_every_panel_shows_something(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[float], panels: int
 ) -> None:
-    """Bytes a token that print alike are no axis; a similarity of a later seed alone is on no panel."""
+    """Bytes per token that print alike make no axis. A similarity of a later seed alone is on no panel."""
     rows = [Row(name="none"), Row(name="a", compressed="all", rank=8), Row(name="b", compressed="half", rank=8)]
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="none", rows=rows))
     outcomes = {row.name: {1: known(4.0, boundary_bytes_per_token=size)} for row, size in zip(rows, sizes, strict=True)}
@@ -68,7 +68,10 @@ def test_an_axis_below_varies_and_every_panel_shows_something(
 def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what they end at against the steps of a round, a line for rows that differ in nothing else."""
+    """Their final losses are also plotted against the steps of a round.
+
+    There is a line for each set of rows that differ in nothing else.
+    """
     diloco = {"outer.method": "diloco", "outer.learning_rate": 0.7}
     rows = [
         Row.model_validate({"name": f"{name}, H = {steps}", "steps": steps, "cells": cells})
@@ -104,7 +107,7 @@ def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
 def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though as many replicas are compressed, in as many bits."""
+    """They compress as many replicas, in as many bits."""
     kinds = {"": {}, ", projected": {"embedding": "projected"}}
     rows = [
         Row.model_validate({"name": f"PP {k}{kind}", "compressed": "all", "rank": k, "ablations": ablations})

@@ -1,4 +1,4 @@
-"""The commit that a row says it was trained at: whether the code was as committed, and the one that it began with."""
+"""The commit of a row: whether the code was as committed, and the commit at the start of training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_checkout(tmp_path: Path) -> None:
 
 @pytest.mark.starts_processes
 def test_a_row_says_the_commit_that_it_began_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process trains with what it has imported, wherever its checkout is by then."""
+    """A process trains with the code that it has imported, although its checkout may have changed since."""
     commits = iter(["began", "moved on"])
     monkeypatch.setattr(jobs, "commit", lambda: next(commits))
     jobs._own_commit.cache_clear()

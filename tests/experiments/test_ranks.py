@@ -1,4 +1,4 @@
-"""The same command under torchrun: rows are trained by several processes together, and come to the same."""
+"""The same command under torchrun: several processes train each row together, with the same results."""
 
 from __future__ import annotations
 

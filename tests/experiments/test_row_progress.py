@@ -1,4 +1,4 @@
-"""Rows in training show their rounds: what they tell, and what is shown of it."""
+"""Progress of rows in training: what they report and what is shown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 def test_lines_of_long_rows_where_there_is_no_terminal(job: Job) -> None:
-    """The first after a minute; a round that comes behind its row's end is no line."""
+    """The first line comes after a minute. A round that is reported after its row's end gives no line."""
     out, clock = io.StringIO(), Clock()
     progress = RowProgress([job, job], Console(file=out, width=80), clock)
     for clock.now, round_ in ((0.0, 0), (59.0, 1), (61.0, 2), (70.0, 3)):

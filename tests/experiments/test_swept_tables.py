@@ -1,4 +1,4 @@
-"""`--sweep`: which rows there are, what each is compared with, what is refused, and the picture."""
+"""`--sweep`: its rows, their baselines, its errors and its picture."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_a_row_is_compared_with_the_baseline_at_its_own_values() -> None:
 
 
 def _rows(setting: Setting) -> dict[str, Any]:
-    """As a YAML would have them."""
+    """Return the rows as a YAML would have them."""
     return {"name": "toy", "rows": [row.model_dump(exclude={"of", "swept"}) for row in setting.experiment.rows]}
 
 
 def test_a_row_that_the_cell_does_not_change_is_there_once() -> None:
-    """No boundary, no rank: the baseline stays what it is."""
+    """A baseline without a boundary has no rank, so it does not change."""
     assert _baselines(_swept("rank=4,16", experiment="het-pp/table7")) == {
         "Baseline": "Baseline",
         "PP-Compression, rank=4": "Baseline",
@@ -139,7 +139,7 @@ REFUSED = {
 
 
 def test_a_row_has_rounds_of_steps() -> None:
-    """Rows are compared after as many, and the vectorized trainer has no clock."""
+    """Rows are compared after equal numbers of steps, and the vectorized trainer has no clock."""
     setting = _swept("inner.steps=5,20")
     row = setting.experiment.rows[0]
     timed = row.model_copy(update={"cells": {"inner": {"seconds": 5}}, "swept": {"inner": "{seconds: 5}"}})

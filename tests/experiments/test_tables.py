@@ -1,4 +1,4 @@
-"""Tables from losses that are known: baselines that are not the first row, seeds that not every row has."""
+"""Tables from known losses: baselines other than the first row, and seeds that not every row has."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ LOSSES: dict[str, dict[int, float]] = {
     "all": {2: 3.3, 5: 4.8, 1: 2.1},
     "alone": {7: 3.0},
 }
-"""row -> seed -> last loss, in the order in which they were trained. Their means say the opposite of their pairs."""
+"""Last loss by row and seed, in the order of training. Means of rows say the opposite of pairs of seeds."""
 
 Outcomes = dict[str, dict[int, dict[str, Any]]]
 
 
 def _outcome(seed: int, loss: float, diverged: bool = False, **more: Any) -> dict[str, Any]:
-    """Of a run whose loss went up again at its end, and whose forwards lose 1 and 2 more."""
+    """Return an outcome whose loss rose at the end, and whose two other forwards lose 1 and 2 more."""
     return {
         "key": "",
         "seed": seed,
@@ -91,7 +91,7 @@ def encoded(tmp_path: Path, corpus: Path) -> Corpus:
 
 
 def test_a_row_is_known_by_all_that_decides_what_it_comes_to(encoded: Corpus, tmp_path: Path) -> None:
-    """Its seed, its tokens and its cells; not where they lie."""
+    """The identity has its seed, tokens and cells, but no paths."""
     setting = Setting(MICRO, _experiment())
     few, base, *_ = setting.rows()
     assert isinstance(encoded.source, TokenStore)
@@ -115,12 +115,12 @@ def _rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """95 % of the mean of differences, by scipy's table."""
+    """Return the 95 % interval of the mean of differences, from scipy's distribution."""
     half = float(students_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
     return fmean(differences) - half, fmean(differences) + half
 
 
-# ---- what a row comes to ----
+# ---- the result of a row ----
 
 
 def test_a_loss_is_the_last_one_at_every_seed_that_did_not_diverge(outcomes: Outcomes) -> None:
@@ -135,7 +135,7 @@ def test_a_loss_is_the_last_one_at_every_seed_that_did_not_diverge(outcomes: Out
 
 
 def test_percentages_are_paired_with_the_declared_baseline_by_seed(outcomes: Outcomes) -> None:
-    """By hand: few at the seeds 1 and 2, +25 % and +10 %; all at 1, 2 and 5, +5 %, +10 % and +20 %."""
+    """By hand: few at seeds 1 and 2 (+25 %, +10 %); all at seeds 1, 2 and 5 (+5 %, +10 %, +20 %)."""
     rows = _rows(_result(outcomes))
     assert rows["few"]["delta_percent"] == pytest.approx((25 + 10) / 2)
     assert rows["all"]["delta_percent"] == pytest.approx((5 + 10 + 20) / 3)
@@ -151,7 +151,7 @@ def test_the_papers_percentages_are_to_its_baseline(outcomes: Outcomes) -> None:
 
 
 def test_what_rows_send_and_take_is_shown_where_it_is_known(outcomes: Outcomes) -> None:
-    """Per replica, of which a row here has four; what is the same in all rows is left out."""
+    """The numbers are per replica, of which a row here has four. Columns that are equal in all rows are left out."""
     assert "| sent, MB |" not in (text := "\n".join(markdown(_result(outcomes))))
     assert "| CPU, s |" not in text
     for number_, (row, seeds) in enumerate(outcomes.items(), start=1):
@@ -201,7 +201,7 @@ def test_a_picture_that_is_not_finished_leaves_the_old_one(
 
 
 def test_claims_are_of_the_last_losses_by_seed(outcomes: Outcomes) -> None:
-    """At the seeds 1, 2 and 5 all loses 0.1, 0.3 and 0.8 more; at 1 and 2 few loses 0.5 and 0.3 more."""
+    """At seeds 1, 2 and 5, all loses 0.1, 0.3 and 0.8 more. At seeds 1 and 2, few loses 0.5 and 0.3 more."""
     result = _result(
         outcomes,
         Claim(text="costs", lower=("base", "all")),
@@ -217,7 +217,7 @@ def test_claims_are_of_the_last_losses_by_seed(outcomes: Outcomes) -> None:
 
 
 def test_a_claim_has_a_verdict_in_every_forward_that_its_rows_have(outcomes: Outcomes) -> None:
-    """Its own is that of the forward that it names."""
+    """Its own verdict is that of the forward that it names."""
     for row, shift in (("base", 0.0), ("all", -0.2)):
         for seed, one in outcomes[row].items():
             one["uncompressed"] = 3.0 + seed + shift
@@ -264,7 +264,7 @@ EQUALITIES = {
 
 @pytest.mark.parametrize(("differences", "verdict"), EQUALITIES.values(), ids=EQUALITIES)
 def test_equality_is_judged_with_its_interval(differences: list[float], verdict: str) -> None:
-    """Values of the seeds differ by far more than the rows do, and come in another order; margin 0.03."""
+    """Seeds differ far more than the rows do, and are in another order. The margin is 0.03."""
     a = {seed: 4.0 + seed for seed in range(len(differences))}
     b = {seed: a[seed] + differences[seed] for seed in reversed(range(len(differences)))}
     found = judge(Claim(text="same", equal=("a", "b")), {"a": a | {99: 1.0}, "b": {98: 7.0} | b}, {})
@@ -280,7 +280,7 @@ def test_intervals_are_those_of_scipy(count: int) -> None:
     assert interval_of(values) == pytest.approx(_interval(values), abs=2e-3)
 
 
-# ---- from kept outcomes to a table ----
+# ---- from stored outcomes to a table ----
 
 TOY = """\
 name: toy/seeds
@@ -311,7 +311,7 @@ base:
 
 
 def test_a_table_of_kept_outcomes_pairs_their_seeds(corpus: Path, tmp_path: Path) -> None:
-    """What `reproduce --no-train` writes if base lacks the seed 1, few the seed 2, and all was also trained at 3."""
+    """`reproduce --no-train` writes the table. Base lacks seed 1, few lacks seed 2, and all has seed 3 in addition."""
     folder, kept = tmp_path / "experiments", {"few": [1, 3], "base": [2, 3], "all": [1, 2, 3]}
     for name, text in (("scales/tiny", SCALE.replace("CORPUS", str(corpus))), ("toy/seeds", TOY)):
         (folder / name).parent.mkdir(parents=True)
@@ -329,7 +329,7 @@ def test_a_table_of_kept_outcomes_pairs_their_seeds(corpus: Path, tmp_path: Path
     table = json.loads((results / "tiny" / "toy" / "seeds.json").read_text())
     rows = _rows(table)
     assert {name: list(map(int, row["ours"]["seeds"])) for name, row in rows.items()} == kept
-    assert rows["few"]["delta_percent"] == pytest.approx(25)  # at the seed 3
+    assert rows["few"]["delta_percent"] == pytest.approx(25)  # at seed 3
     assert rows["all"]["delta_percent"] == pytest.approx(10)
     [claim] = table["claims"]
     assert claim["seeds"] == 2

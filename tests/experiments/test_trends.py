@@ -1,4 +1,4 @@
-"""Gaps against the width of the model: the law is that of scipy, its intervals those of the closed formula."""
+"""Gaps by width of the model: the fitted law as in scipy, and its intervals from the closed formula."""
 
 from __future__ import annotations
 

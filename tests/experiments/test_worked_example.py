@@ -1,4 +1,4 @@
-"""The table that docs/experiments.md makes is made by what is shown there."""
+"""The worked example of docs/experiments.md: its files make its table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
 
 @pytest.mark.starts_processes
 def test_the_example_makes_its_table(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another corpus, a seed, and few rounds, for which losses are others."""
+    """The test uses another corpus, one seed and few rounds, so losses differ."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tables").mkdir()
     for path, text in re.findall(r"^```yaml\n# (tables/\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 
 class ConnectProxy:
-    """Listens on a port of its own, until it is closed."""
+    """Listens on its own port until it is closed."""
 
     def __init__(self, status: int = 200) -> None:
-        """`status`: what it answers; only with 200 it opens a tunnel."""
+        """Start to listen. The proxy answers with `status`, and only 200 opens a tunnel."""
         self.asked: list[tuple[str, str]] = []
         """The address and the `Proxy-Authorization` of each request."""
         proxy = self
@@ -39,7 +39,7 @@ class ConnectProxy:
 
 
 def _join(client: socket.socket, address: str) -> None:
-    """Pass bytes on in both directions until one side ends."""
+    """Forward bytes in both directions until one side ends."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as target:
         back = threading.Thread(target=_pass_on, args=(target, client), daemon=True)

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that cuts connections: at once, or after so many bytes, in the midst of whatever crosses."""
+"""A TCP proxy on loopback that cuts connections at once or after some bytes, also in the middle of a message."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from contextlib import suppress
 
 _CHUNK = 1 << 16
 _RESET = struct.pack("ii", 1, 0)
-"""Of SO_LINGER: what was sent and has not arrived is thrown away, as where a router forgets a connection."""
+"""Value of SO_LINGER with which sent data that has not arrived is dropped, as when a router forgets a connection."""
 
 
 class CuttingProxy:
-    """Listens, and carries every connection to another address."""
+    """Listens, and forwards every connection to another address."""
 
     def __init__(self, target: str, next_cut: Callable[[], int | None] = lambda: None) -> None:
-        """`next_cut` says, as a connection is made, after how many bytes both ways it is cut (None: never)."""
+        """Start to listen.
+
+        `next_cut` returns after how many bytes in both directions a new connection is cut (None: never).
+        """
         host, port = target.rsplit(":", 1)
         self._target = host, int(port)
         self._next_cut = next_cut
@@ -30,14 +33,14 @@ class CuttingProxy:
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def cut(self) -> None:
-        """Cut all connections; new ones are carried."""
+        """Cut all connections. New ones are forwarded."""
         with self._lock:
             connections = list(self._open)
         for connection in connections:
             connection.cut()
 
     def close(self) -> None:
-        """Cut all connections, and take no more."""
+        """Cut all connections and accept no more."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -97,7 +100,7 @@ class _Connection:
         self._close()
 
     def _take(self, count: int) -> int:
-        """How many of so many bytes may pass."""
+        """Return how many of these bytes may pass."""
         with self._lock:
             if self._left is None:
                 return count

@@ -1,4 +1,4 @@
-"""A clock that only moves when somebody waits."""
+"""A simulated clock that only advances when code waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class FakeClock:
-    """Waiting moves the time and nothing else does."""
+    """Only waiting advances the time."""
 
     def __init__(self) -> None:
         self.time = 100.0

@@ -1,4 +1,4 @@
-"""Links whose connection is cut while both ends live: they go on where they were, to the same bits."""
+"""Links whose connection is cut while both ends live: they continue where they were, with the same bits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPECS = {
 
 
 class CutLink:
-    """Both ends of a link that are connected by way of a proxy."""
+    """Both ends of a link that are connected through a proxy."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ def test_nothing_is_lost_and_nothing_comes_twice_where_a_connection_is_cut(stack
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("seed", range(2))
 def test_cut_at_random_in_the_midst_of_messages(stack: ExitStack, kind: str, seed: int) -> None:
-    """Of no frame, of one, and of several; both ways at once, and the ends as well."""
+    """Messages have no frame, one or several. Both ends send at once, and both close at once."""
     order = random.Random(seed)
     sizes = [order.choice([0, 1, 4000, FRAME_BYTES - 17, 2 * FRAME_BYTES]) for _ in range(30)]
     cuts = iter([order.randrange(40_000_000 if number % 3 else 3000) for number in range(12)])
@@ -123,7 +123,7 @@ def test_cut_at_random_in_the_midst_of_messages(stack: ExitStack, kind: str, see
 
 @pytest.mark.parametrize("first", ["above", "below"])
 def test_a_stage_that_ends_after_its_neighbour_does_not_wait_for_it(stack: ExitStack, first: str) -> None:
-    """Its last word cannot arrive any more, but nothing else is missing there."""
+    """Its last message cannot arrive any more, but the neighbour lacks nothing else."""
     link = CutLink(stack)
     for index in range(3):
         link.above.send(_message(index, 100))
@@ -138,7 +138,7 @@ def test_a_stage_that_ends_after_its_neighbour_does_not_wait_for_it(stack: ExitS
 
 
 def test_what_has_arrived_is_not_held(stack: ExitStack) -> None:
-    """However much crosses, what waits to be sent again is bounded."""
+    """However many messages are sent, the number that is kept for repetition is bounded."""
     link = CutLink(stack)
     most = 0
     for index in range(200):
@@ -178,7 +178,7 @@ def test_abort_wakes_who_waits_for_a_cut_link(stack: ExitStack) -> None:
 
 
 def test_who_dialled_tells_why_it_aborts(stack: ExitStack) -> None:
-    """As the other end does: at once, not when patience is over."""
+    """The other end does the same: it sends the cause at once, not when the stall timeout ends."""
     link = CutLink(stack)
     link.above.abort("out of memory")
     with pytest.raises(LinkClosed, match="the peer aborted: out of memory"):
@@ -198,7 +198,7 @@ def test_an_end_that_was_aborted_while_cut_off_is_not_gone_on_with(stack: ExitSt
 
 
 def test_a_listener_that_began_anew_does_not_go_on_with_an_old_link(stack: ExitStack) -> None:
-    """Another process has taken its place at the same address."""
+    """Another process has taken its slot at the same address."""
     link = CutLink(stack)
     link.above.send(_message(0, 10))
     link.below.receive(SECONDS)
@@ -246,7 +246,7 @@ def _answer(end: GrpcLinkEnd) -> None:
 
 
 def _listen(control: Connection) -> None:
-    """The life of a downstream process that is stopped."""
+    """Run a downstream process that is stopped later."""
     server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS)
     control.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     _answer(server.accept(SECONDS))
@@ -254,14 +254,14 @@ def _listen(control: Connection) -> None:
 
 
 def _dial(address: str) -> None:
-    """The life of an upstream process that is stopped."""
+    """Run an upstream process that is stopped later."""
     dialer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS)
     _answer(dialer.dial(address, 0, SECONDS))
 
 
 @contextmanager
 def _frozen(process: SpawnProcess, end: GrpcLinkEnd) -> Iterator[None]:
-    """Stop a process that answers, and send it more than what lies between can hold."""
+    """Stop a process that answers, and send it more than the buffers in between can hold."""
     end.send(_message(1, 100))
     assert end.receive(SECONDS).header.step == 1
     assert process.pid is not None
@@ -291,7 +291,7 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
 
 @pytest.mark.starts_processes
 def test_a_frozen_dialer_holds_nobody_who_is_told_to_wait_no_more(stack: ExitStack) -> None:
-    """And another process takes its place while it is frozen."""
+    """Another process takes its slot while it is frozen."""
     server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS)
     address = f"127.0.0.1:{server.listen('127.0.0.1:0')}"
     process = get_context("spawn").Process(target=_dial, args=(address,), daemon=True)

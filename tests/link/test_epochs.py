@@ -1,4 +1,4 @@
-"""Links of one epoch after the other between the same neighbours, in process and over gRPC."""
+"""Links of successive generations between the same neighbours, in process and over gRPC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
 
 
 class Neighbours(Protocol):
-    """Two members beside each other: what each has of an epoch, and what each may give up."""
+    """Two neighbouring members: each can open its end for a generation, and give up earlier ones."""
 
     def above(self, epoch: int) -> LinkEnd: ...
 
@@ -36,7 +36,7 @@ class Neighbours(Protocol):
 
 
 class InOneProcess:
-    """Implements Neighbours."""
+    """Neighbours in one process. Implements Neighbours."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.link = InProcessLink(SPEC, seed=1, lines=Lines())
@@ -51,7 +51,7 @@ class InOneProcess:
 
 
 class OverGrpc:
-    """Implements Neighbours."""
+    """Neighbours over gRPC. Implements Neighbours."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1)
@@ -96,7 +96,7 @@ def test_a_newer_epoch_has_a_link_of_its_own_and_its_counts_go_on(neighbours: Ne
     for epoch in (0, 1, 5):
         above, below = neighbours.above(epoch), neighbours.below(epoch)
         assert_works(above, below, step=epoch)
-        above.send(Message(LinkHeader(step=99)))  # which nobody takes: it must not come out of the next link
+        above.send(Message(LinkHeader(step=99)))  # not received here: it must not come out of the next link
         for end in (above, below):
             end.abort("a stage is replaced")
     assert (above.ledger.of_round(0).messages, below.ledger.of_round(0).messages) == (6, 3)
@@ -147,7 +147,7 @@ def test_giving_up_what_is_over_changes_nothing(neighbours: Neighbours) -> None:
     assert_works(above, below)
 
 
-# ---- what only a network can do ----
+# ---- cases that only a network has ----
 
 
 def test_a_neighbour_of_an_older_epoch_is_refused_in_words_and_counts_as_no_stranger(over_grpc: OverGrpc) -> None:
@@ -180,7 +180,7 @@ def test_a_member_that_is_further_ends_what_waits(over_grpc: OverGrpc) -> None:
 
 
 def test_who_waits_is_woken_by_giving_up(over_grpc: OverGrpc) -> None:
-    """By whom the neighbour reaches, and by whom it would be reached: nobody is there."""
+    """Both waiting ends are woken: one dials a closed server, and the other waits to be dialled."""
     over_grpc.server.close(grace=0)
     with ThreadPoolExecutor(2) as pool:
         waiters = [pool.submit(over_grpc.above, 1), pool.submit(over_grpc.below, 1)]

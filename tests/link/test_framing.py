@@ -1,4 +1,4 @@
-"""Frames: what is written is read, and whatever else arrives is refused before memory is taken for it."""
+"""Frames: written messages are read back, and anything else is refused before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL_FRAME = 256
 
 @pytest.fixture(autouse=True, scope="module")
 def small_frames() -> Iterator[None]:
-    """Frames so small that small messages need several."""
+    """Make frames so small that small messages need several."""
     with (
         mock.patch.object(framing, "FRAME_BYTES", SMALL_FRAME),
         mock.patch.object(ledger, "FRAME_BYTES", SMALL_FRAME),
@@ -34,7 +34,7 @@ def small_frames() -> Iterator[None]:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Any bits at all in any dtype of the wire."""
+    """Draw a tensor of any bits, in any dtype of the wire."""
     dtype = draw(st.sampled_from(sorted(WIRE_DTYPES.values(), key=str)))
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
     count = torch.Size(shape).numel() * dtype.itemsize

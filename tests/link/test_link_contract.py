@@ -1,4 +1,4 @@
-"""What every link does, whatever carries it: one suite over the in-process and the gRPC link, with lines or without."""
+"""The contract of every link: one suite over the in-process and the gRPC link, with lines or without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
 
 SECONDS = 60.0
-"""Longer than anything here takes."""
+"""Seconds that no step of these tests reaches."""
 
 UNLIMITED = LinkShape()
 Pair = tuple[LinkEnd, LinkEnd]
@@ -42,7 +42,7 @@ def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 
 def connect_grpc_from_below(stack: ExitStack, spec: LinkSpec) -> Pair:
-    """The stage after dials."""
+    """Connect a link on which the downstream stage dials."""
     links = StageLinkServer(spec, LinkCredentials("run"), spec.source, seed=1, sends="forward")
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
@@ -57,7 +57,7 @@ LINES = [LineSpec(name, "fast", (name,), 8e9, 8e9, 0, 0) for name in ("home.0", 
 
 @pytest.fixture(params=[*product(sorted(TRANSPORTS), (False, True))], ids=lambda one: f"{one[0]}{'-lines' * one[1]}")
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Makes both ends of a link of given shapes: the first sends forward."""
+    """Yield a function that makes both ends of a link of given shapes. The first end sends forward."""
     with ExitStack() as stack:
 
         def make(forward: LinkShape = UNLIMITED, backward: LinkShape = UNLIMITED) -> Pair:

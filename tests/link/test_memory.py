@@ -1,4 +1,4 @@
-"""Memory that was freed: kept for a while, and then the system's again. Each in a process of its own."""
+"""Freed memory: it is kept for a while and then returned to the system. Each test has its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proxies of the environment: never for this machine and private networks, elsewhere only if they work."""
+"""Proxies of the environment: never used for this machine and private networks, elsewhere only if they work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PUBLIC = "127.0.0.2"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No proxy, whatever the machine of the tests has."""
+    """Remove all proxies from the environment."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -43,7 +43,7 @@ def _set_all(environment: pytest.MonkeyPatch, url: str) -> None:
 
 @pytest.fixture
 def dead(environment: pytest.MonkeyPatch) -> str:
-    """A port at which nobody listens, as the proxy of everything."""
+    """Make a port on which no server listens the proxy of everything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     _set_all(environment, f"http://{address}")
@@ -120,7 +120,7 @@ def test_where_a_proxy_refuses_the_connection_is_direct(
 
 
 def test_a_proxy_that_finds_nobody_yet_is_used(environment: pytest.MonkeyPatch, public: str) -> None:
-    """Unless the address answers without it: an exchange may come up after its members."""
+    """If the address answers without the proxy, no proxy is used. An exchange may start after its members."""
     nobody = f"{PUBLIC}:1"
     with closing(ConnectProxy(503)) as proxy:
         environment.setenv("https_proxy", f"http://{proxy.address}")
@@ -138,7 +138,7 @@ def test_no_proxy_is_respected(environment: pytest.MonkeyPatch, public: str) -> 
         for other in ("7.0.0.2", "127.0.0.0/31", "", " , "):
             environment.setenv("no_proxy", other)
             assert route_to(public).proxy is not None
-        environment.setenv("no_grpc_proxy", "example.com")  # gRPC's own wins
+        environment.setenv("no_grpc_proxy", "example.com")  # gRPC's own variable wins
         assert route_to(public).proxy is not None
         environment.setenv("grpc_proxy", "")
         assert route_to(public) == DIRECT
@@ -163,7 +163,7 @@ def test_an_exchange_that_is_not_reached_names_the_proxy(environment: pytest.Mon
 
 
 class _Objects(http.server.BaseHTTPRequestHandler):
-    """A service of objects that keeps one."""
+    """An object store that keeps one object."""
 
     kept = b""
 
@@ -182,12 +182,12 @@ class _Objects(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.kept)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def objects() -> Iterator[int]:
-    """The port of such a service."""
+    """Yield the port of this store."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Objects) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server.server_port

@@ -1,4 +1,4 @@
-"""Links through the relay of the exchange: the same messages, of which the relay reads none and holds little."""
+"""Links through the exchange's relay: the same messages. The relay can read none of them and buffers little."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COUNTS = {
 
 
 class Relayed:
-    """A run whose exchange carries the link between its two stages, over a line that can be cut."""
+    """A run whose exchange relays the link between its two stages, over a connection that can be cut."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run, self._stack = Run(folder, {"home": 2, "dc": 1}), stack
@@ -70,14 +70,14 @@ class Relayed:
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         with self.relay._changed:
-            for _ in range(int(TIMEOUT / 0.05)):  # not everything that is counted is told of
+            for _ in range(int(TIMEOUT / 0.05)):  # some counters change without a notification
                 if is_so():
                     return
                 self.relay._changed.wait(0.05)
         raise AssertionError("it did not come to that")
 
     def listen(self, name: str = "home.1", as_: str = "home.1", holder: int = 0) -> StageLinkServer:
-        """The stage after, of which nothing can be dialled; it may listen by the certificate of another one."""
+        """Listen as the downstream stage, behind the relay. `as_` is the member of its certificate."""
         local = LocalAddress()
         self._stack.callback(local.close)
         server = StageLinkServer(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT)
@@ -94,7 +94,7 @@ class Relayed:
         return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
 
     def dial(self, timeout: float = TIMEOUT) -> GrpcLinkEnd:
-        """The stage before."""
+        """Dial as the upstream stage."""
         relayed = RelayedDialler(self.proxy.address, SECRET.credentials("home.0", encrypted=True), LINK.name)
         self._stack.callback(relayed.close)
         own = LinkCredentials(identity=SECRET.authority.identity("home.0"))
@@ -104,19 +104,19 @@ class Relayed:
         return end
 
     def carry(self, name: str, link: str = LINK.name) -> Carried:
-        """What a caller makes of the relay by itself."""
+        """Open a raw call of the relay."""
         credentials = SECRET.credentials(name, encrypted=True)
         channel = make_channel(self.exchange, credentials.identity, EXCHANGE)
         self._stack.callback(channel.close)
         return Carried(channel, ((relay.LINK, link), *shown(credentials)))
 
     def connections(self, spec: RunSpec, member: str, listen: str = "") -> NetworkConnections:
-        """Of a member of a whole run."""
+        """Return the connections of a member of a whole run."""
         credentials = SECRET.credentials(member, encrypted=True)
         return NetworkConnections(spec, spec.members[member], self.exchange, credentials, Lines(), listen=listen)
 
     def newest(self) -> relay._Half | None:
-        """Who waits to be dialled, and came last."""
+        """Return the end that waits to be dialled and came last."""
         waiting = self.relay._waiting[LINK.name]
         return waiting[-1] if waiting else None
 
@@ -125,7 +125,7 @@ class Relayed:
 
 
 class Carried:
-    """One call of the relay, by hand."""
+    """A raw call of the relay."""
 
     def __init__(self, channel: grpc.Channel, metadata: Metadata) -> None:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(relay.SERVICE, "Carry"))
@@ -133,26 +133,26 @@ class Carried:
         self._frames = call(self._saying(), metadata=metadata, wait_for_ready=True, timeout=TIMEOUT)
 
     def say(self, *frames: bytes) -> None:
-        """Whether there is credit or not."""
+        """Send frames, with or without credit."""
         for frame in frames:
             self._to_say.put(frame)
 
     def meet(self) -> Carried:
-        """Read the credit that both ends have at first."""
+        """Read the credit that both ends get at first."""
         for _ in range(relay.CREDIT // relay.TAKEN_BYTES):
             assert self.hear() == b""
         return self
 
     def hear(self) -> bytes:
-        """The next frame, of credit, too."""
+        """Return the next frame, which may be one of credit."""
         return next(self._frames)
 
     def leave(self) -> None:
-        """End it, as one that has gone."""
+        """Cancel the call, as if the process had gone."""
         self._frames.cancel()
 
     def code(self) -> grpc.StatusCode:
-        """Read until it ends: with what?"""
+        """Read to the end and return the status code."""
         with pytest.raises(grpc.RpcError) as error:
             for _ in self._frames:
                 pass
@@ -205,7 +205,7 @@ def test_messages_cross_and_the_relay_reads_none_of_them(relayed: Relayed) -> No
     assert above.ledger.of_round(0).messages == 20
     carried = b"".join(seen)
     assert len(carried) > 40 * 1000
-    assert carried[:3] in (b"\x16\x03\x01", b"\x16\x03\x03")  # a handshake of TLS is the first that is said
+    assert carried[:3] in (b"\x16\x03\x01", b"\x16\x03\x03")  # a TLS handshake is the first message
     for text in (b"home.0-1", b"hetero_pp.StageLink", b"PRI * HTTP/2.0", bytes([7]) * 100):
         assert text not in carried, "the relay could read what it carries"
 
@@ -231,7 +231,7 @@ def test_a_link_goes_on_where_the_way_to_the_relay_was_cut(relayed: Relayed) -> 
 
 
 def test_a_relay_that_brings_another_one_is_found_out(relayed: Relayed) -> None:
-    """It has the certificate of another member of the run: as far as a relay that is hostile can come."""
+    """The other member has a certificate of the run, which is the most that a hostile relay can offer."""
     relayed.listen(as_="dc")
     with pytest.raises(LinkTimeout, match="did not answer"):
         relayed.dial(timeout=2.0)
@@ -241,7 +241,7 @@ def test_a_relay_that_brings_another_one_is_found_out(relayed: Relayed) -> None:
 def test_a_former_holder_of_the_slot_that_is_dialled_is_refused(
     relayed: Relayed, stack: ExitStack, is_relayed: bool
 ) -> None:
-    """It listens with its certificate, at the address of its slot or behind a relay that brings it."""
+    """It listens with its certificate, directly at the slot's address or behind the relay."""
     spec = RunSpec(ConfigFile(MIXED).config, 256)
     address = RELAYED
     if is_relayed:
@@ -275,7 +275,7 @@ def test_a_frame_of_another_size_ends_the_call_and_is_counted(relayed: Relayed, 
 
 @pytest.mark.parametrize("name", ["home.0", "home.1"])
 def test_who_speaks_before_the_other_end_is_there_is_refused(relayed: Relayed, name: str) -> None:
-    """Neither waits for it, and what it says nowhere."""
+    """Neither the call nor its frames are kept."""
     early = relayed.carry(name)
     early.say(b"a")
     assert early.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -300,7 +300,7 @@ def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.Mon
 
 
 def test_credit_is_what_the_other_end_has_taken(relayed: Relayed) -> None:
-    """Who has it can say so much at once, again and again; what is small costs more than it is long."""
+    """An end with credit may send up to that much at once, again and again. Small frames cost more than their size."""
     waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
     waits.meet()
     for size, cost in ((relay.CARRIED_BYTES, relay.CARRIED_BYTES), (100, relay.LEAST_COST)):
@@ -314,7 +314,7 @@ def test_credit_is_what_the_other_end_has_taken(relayed: Relayed) -> None:
 
 @pytest.fixture
 def reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a caller does not read waits where it was sent: else its connection takes megabytes by itself."""
+    """Make unread frames wait at the sender. Otherwise the connection buffers megabytes by itself."""
     changed: channels.Options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
     monkeypatch.setattr(channels, "_OPTIONS", [*dict([*channels._OPTIONS, *changed]).items()])
 
@@ -326,7 +326,7 @@ def test_who_says_more_than_it_has_credit_for_is_cut(relayed: Relayed) -> None:
     assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
     assert relayed.refusals() == {Kind.MALFORMED: 1}
     assert relay.CREDIT <= relayed.relay.carried[LINK.name] <= relay.CREDIT + (1 << 19)
-    assert waits is not dials  # it was kept until here: a call that nobody holds is cancelled
+    assert waits is not dials  # keeps the call alive until here: calls without references are cancelled
 
 
 def test_small_frames_take_credit_for_the_memory_that_they_take() -> None:
@@ -339,7 +339,7 @@ def test_small_frames_take_credit_for_the_memory_that_they_take() -> None:
 
 @pytest.mark.usefixtures("reads_on_demand")
 def test_who_reads_nothing_and_says_too_much_is_cut_all_the_same(relayed: Relayed) -> None:
-    """What it is told waits behind what it does not read."""
+    """The error waits behind frames that the end does not read."""
     waits = relayed.carry("home.1")
     relayed.wait_until(lambda: relayed.newest() is not None)
     end, dials = relayed.newest(), relayed.carry("home.0").meet()
@@ -355,7 +355,7 @@ def test_who_reads_nothing_and_says_too_much_is_cut_all_the_same(relayed: Relaye
 def test_who_does_not_read_what_is_left_of_an_end_that_has_gone_is_cut(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reads what it says then, nor counts it."""
+    """No peer is left that would read and count what the end sends."""
     monkeypatch.setattr(relay, "_LAST_FRAMES_SECONDS", 0.2)
     waits = relayed.carry("home.1")
     relayed.wait_until(lambda: relayed.newest() is not None)
@@ -371,7 +371,7 @@ def test_who_does_not_read_what_is_left_of_an_end_that_has_gone_is_cut(
 def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
     relayed: Relayed, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it says that it is found at is of no machine (RFC 5737); that costs no second try."""
+    """The announced address belongs to no machine (RFC 5737). It is tried only once."""
     with mock.patch("hetero_pp.rpc.neighbour.DIRECT_SECONDS", 0.5):
         spec = RunSpec(ConfigFile(MIXED).config, 256)
         above = stack.enter_context(relayed.connections(spec, "home.0"))
@@ -397,7 +397,7 @@ def test_a_group_of_one_stage_has_nobody_to_listen_for(relayed: Relayed, stack: 
 
 
 def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, stack: ExitStack) -> None:
-    """Through the relay, too; both ends go on counting."""
+    """This holds through the relay too, and both ends keep counting."""
     spec = RunSpec(ConfigFile(MIXED).config, 256)
     found = [stack.enter_context(relayed.connections(spec, name, listen=RELAYED)) for name in ("home.0", "home.1")]
     assert [one.listen() for one in found] == [RELAYED, RELAYED]
@@ -415,7 +415,7 @@ def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, sta
             one.send(_message(epoch))
             _expect(other, range(epoch, epoch + 1))
             assert one.ledger.of_round(0).messages == epoch
-        assert (dialler._from_relay, dialled._to_relay) == (None, None)  # else two would wait, and find each other
+        assert (dialler._from_relay, dialled._to_relay) == (None, None)  # otherwise two would wait and find each other
     assert relayed.refusals() == {}
 
 

@@ -1,4 +1,4 @@
-"""A member's link to the exchange: what goes up takes the uplink's time, what comes down the downlink's."""
+"""A member's shaped link to the exchange: uploads take the uplink's time, and downloads that of the downlink."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from replica_groups.exchange.shaped import ShapedExchange
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9
-"""One gRPC message in one HTTP/2 frame."""
+"""Bytes of one gRPC message of 1000 bytes in one HTTP/2 frame."""
 UP, DOWN = LinkShape(bandwidth=8e3, latency=3.0), LinkShape(bandwidth=8e6, latency=0.25)
-"""A byte takes a millisecond up, and a microsecond down."""
+"""A byte takes a millisecond up and a microsecond down."""
 UP_SECONDS, DOWN_SECONDS = WIRE / 1e3, WIRE / 1e6
 ADDRESS = BlobAddress("run", 4, "home", "norm")
 
 Counts = tuple[object, ...]
-"""(messages, payload bytes, bytes on the wire, seconds that the link was busy)"""
+"""A tuple of messages, payload bytes, wire bytes and seconds that the link was busy."""
 
 
 class Far:
-    """What is at the other end, and when it was asked. Implements ExchangeService."""
+    """The far end, which records calls and their times. Implements ExchangeService."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -103,7 +103,7 @@ class Far:
 
 
 class Shaped:
-    """A member's end, as it is, on a clock that only moves when it waits."""
+    """A member's shaped link on a simulated clock that only advances when code waits."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -112,7 +112,7 @@ class Shaped:
         self.exchange = ShapedExchange(self.far, link, seed=1, lines=Lines(clock=clock))
 
     def counts(self, round_: int) -> list[Counts]:
-        """Of what went up and of what came down."""
+        """Return the counts of both directions, up and down."""
         return [astuple(ledger.of_round(round_)) for ledger in (self.exchange.forward, self.exchange.backward)]
 
 
@@ -129,7 +129,7 @@ NOTHING = (0, 0, 0, 0.0)
 
 
 def test_a_deposit_goes_up(shaped: Shaped) -> None:
-    """It is there when the uplink has carried it."""
+    """It arrives when the uplink has carried it."""
     shaped.exchange.deposit("home.0", ADDRESS, BLOB, 2, 50)
     assert shaped.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", ADDRESS, BLOB, 2, 50))]
     assert shaped.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
@@ -137,7 +137,7 @@ def test_a_deposit_goes_up(shaped: Shaped) -> None:
 
 
 def test_a_fetched_blob_comes_down(shaped: Shaped) -> None:
-    """It is asked for at once, and had when the downlink has carried it."""
+    """The request is sent at once. The blob arrives when the downlink has carried it."""
     assert shaped.exchange.fetch("home.0", 4, "dc", "norm") == BLOB
     assert shaped.far.asked == [(100.0, ("home.0", 4, "dc", "norm"))]
     assert shaped.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
@@ -152,7 +152,7 @@ def test_a_snapshot_comes_down_before_the_first_round(shaped: Shaped) -> None:
 
 
 def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
-    """Each round's bytes are its own, and a long way up does not delay the way down."""
+    """Each round has its own bytes. A slow upload does not delay downloads."""
     for round_ in (1, 2):
         shaped.exchange.deposit("home.0", BlobAddress("run", round_, "home", "norm"), BLOB)
         for replica in ("a", "b", "c"):

@@ -1,4 +1,4 @@
-"""Bandwidth, latency and jitter on a clock that only moves when somebody waits."""
+"""Bandwidth, latency and jitter on a simulated clock that only advances when code waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_pp.link.shaping import DelayLine, ShapedQueue, TokenBucket
 from hetero_pp.links import LinkShape
 
 RATE = 8e6
-"""One byte takes a microsecond."""
+"""Bits per second: a byte takes a microsecond."""
 
 
 class ForbiddenClock:

@@ -1,4 +1,4 @@
-"""What only a network can do to a stage link: strangers, malformed data, busy ports and peers that die."""
+"""Network faults of a stage link: strangers, malformed data, busy ports and peers that die."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_works(one: GrpcLinkEnd, other: GrpcLinkEnd) -> None:
 
 
 def raw_stream(stack: ExitStack, address: str, *frames: bytes, token: str | None = TOKEN) -> Iterator[bytes]:
-    """A peer that shows a token, sends these frames, whatever they are, and then stays silent."""
+    """Open a call with a token, send any frames, and then stay silent."""
     channel = make_channel(address)
     stack.callback(channel.close)
     waiting = threading.Event()
@@ -142,7 +142,7 @@ def test_no_hello_at_all(stack: ExitStack, listener: Listener, frame: bytes) -> 
 def test_strangers_that_open_calls_and_send_nothing_keep_nobody_out(
     stack: ExitStack, listener: Listener, token: str | None
 ) -> None:
-    """More of them than the server has threads, each turned away before anything of it is read."""
+    """There are more calls than server threads. Each is refused before the server reads its messages."""
     waiting = [raw_stream(stack, listener.address, token=token) for _ in range(30)]
     for replies in waiting:
         assert refusal_of(replies) == "found another token than the link's"
@@ -152,7 +152,7 @@ def test_strangers_that_open_calls_and_send_nothing_keep_nobody_out(
 
 
 def test_the_neighbour_has_no_more_calls_open_than_a_link_needs(stack: ExitStack, listener: Listener) -> None:
-    """Which of them is one too many, the order in which they come decides."""
+    """Whichever call arrives last is refused."""
     streams = [raw_stream(stack, listener.address) for _ in range(stage_link._MOST_OPEN + 1)]
     with ThreadPoolExecutor(len(streams)) as pool:
         refused = next(as_completed([pool.submit(refusal_code, stream) for stream in streams]))
@@ -341,7 +341,7 @@ def test_what_an_end_failed_of_is_told_though_its_server_stops(
 
 
 def dial_and_wait(address: str) -> None:
-    """The life of an upstream process that is killed."""
+    """Run an upstream process that is killed later."""
     end = open_stage_link(address, PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=SECONDS)
     end.send(Message(LinkHeader(step=3)))
     end.receive(SECONDS)
@@ -362,7 +362,7 @@ def test_an_upstream_process_that_dies(listener: Listener) -> None:
 
 
 def listen_and_wait(control: Connection) -> None:
-    """The life of a downstream process that is killed."""
+    """Run a downstream process that is killed later."""
     with ExitStack() as stack:
         listener = Listener(stack)
         control.send(listener.address)

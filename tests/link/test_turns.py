@@ -1,4 +1,4 @@
-"""Streams that share a line: equal shares, control first, and what comes in timed by its bytes."""
+"""Streams that share a line: equal shares, control messages first, and arrivals timed by their bytes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hetero_pp.link.turns import (
 from hetero_pp.links import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
 
 RATE = 8e6
-"""A byte takes a microsecond."""
+"""Bits per second: a byte takes a microsecond."""
 START = 100.0
 
 
 class Sender:
-    """A stream that asks for its next turn when the one before has left, as a thread would."""
+    """A stream that asks for its next turn when the previous one has left, as a thread would."""
 
     def __init__(self, buckets: list[Bucket], n_bytes: int, ready: float = START) -> None:
         self.shares = [_Share(bucket) for bucket in buckets]
@@ -43,14 +43,14 @@ class Sender:
 
 
 def run(*senders: Sender) -> list[float]:
-    """Seconds after START until each is through; whose last turn is over first asks first."""
+    """Return the seconds after START at which each sender is done. The sender whose turn ended first asks first."""
     while waiting := [one for one in senders if one.to_go]:
         min(waiting, key=lambda one: one.left).turn()
     return [one.left - START for one in senders]
 
 
 def test_streams_get_equal_shares() -> None:
-    """While two are there each has half, then the longer one has all: 2 x 0.1 s, and 0.2 s more."""
+    """Two streams get half each, then the longer one gets all: 2 x 0.1 s, and 0.2 s more."""
     bucket = ThreadBucket(RATE)
     assert run(Sender([bucket], 100_000), Sender([bucket], 300_000)) == [
         pytest.approx(0.2, abs=2 * TURN_SECONDS),
@@ -59,14 +59,14 @@ def test_streams_get_equal_shares() -> None:
 
 
 def test_who_comes_later_has_its_share_from_then_on() -> None:
-    """0.1 s alone, then half for 2 x 0.1 s."""
+    """The first stream has 0.1 s alone, then half for 2 x 0.1 s."""
     bucket = ThreadBucket(RATE)
     ends = run(Sender([bucket], 300_000), Sender([bucket], 100_000, START + 0.1))
     assert ends == [pytest.approx(0.4), pytest.approx(0.3, abs=2 * TURN_SECONDS)]
 
 
 def test_a_slow_line_leaves_the_rest_of_a_shared_one_to_others() -> None:
-    """Of 1 MB/s one gets the 0.2 that its own line carries, the other 0.8."""
+    """The shared line has 1 MB/s. One stream gets 0.2 MB/s, as its own line carries, and the other 0.8 MB/s."""
     shared, slow = ThreadBucket(RATE), ThreadBucket(RATE / 5)
     ends = run(Sender([slow, shared], 100_000), Sender([shared], 400_000))
     assert ends == [pytest.approx(0.5, rel=0.05), pytest.approx(0.5, rel=0.05)]
@@ -80,7 +80,7 @@ def test_alone_a_stream_has_the_slowest_of_what_it_passes() -> None:
 
 
 def test_a_control_message_goes_first() -> None:
-    """Behind a second of other bytes it takes no longer than its own."""
+    """Behind one second of other bytes it takes no longer than its own time."""
     bucket, clock = ThreadBucket(RATE), FakeClock()
     bucket.reserve(START, START, 1_000_000)
     _, left = Stream([bucket], clock).leave(CONTROL_BYTES, START)
@@ -96,7 +96,7 @@ def test_nothing_to_pass_takes_no_time() -> None:
 
 @pytest.mark.parametrize(("factor", "expected"), [(4, 1.0), (1, 1.0), (0.5, 2.0)])
 def test_coming_in_overlaps_with_leaving(factor: float, expected: float) -> None:
-    """Through a faster line nothing is added; through a slower one it takes as long as that needs."""
+    """A faster line adds no time. Through a slower one, arrival takes as long as that line needs."""
     arrivals = Arrivals(ThreadBucket(factor * RATE), LinkShape(latency=0.25), RATE, "seed", FakeClock())
     assert arrivals.at(START, START + 1, 1_000_000) == pytest.approx(START + expected + 0.25)
 
@@ -108,11 +108,11 @@ def test_two_that_come_at_once_share_what_they_come_by() -> None:
 
 
 def test_what_has_just_come_began_when_its_sender_could() -> None:
-    """A second of bytes that are here now, at half the rate of the line: they come in as they left."""
+    """Bytes of one second have just arrived over a line twice as fast: they arrived while they were sent."""
     clock = FakeClock()
     arrivals = Arrivals(ThreadBucket(2 * RATE), LinkShape(), RATE, "seed", clock)
     assert arrivals.come(1_000_000) == pytest.approx(START)
-    assert arrivals.come(3_000_000) == pytest.approx(START + 1.0)  # 0.5 s free at the most: 1.5 s from START - 0.5
+    assert arrivals.come(3_000_000) == pytest.approx(START + 1.0)  # at most 0.5 s were free: 1.5 s from START - 0.5
 
 
 def test_jitter_overtakes_nobody() -> None:
@@ -126,7 +126,7 @@ def test_jitter_overtakes_nobody() -> None:
 
 
 def test_processes_share_a_line_as_threads_do(tmp_path: Path) -> None:
-    """Two that only have the file in common serve as one."""
+    """Two processes that share only the file act as one."""
     one, two, alone = FileBucket(RATE, tmp_path / "a"), FileBucket(RATE, tmp_path / "a"), ThreadBucket(RATE)
     for index in range(6):
         bucket = (one, two)[index % 2]
@@ -144,7 +144,7 @@ def test_a_file_of_an_earlier_start_of_the_machine_says_nothing(tmp_path: Path) 
 
 
 def test_who_shares_a_line_decides_what_holds_it(tmp_path: Path) -> None:
-    """A line of one member is his process's alone; those of a site, and the exchange's, are in files."""
+    """The line of one member is held by its process alone. Lines of sites and of the exchange are in files."""
     own = LineSpec("home.0", "dsl", ("home.0",), RATE, None, 0, 0)
     site = LineSpec("house", "dsl", ("home.1", "home.2"), RATE, RATE, 0, 0)
     far = LineSpec(EXCHANGE, "fibre", (EXCHANGE,), RATE, RATE, 0, 0)

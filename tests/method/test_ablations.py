@@ -1,4 +1,4 @@
-"""Parts of a compressed replica that are off by default, each against its closed formula."""
+"""Parts of a compressed replica that are off by default, compared with their closed formulas."""
 
 from __future__ import annotations
 

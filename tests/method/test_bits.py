@@ -1,4 +1,4 @@
-"""Packed numbers against strings of binary digits."""
+"""Packed numbers, compared with strings of binary digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coefficients on the wire: what a receiver decodes against the definition, and what a stranger may send."""
+"""Coefficients on the wire: decoding follows the definition, and malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_wire_keeps_every_symbol(format_: CoefficientFormat) -> None:
 
 @pytest.mark.parametrize("width", STEP_OF_BITS)
 def test_activations_follow_the_definition(width: int) -> None:
-    """q = (clamp(floor(c / step), -L/2, L/2 - 1) + 1/2) step, step = a s, s the rms to an eighth of an octave."""
+    """q = (clamp(floor(c / step), -L/2, L/2 - 1) + 1/2) step, with step = a s and s the rms to an eighth of an octave."""
     coefficients, levels = _coefficients(), 1 << width
     decoded = Bits(width).coefficients(Bits(width).activation(coefficients))
     wanted = [
@@ -61,7 +61,7 @@ def test_gradients_are_right_in_the_mean(width: int) -> None:
     step = 2 * coefficients.abs().amax(-1, keepdim=True) / ((1 << width) - 1) * 2 ** (1 / 8)
     error = (decoded.mean(0) - coefficients).abs() / step
     assert float(error.max()) < 4.5 * 0.5 / math.sqrt(4000)  # noise of a mean of 4000, each within half a step
-    assert float(((decoded - coefficients).abs() / step).max()) <= 1.0001  # nothing is cut off
+    assert float(((decoded - coefficients).abs() / step).max()) <= 1.0001  # no value is clipped
 
 
 def test_noise_is_uniform_and_depends_on_the_key_alone() -> None:

@@ -1,4 +1,4 @@
-"""The bytes of a contribution: back to the bit, as docs/wire-format.md says, small; refused if anything is wrong."""
+"""Bytes of a contribution: exact, as docs/wire-format.md says, small, and refused if anything is wrong."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _sealed(body: bytes) -> bytes:
     return MAGIC + bytes([FORMAT_VERSION]) + hashlib.sha256(body).digest() + body
 
 
-# ---- back to the bit ----
+# ---- decoding is exact ----
 
 
 @unhurried
@@ -102,7 +102,7 @@ def test_any_selection_comes_back_here_and_in_another_decoder(
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_scan_along_what_is_kept_is_chosen(columns: bool) -> None:
-    """Few rows, or few columns, are kept: both scans come back, and cost the same few bits."""
+    """If few rows or few columns are kept, both scans decode exactly and cost the same few bits."""
     delta = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     delta[torch.arange(256) % 16 == 3] *= 100
     delta = delta.T.contiguous() if columns else delta
@@ -119,7 +119,7 @@ def test_a_scan_along_what_is_kept_is_chosen(columns: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 254, 255, 256, 510, 70_000])
 def test_gaps_of_any_length_come_back(size: int) -> None:
-    """One value is kept, after `size` that are not."""
+    """One value is kept, after `size` values that are not."""
     delta = torch.zeros(size + 1)
     delta[-1] = 1.0
     compression = _compression(32, 1e-9)
@@ -137,7 +137,7 @@ def test_the_same_selection_gives_the_same_bytes() -> None:
 
 
 def test_tensors_are_asked_for_one_after_the_other() -> None:
-    """So that of a large model only one tensor's selection is held."""
+    """Only one tensor's selection of a large model is in memory at a time."""
     compression, alive = _compression(), []
 
     def selections() -> Iterator[tuple[str, Shape, Selection]]:
@@ -152,7 +152,7 @@ def test_tensors_are_asked_for_one_after_the_other() -> None:
     )
 
 
-# ---- the format stays ----
+# ---- the format does not change ----
 
 
 @pytest.mark.parametrize("path", sorted(VECTORS.glob("*.json")), ids=lambda path: path.stem)
@@ -173,7 +173,7 @@ def test_vectors_decode_to_what_they_always_did(path: Path) -> None:
 
 
 def test_there_are_vectors_of_every_kind() -> None:
-    """So that the test above cannot pass by finding nothing."""
+    """Makes sure that the test above does not pass because it finds no vectors."""
     kinds = [json.loads(path.read_text())["compression"] for path in VECTORS.glob("*.json")]
     assert {(kind["quantiser"], kind["value_bits"]) for kind in kinds} == set(VALUES)
 
@@ -183,12 +183,12 @@ def test_there_are_vectors_of_every_kind() -> None:
 
 @pytest.mark.parametrize(("kept", "limit"), [(32, 8.318), (128, 6.382), (256, 5.376)])
 def test_uniform_positions_take_at_most_two_percent_more_than_they_must(kept: int, limit: float) -> None:
-    """log2 C(4096, k) / k bits."""
+    """The lower limit is log2 C(4096, k) / k bits."""
     combinations = math.lgamma(4097) - math.lgamma(kept + 1) - math.lgamma(4097 - kept)
     assert combinations / math.log(2) / kept == pytest.approx(limit, abs=1e-3)
     chunks, compression = 65536 // kept, _compression(32, kept / 4096, (64, 64))
     positions = random_positions(chunks, 4096, kept, torch.Generator().manual_seed(0))
-    zeros = Quantised(torch.zeros(chunks * kept))  # which take next to nothing
+    zeros = Quantised(torch.zeros(chunks * kept))  # zeros take almost no bytes
     data = encode_blob(ADDRESS, [("x", (64 * chunks, 64), Selection((positions,), positions, zeros))], compression)
     assert 8 * len(data) / positions.numel() < limit * 1.02
 
@@ -209,7 +209,7 @@ def test_the_size_that_is_expected_of_random_values(values: tuple[str, int], den
 def test_no_blob_is_longer_than_is_let_in(
     selection: str, values: tuple[str, int], density: float, shapes: dict[str, Shape]
 ) -> None:
-    """Of values without any order, at positions without any: nothing about them can be compressed."""
+    """Values and positions are random, so neither can be compressed."""
     compression = CompressionSettings(
         density=density, tile=(64, 64), selection=selection, quantiser=values[0], value_bits=values[1]
     )
@@ -257,7 +257,7 @@ def _decodes_or_is_refused(data: bytes, kind: tuple[str, int]) -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.data(), KINDS)
 def test_mutated_content_is_valid_or_refused(data: st.DataObject, kind: tuple[str, int]) -> None:
-    """The digest is made right again: it would refuse everything."""
+    """The digest is made valid again, because otherwise it would refuse everything."""
     body = bytearray(HONEST[kind][BEFORE_BODY:])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
@@ -350,7 +350,7 @@ def test_positions_beyond_the_chunk_are_refused() -> None:
 
 
 def test_a_frame_is_not_unpacked_beyond_what_is_expected() -> None:
-    """zstd believes what a frame says of its size, whatever it is told: 6 kB that say 200 MB become 200 MB."""
+    """zstd trusts the size in a frame regardless of its own arguments, so 6 kB could become 200 MB."""
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
     writer = Writer()
     writer.put("BI", 1, len(bomb))
@@ -378,7 +378,7 @@ def test_digests_by_hand_and_from_every_blob() -> None:
         assert contribution_digest([*entries[:index], *entries[index + 1 :]]) != whole
 
 
-# ---- what a decoded tensor does ----
+# ---- methods of a decoded tensor ----
 
 
 def test_a_decoded_tensor_is_added_at_its_indices() -> None:
@@ -393,6 +393,6 @@ def test_a_part_of_a_decoded_tensor_is_counted_from_its_start() -> None:
 
 
 def test_groups_are_those_of_the_shape() -> None:
-    """What the reference decoder restates: 20 x 13 in tiles of 8 x 8."""
+    """The reference decoder has the same groups: 20 x 13 in tiles of 8 x 8."""
     sizes = [(group.count, group.size) for group in groups_of((20, 13), (8, 8))]
     assert sizes == [(2, 64), (2, 40), (1, 32), (1, 20)] and np.prod((20, 13)) == sum(c * s for c, s in sizes)

@@ -1,4 +1,4 @@
-"""The cosine transform of chunks: the closed formula, and DeMo written out beside it."""
+"""The cosine transform of chunks, compared with the closed formula and with DeMo."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHAPES = [(24, 48), (20, 37), (5, 9), (30,), (1, 16), (40, 1)]
 
 
 def _cosines(size: int) -> np.ndarray:
-    """DCT-II, orthonormal."""
+    """Return the orthonormal DCT-II matrix."""
     k, n = np.arange(size)[:, None], np.arange(size)[None, :]
     scales = np.where(k == 0, math.sqrt(1 / size), math.sqrt(2 / size))
     return np.asarray(scales * np.cos(np.pi * (2 * n + 1) * k / (2 * size)))
 
 
 def _written_out(tensor: Tensor, tile: tuple[int, int], backwards: bool = False) -> Tensor:
-    """Each chunk on its own, in fp64."""
+    """Transform each chunk on its own, in fp64."""
     matrix = (
         tensor.double().numpy().reshape(-1, tensor.shape[-1]) if tensor.ndim == 2 else tensor.double().numpy()[None]
     )
@@ -58,7 +58,7 @@ def test_each_chunk_is_transformed_as_the_formula_says(shape: tuple[int, ...]) -
 
 
 def test_a_part_of_whole_rows_of_chunks_has_the_bits_of_the_whole() -> None:
-    """As a rank of several has it."""
+    """A rank of several transforms only its part."""
     tensor = _random((40, 37))
     for way in (transformed, restored):
         whole = way(tensor, TILE)
@@ -103,7 +103,7 @@ def test_rounds_are_demos() -> None:
             momentum -= _written_out(largest, TILE, backwards=True)
             total += largest
         direction = _written_out(total, TILE, backwards=True)
-        assert direction.abs().min() > 1e-6  # no sign hangs on rounding
+        assert direction.abs().min() > 1e-6  # so that no sign depends on rounding
         expected -= 1e-3 * direction.sign()
         optimizer.begin(round_)
         mean = mean_of(shape, [(1.0, DecodedTensor(one.indices, one.values)) for one in sent])
@@ -114,7 +114,7 @@ def test_rounds_are_demos() -> None:
 
 
 def test_of_all_coefficients_nothing_is_lost() -> None:
-    """At density 1 a transform changes nothing but rounding: with it, and without."""
+    """At density 1, a transform changes nothing but rounding."""
     ends = []
     for transform in ("none", "dct"):
         compression = {
@@ -137,7 +137,7 @@ def test_of_all_coefficients_nothing_is_lost() -> None:
 
 
 def test_the_momentum_of_a_replica_is_transformed_once() -> None:
-    """What it keeps and sends are the coefficients of what it would keep and send."""
+    """The kept and sent values are the coefficients of those without the transform."""
     cells = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9, "tile": TILE}
     plain, dct = (
         CompressionSettings.model_validate({**cells, "transform": transform}) for transform in ("none", "dct")

@@ -1,4 +1,4 @@
-"""A short run of the fuzz target on mutated honest blobs, without a guide; benchmarks/fuzz_contribution.py has one."""
+"""A short run of the fuzz target on mutated honest blobs. benchmarks/fuzz_contribution.py is the guided one."""
 
 from __future__ import annotations
 

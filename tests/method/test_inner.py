@@ -1,4 +1,4 @@
-"""The inner optimizer against torch's AdamW set up by hand."""
+"""The inner optimizer, compared with torch's AdamW set up by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_steps_are_torchs_adamw_to_the_bit(clip_norm: float | None) -> None:
 
 @pytest.mark.parametrize("momentum", [None, 0.5])
 def test_muon_trains_the_matrices_of_layers_and_adamw_all_else(momentum: float | None) -> None:
-    """To the bits of torch's two; a stage that has some of the layers does the same with those."""
+    """Both have the bits of torch's two optimizers, also for a stage with some of the layers."""
     ours, plain = _parameters(), _parameters()
     stage = {name: parameter for name, parameter in _parameters().items() if name.startswith("layers.1.")}
     settings = InnerSettings(
@@ -146,7 +146,7 @@ def test_parts_that_do_not_fit(changes: dict[str, Any], told: str) -> None:
 
 
 def test_clipping_uses_the_norm_it_is_given() -> None:
-    """A stage's own norm may be small beside that of the replica, which alone decides."""
+    """A stage's own norm may be small. Only the norm of the whole replica counts."""
     ours, plain = _parameters(), _parameters()
     settings = InnerSettings(learning_rate=1e-2, warmup_steps=0, clip_norm=1.0, epsilon=1e-2)
     optimizer = InnerOptimizer(ours, settings, TOTAL)
@@ -164,7 +164,7 @@ def test_learning_rates_by_hand() -> None:
     settings = InnerSettings(learning_rate=0.4, warmup_steps=4, final_learning_rate_share=0.25)
     rates = [settings.learning_rate_at(step, 12) for step in range(13)]
     assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert rates[4] == pytest.approx(0.4)  # the cosine begins at the peak
+    assert rates[4] == pytest.approx(0.4)  # the cosine starts at the peak
     assert rates[6] == pytest.approx(0.1 + 0.3 * (0.5 + math.sqrt(0.125)))
     assert rates[8] == pytest.approx(0.1 + 0.3 / 2)  # half way down
     assert rates[12] == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""Learning rates of runs whose rounds are time, by hand and beside those of equal steps."""
+"""Learning rates of runs with rounds of fixed duration, by hand and beside those of equal steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_as_many_steps_in_every_round_have_the_rates_of_counted_ones() -> None:
 
 
 def test_unequal_replicas_end_a_round_at_the_same_rate() -> None:
-    """After the warm-up a round of 4 steps and one of 400 begin alike, and are half over alike."""
+    """After the warm-up, a round of 4 steps and one of 400 have the same rate at their start and in their middle."""
     slow, fast = SECONDS.rates_in(3, ROUNDS, 8, 4), SECONDS.rates_in(3, ROUNDS, 900, 400)
     assert slow.at(8) == fast.at(900) == pytest.approx(0.4 * (0.5 + 0.5 * 2**-0.5))  # a quarter of the cosine
     assert slow.at(10) == pytest.approx(fast.at(1100))
@@ -43,7 +43,7 @@ def test_more_steps_than_expected_do_not_begin_the_next_round() -> None:
 
 
 def test_a_first_round_rises_though_nobody_knows_how_long_it_is() -> None:
-    """Half over after ten steps, three quarters after thirty, and never quite."""
+    """The warm-up is half done after ten steps, three quarters after thirty, and never complete."""
     rates = SECONDS.rates_in(1, ROUNDS, 0, None)
     assert [rates.at(step) for step in (0, 9, 29)] == pytest.approx([0.4 / 11, 0.2, 0.3])
     assert 0.39 < rates.at(10_000) < 0.4

@@ -1,4 +1,4 @@
-"""The model against its sizes on paper, a plain restatement in float64, and the way stages share its weights."""
+"""The model: its sizes by hand, its outputs against float64, and stages that share its weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _rotated(x_LE: Tensor, theta: float) -> Tensor:
-    """Neighbouring pairs turned by their position's angles, with sine and cosine."""
+    """Rotate neighbouring pairs by their position's angles, with sine and cosine."""
     length, width = x_LE.shape
     by_position = [[i * theta ** (-2 * j / width) for j in range(width // 2)] for i in range(length)]
     angles = torch.tensor(by_position, dtype=torch.float64)
@@ -88,7 +88,7 @@ def _attention(x_LD: Tensor, weights: dict[str, Tensor], layer: str, shape: Mode
 
 
 def _plain_logits(model: Transformer, tokens_L: Tensor) -> Tensor:
-    """LLaMA on one sequence, loop by loop, in float64."""
+    """Compute LLaMA on one sequence with loops, in float64."""
     shape, weights = model.shape, {name: p.detach().double() for name, p in model.named_parameters()}
     x = weights["tok_embeddings.weight"][tokens_L]
     for index in range(shape.layers):
@@ -103,7 +103,7 @@ def _plain_logits(model: Transformer, tokens_L: Tensor) -> Tensor:
 
 
 def _unlike_its_start(model: Transformer) -> Transformer:
-    """Norms away from 1 and large matrices, so that every factor shows in the logits."""
+    """Give the norms values other than 1 and the matrices large ones, so that every factor affects the logits."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

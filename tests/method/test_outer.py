@@ -1,4 +1,4 @@
-"""The outer step and the hashes that replicas compare, by hand."""
+"""The outer step, and the hashes that replicas compare, by hand."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_the_mean_over_those_that_sent_a_coordinate() -> None:
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_who_sent_a_zero_is_a_sender(zero: float) -> None:
-    """It says that the coordinate should stay, which is not the same as saying nothing of it."""
+    """A sent zero says that the coordinate should stay, which differs from sending nothing for it."""
     weighted = [(1.0, _sparse((0, zero), (1, 4.0), (2, zero))), (3.0, _sparse((0, 8.0))), (1.0, _sparse((1, zero)))]
     assert mean_of((4,), weighted, "senders").tolist() == [6.0, 2.0, 0.0, 0.0]
 
 
 def test_a_zero_that_crossed_as_bytes_is_one_that_was_sent() -> None:
-    """Dense and exact, everybody sends everything: both means are one."""
+    """A dense and exact contribution sends every value, so both means are equal."""
     compression = CompressionSettings(density=1.0, value_bits=32, quantiser="levels", tile=(4, 4))
     decoded = []
     for index, replica in enumerate(("a", "b", "c")):
@@ -76,7 +76,7 @@ def test_a_zero_that_crossed_as_bytes_is_one_that_was_sent() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 3, 7])
 def test_the_mean_of_many_in_the_order_given(replicas: int) -> None:
-    """Against numpy float32 to the bit, one contribution after the other."""
+    """Compares bits with numpy float32, one contribution after another."""
     generator = torch.Generator().manual_seed(replicas)
     parts = []
     for index in range(replicas):
@@ -93,7 +93,7 @@ def test_the_mean_of_many_in_the_order_given(replicas: int) -> None:
 
 
 def test_the_order_of_the_sum_shows_in_the_bits() -> None:
-    """Why the order is fixed: in fp32, (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
+    """This is why the order is fixed: in fp32, (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
     large, small, negative = _sparse((0, 1e8)), _sparse((0, 1.0)), _sparse((0, -1e8))
     assert mean_of((1,), [(1.0, large), (1.0, small), (1.0, negative)]).item() == 0.0
     assert mean_of((1,), [(1.0, large), (1.0, negative), (1.0, small)]).item() == np.float32(1 / 3)
@@ -106,12 +106,12 @@ def test_the_outer_step_is_two_rounded_operations() -> None:
     stepped = outer_step(start, mean, 0.7)
     assert stepped.tolist() == expected.tolist()
     once = (start.double() - mean.double() * float(np.float32(0.7))).float()
-    assert not torch.equal(stepped, once)  # what a fused multiply-add would give
+    assert not torch.equal(stepped, once)  # as a fused multiply-add would give
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_outer_momentum_is_torchs(momentum: float, nesterov: bool) -> None:
-    """In float64 and to float32's error, as torch fuses multiply and add."""
+    """The reference is in float64. Results agree to float32's error, because torch fuses multiply and add."""
     settings = OuterSettings(rounds=1, learning_rate=0.7, momentum=momentum, nesterov=nesterov)
     optimizer = OuterOptimizer(settings)
     generator = torch.Generator().manual_seed(0)
@@ -211,7 +211,7 @@ def test_a_round_has_the_outer_learning_rate_of_its_own() -> None:
 
 
 def test_averaged_gradients_are_adamws() -> None:
-    """Warm-up, cosine, clipping and decay over a whole run, changed on the way, against torch.optim.AdamW."""
+    """Compares warm-up, cosine, clipping and decay with torch.optim.AdamW over a run that changes on the way."""
     steps, inner = 6, InnerSettings(learning_rate=0.1, warmup_steps=3, clip_norm=1.0, weight_decay=0.2)
     later = inner.model_copy(update={"learning_rate": 0.3})
     planned = [(inner, steps)] * 4 + [(later, 2 * steps)] * 2  # a run that was extended, at another rate
@@ -259,7 +259,7 @@ def test_hashes_by_hand() -> None:
     by_hand = hashlib.sha256(struct.pack("<4f", 1.0, -2.5, 0.0, 3e-3)).digest()
     assert parameter_sha256(tensor) == by_hand
     assert parameter_sha256(torch.nn.Parameter(tensor)) == by_hand
-    assert parameter_sha256(tensor.T.contiguous().T) == by_hand  # the values in order, however they lie in memory
+    assert parameter_sha256(tensor.T.contiguous().T) == by_hand  # values in logical order, whatever their memory layout
     assert parameter_sha256(tensor.double()) == by_hand
     known = "df3f619804a92fdb4057192dc43dd748ea778adc52bc498ce80524c014b81119"
     assert parameter_sha256(torch.zeros(1)).hex() == known  # of four zero bytes
@@ -275,7 +275,7 @@ def test_the_hash_of_a_replica_by_hand() -> None:
 
 
 def _rounds(method: str, deltas: torch.Tensor, **cells: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What theta comes to, and what each replica keeps, where these are the differences [rounds, replicas, 8, 8]."""
+    """Return theta, and what each replica keeps, for these differences of shape [rounds, replicas, 8, 8]."""
     settings = OuterSettings.model_validate({"rounds": len(deltas), "method": method, **cells})
     optimizer, theta = OuterOptimizer(settings), {"a": torch.zeros(8, 8)}
     kept = [torch.zeros(8, 8) for _ in deltas[0]]
@@ -291,9 +291,9 @@ DELTAS = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def test_a_momentum_of_each_replica_is_the_papers() -> None:
-    """In float64 (SparseLoCo section 2.2): with all of it kept, and without its largest quarter."""
+    """SparseLoCo, section 2.2, in float64: with all of the momentum kept, and without its largest quarter."""
     for drops, selection in ((0.0, "top_k"), (0.25, "top_k"), (0.25, "random_k")):
-        sends = {"selection": selection}  # all of it
+        sends = {"selection": selection}  # selects all of it
         cells = {"compression": {"memory_drops": drops, "error_feedback_decay": 0.8, **sends}}
         theta, kept = _rounds("diloco_lom", DELTAS, **cells)
         momenta, expected = [np.zeros(64) for _ in range(3)], np.zeros(64)
@@ -312,7 +312,7 @@ def test_a_momentum_of_each_replica_is_the_papers() -> None:
 
 
 def test_local_momenta_of_replicas_that_are_all_counted_are_the_global_one() -> None:
-    """Both are linear: SparseLoCo's Table 3 cannot but have them equal."""
+    """Both are linear, so SparseLoCo's Table 3 must have them equal."""
     theirs, _ = _rounds("diloco", DELTAS, learning_rate=0.6)
     ours, _ = _rounds("diloco_lom", DELTAS)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -328,7 +328,7 @@ def test_sparseloco_that_sends_all_and_forgets_is_diloco_without_momentum() -> N
 
 
 def test_another_method_brings_its_own_cells() -> None:
-    """A section's cells were said of the method that it had: a density, for one."""
+    """Cells of a section, such as a density, applied to the former method."""
     outer = {"rounds": 3, "learning_rate": 0.9, "compression": {"density": 1 / 32, "tile": [8, 8]}}
     change_method(outer, "diloco")
     found = OuterSettings.model_validate(outer)
@@ -345,7 +345,7 @@ def test_another_method_brings_its_own_cells() -> None:
 
 
 def test_every_method_is_printed_with_where_it_is_from_and_what_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed is what a YAML may say: it sets the same."""
+    """The printed cells are valid YAML that sets the same values."""
     print_methods()
     said = " ".join(capsys.readouterr().out.split())
     names = get_args(OuterSettings.model_fields["method"].annotation)

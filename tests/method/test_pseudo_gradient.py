@@ -1,4 +1,4 @@
-"""From a parameter difference to what is sent, each step against a slow restatement."""
+"""From a parameter difference to the sent values: each step against a slow implementation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_vector_is_one_chunk() -> None:
     ],
 )
 def test_partial_tiles_keep_the_density(size: int, density: float, kept: int) -> None:
-    """max(1, floor(density n + 1/2)): to the nearest, a half is rounded up, and nothing is kept out altogether."""
+    """max(1, floor(density n + 1/2)): rounded to the nearest, a half up, and at least one value."""
     assert kept == max(1, int(Fraction(density) * size + Fraction(1, 2)))
     assert Group(0, 1, 0, size, 1, size, size).kept(density) == kept
 
@@ -162,7 +162,7 @@ def test_a_constant_is_sent_as_it_is(width: int, value: float) -> None:
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 32])
 @pytest.mark.parametrize("shape", [(20, 13), (33,), (8, 8)])
 def test_error_feedback_loses_nothing(width: int, shape: tuple[int, ...]) -> None:
-    """What is kept and what is sent add up to beta e + Delta, round after round."""
+    """Kept and sent values add up to beta e + Delta, round after round."""
     compression = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=width, error_feedback_decay=0.9)
     error = torch.zeros(shape)
     for round_ in range(5):
@@ -174,7 +174,7 @@ def test_error_feedback_loses_nothing(width: int, shape: tuple[int, ...]) -> Non
         sent.view(-1)[where] = selection.values.double()
         torch.testing.assert_close(error.double() + sent, 0.9 * before + delta.double(), atol=1e-6, rtol=1e-6)
         assert len(where) == len(set(where.tolist())) == selection.kept_values == kept_values(shape, compression)
-        assert error.abs().max() > 0.1  # something was kept
+        assert error.abs().max() > 0.1  # some values were kept
 
 
 def _flat_indices(shape: tuple[int, ...], selection: Selection, compression: CompressionSettings) -> Tensor:
@@ -216,7 +216,7 @@ def test_what_is_subtracted_is_the_quantised_value() -> None:
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("bits", [1, 2, 32])
 def test_what_receivers_decode_goes_back(bits: int, share: float) -> None:
-    """Of the whole tensor, and of the rows of a part of it: e + r D, where e + D was before D was taken."""
+    """For the whole tensor and for parts of its rows, the result is e + r D. Before D was taken out, it was e + D."""
     shape = (20, 13)
     compression = CompressionSettings.model_validate({"density": 1 / 4, "tile": (8, 8), "value_bits": bits})
     error, delta = _randn(shape, 1), _randn(shape, 2)
@@ -232,7 +232,7 @@ def test_what_receivers_decode_goes_back(bits: int, share: float) -> None:
     give_back(error, sent.indices, sent.values, share)
     torch.testing.assert_close(error.double(), share * before + (1 - share) * kept, atol=1e-6, rtol=1e-6)
     assert torch.equal(torch.cat(parts), error)
-    assert (before - kept).abs().max() > 0.5  # something was taken
+    assert (before - kept).abs().max() > 0.5  # some values were taken out
 
 
 # ---- signs, random-k ----
@@ -241,7 +241,7 @@ def test_what_receivers_decode_goes_back(bits: int, share: float) -> None:
 @unhurried
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(-30, 30), st.integers(0, 99))
 def test_signs_are_the_signs_and_magnitudes_the_chunks_means(kept: list[int], exponent: int, seed: int) -> None:
-    """Within half a sixteenth of an octave, as long as a chunk is within 8 octaves of the mean."""
+    """Magnitudes agree within half a sixteenth of an octave, if a chunk is within 8 octaves of the mean."""
     values = (_randn((sum(kept),), seed).abs() + 0.5) * _randn((sum(kept),), seed + 1).sign() * 2.0**exponent
     quantised = quantise_signs(values, [(1, each) for each in kept])
     assert torch.equal(quantised.values.sign(), values.sign())

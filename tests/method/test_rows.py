@@ -1,4 +1,4 @@
-"""A tensor compressed in parts is the tensor compressed whole."""
+"""Compression of a tensor in parts equals compression of the whole tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADDRESS = BlobAddress("run", 1, "replica", "block")
 
 
 class Parts:
-    """Sums over threads, in the order of parts, as a process group sums over ranks."""
+    """Sums over threads in the order of parts, as a process group sums over ranks."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)

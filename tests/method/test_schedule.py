@@ -1,4 +1,4 @@
-"""The schedule: what every list of events must satisfy, that they fit together, and the time they take."""
+"""The schedule: rules for every list of events, that the lists fit together, and the time they take."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_micro_batch_goes_forward_and_back_once_in_order(stages: int, micr
             in_flight += {Action.FORWARD: 1, Action.BACKWARD: -1}.get(event.action, 0)
             assert 0 <= in_flight <= most  # never a backward before its forward
         forwards_first = events.index(Event(Action.BACKWARD, 0))
-        assert len(_of(events[:forwards_first], Action.FORWARD)) == most  # and the bound is reached
+        assert len(_of(events[:forwards_first], Action.FORWARD)) == most  # the bound is reached
 
 
 @settings(deadline=None)
@@ -80,7 +80,7 @@ def test_no_order_of_execution_deadlocks(stages: int, micro_batches: int, extra:
 @settings(deadline=None)
 @given(STAGES, MICRO_BATCHES)
 def test_without_extras_it_is_the_textbook(stages: int, micro_batches: int) -> None:
-    """Narayanan et al. 2021: p - s - 1 warm-up forwards, then one forward, one backward, then the rest."""
+    """Narayanan et al. 2021: p - s - 1 warm-up forwards, then one forward and one backward in turn, then the rest."""
     for stage, events in enumerate(_group(stages, micro_batches, 0)):
         warm_up = min(micro_batches, stages - stage - 1)
         expected = "F" * warm_up + "FB" * (micro_batches - warm_up) + "B" * warm_up
@@ -100,14 +100,14 @@ def test_an_evaluation_only_goes_forward(stages: int, micro_batches: int) -> Non
 
 @dataclass
 class _Clock:
-    """A stage at an event of its list, and the time it gets there."""
+    """The position of a stage in its list of events, and the time at which it gets there."""
 
     position: int = 0
     time: float = 0.0
 
 
 def _simulate(group: list[list[Event]], transfer: float, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The time all stages take; links are FIFO, carry one message at a time, and hold any number of them."""
+    """Return the time of all stages. Links are FIFO, carry one message at a time and hold any number."""
     clocks = [_Clock() for _ in group]
     links: dict[tuple[int, int], deque[tuple[int, float]]] = {}
     free: dict[tuple[int, int], float] = {}
@@ -143,6 +143,6 @@ def _simulate(group: list[list[Event]], transfer: float, forward: float = 1.0, b
     [(0, 0.0, 64 / 67), (1, 0.0, 64 / 67), (0, 0.3, 0.831), (1, 0.3, 0.947)],
 )
 def test_utilization_is_what_the_design_says(extra: int, transfer: float, utilization: float) -> None:
-    """S = 4, 64 micro-batches, a backward of two forwards."""
+    """S = 4 and 64 micro-batches. A backward takes as long as two forwards."""
     time = _simulate(_group(4, 64, extra), transfer)
     assert 64 * 3.0 / time == pytest.approx(utilization, abs=0.01 if transfer else 1e-9)

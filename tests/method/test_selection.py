@@ -1,4 +1,4 @@
-"""The fast ways to select keep exactly what the plain one keeps, to the last tie and the last bit."""
+"""Fast selection keeps exactly the values of the plain one, with the same ties and bits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tiles_of_usual_size(kept: int, kind: str) -> None:
 
 
 def test_a_tie_at_the_edge_keeps_the_lower_index() -> None:
-    """Two equal values in different groups, of which one is kept, whichever group is searched first."""
+    """Two equal values are in different groups and one of them is kept, whichever group is searched first."""
     matrix = torch.zeros(64, 64)
     matrix[0, 0], matrix[40, 3], matrix[9, 50] = 2.0, -1.0, 1.0
     (group,) = groups_of((64, 64), (64, 64))
@@ -115,7 +115,7 @@ def _assert_equal(ours: Quantised, theirs: Quantised) -> None:
 def test_numba_selects_what_torch_selects(
     kind: str, shape: tuple[int, ...], value_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Round after round, in bands of one row of tiles: positions, values and what is kept, to the bit."""
+    """Positions, values and kept errors are equal to the bit over rounds, in bands of one row of tiles."""
     monkeypatch.setattr(chunks, "BAND_ELEMENTS", 1)
     plain = CompressionSettings.model_validate({"value_bits": value_bits})
     fast = plain.model_copy(update={"accelerator": "numba"})
@@ -134,7 +134,7 @@ def test_numba_selects_what_torch_selects(
 @pytest.mark.parametrize("others", [(0.0, 0.0), (1000.0, 7.0)], ids=["none", "large"])
 @pytest.mark.parametrize("shape", [(130, 200), (300,), (0, 64)], ids=str)
 def test_numba_sums_over_parts_as_torch_does(shape: tuple[int, ...], others: tuple[float, float]) -> None:
-    """A part is quantised relative to the mean of all parts, and a part without rows takes part in the sum."""
+    """A part is quantised relative to the mean of all parts. A part without rows also takes part in the sum."""
 
     def sum_over(total: Tensor) -> None:
         total += torch.tensor(others, dtype=torch.float64)
@@ -159,9 +159,9 @@ def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("shape", [(130, 70), (50,)], ids=str)
 def test_the_compiled_pass_keeps_what_torch_keeps(shape: tuple[int, ...]) -> None:
-    """But for the last place of the error, where a compiler may round once instead of twice.
+    """Only the last place of the error may differ, where a compiler may round once instead of twice.
 
-    The matrix has whole tiles and the narrower ones of both edges.
+    The matrix has whole tiles, and narrower ones at both edges.
     """
     generator = torch.Generator().manual_seed(3)
     error, delta = (torch.randn(shape, generator=generator) for _ in range(2))

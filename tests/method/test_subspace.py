@@ -1,4 +1,4 @@
-"""Projection, reconstruction and the split of the embedding against closed formulas in float64."""
+"""Projection, reconstruction and the split of the embedding, compared with closed formulas in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_first_columns_are_a_basis_of_lower_rank() -> None:
     for rank in (1, 3, 8):
         narrow = basis[:, :rank].double()
         torch.testing.assert_close(narrow.T @ narrow, torch.eye(rank, dtype=torch.float64), atol=1e-6, rtol=0)
-        # Nested: what the lower rank keeps of x, the higher keeps too.
+        # Subspaces are nested: the higher rank keeps what the lower rank keeps of x.
         x = _randn(10, D).double()
         kept = x @ narrow @ narrow.T
         torch.testing.assert_close(kept @ basis.double() @ basis.double().T, kept, atol=1e-6, rtol=0)
@@ -69,7 +69,7 @@ def test_full_rank_loses_nothing() -> None:
 
 @pytest.mark.parametrize("rank", [1, 8])
 def test_a_boundary_and_its_gradient_are_the_papers(rank: int) -> None:
-    """Forward (X - T_perp[x]) U U^T + T_perp[x], and autograd through it, in float64."""
+    """Forward is (X - T_perp[x]) U U^T + T_perp[x]. Its gradient is compared with autograd in float64."""
     embedding, basis, tokens, upstream = _randn(V, D), random_basis(D, rank, seed=5), _tokens(), _randn(B, L, D, seed=4)
     x = _randn(B, L, D, seed=3)
     u = basis.double()

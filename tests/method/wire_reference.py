@@ -1,4 +1,4 @@
-"""A decoder of contributions written from docs/wire-format.md alone: plain Python, a value at a time, and zstandard."""
+"""A decoder of contributions that follows docs/wire-format.md alone: plain Python, value by value, and zstandard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zstandard
 
 
 class Bytes:
-    """Fields off the front."""
+    """Reads fields from the front."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
@@ -33,13 +33,13 @@ class Bytes:
 
 
 def bits_of(data: bytes, width: int, count: int) -> list[int]:
-    """`count` numbers, most significant bit first."""
+    """Return `count` numbers of `width` bits, most significant bit first."""
     text = "".join(f"{byte:08b}" for byte in data)
     return [int(text[index * width : (index + 1) * width], 2) for index in range(count)]
 
 
 def decode(blob: bytes) -> dict[str, Any]:
-    """The header's fields, and `tensors`: by name, the values by flat index."""
+    """Return the header's fields, and `tensors`: values by flat index, by name."""
     whole = Bytes(blob)
     assert whole.take(4) == b"HPPB" and whole.numbers("B") == (2,)
     assert whole.take(32) == hashlib.sha256(blob[37:]).digest()
@@ -59,7 +59,7 @@ def decode(blob: bytes) -> dict[str, Any]:
 
 
 def _chunks(shape: tuple[int, ...], tile: list[int]) -> list[list[tuple[list[list[int]], int]]]:
-    """Of each group its chunks, each as rows of flat indices."""
+    """Return the chunks of each group as rows of flat indices."""
     if len(shape) != 2:
         count = 1
         for side in shape:

@@ -1,7 +1,9 @@
-"""What one rank of test_replicas_on_ranks.py runs: `rank.py CORPUS FOLDER METHOD...`.
+"""Program of one rank of test_replicas_on_ranks.py: `rank.py CORPUS FOLDER METHOD...`.
 
-Writes FOLDER/<method>/<rank>-of-<world>.json: losses, hashes after each round, the embedding after the first, and the
-threads of the process group that are left when it is closed: one that outlives it may abort the process as it ends.
+It writes losses, hashes after each round and the embedding after the first to FOLDER/<method>/<rank>-of-<world>.json.
+
+The file also names the threads of the process group that are left after it was closed. Such a thread may abort the
+process at its end.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "adamw_ddp": ({"method": "adamw_ddp"}, {}, {}),
     "grassmann": ({"method": "diloco"}, {}, {"averages_moments": True, "ablations": {"grassmann_every": 2}}),
 }
-"""Cells of `outer`, of the boundary, and of `research`."""
+"""Settings of `outer`, of the boundary, and of `research`."""
 
 
 class _Interrupted(Exception):
@@ -37,7 +39,10 @@ class _Interrupted(Exception):
 
 
 def _spec(corpus: str, method: str) -> RunSpec:
-    """Two uncompressed replicas and two compressed ones, in this order, so that the latter are on the last rank."""
+    """Return a run of two uncompressed and two compressed replicas, in this order.
+
+    The compressed ones are on the last rank.
+    """
     outer, boundary, research = METHODS[method]
     home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", "dtype": "fp32", **boundary}}
     config = ResearchConfig.model_validate(
@@ -58,7 +63,7 @@ def _spec(corpus: str, method: str) -> RunSpec:
 
 
 def _rounds(group: AllReplicas, rounds: int) -> dict[str, Any]:
-    """The hash of each replica's parameters after each round, and the embedding after the first."""
+    """Return the hash of each replica's parameters after each round, and the embedding after the first."""
     hashes, embedding = [], None
     for round_ in range(1, rounds + 1):
         assert group.round(round_)
@@ -73,7 +78,7 @@ def _rounds(group: AllReplicas, rounds: int) -> dict[str, Any]:
 
 
 def _resumed(spec: RunSpec, folder: Path, ranks: Ranks) -> list[float]:
-    """The losses of a run that ended after two rounds and went on."""
+    """Return the losses of a run that ended after two rounds and was resumed."""
 
     def interrupt(round_: int, loss: float) -> None:
         if round_ == 2:
@@ -95,12 +100,12 @@ def _stops_if_one_diverges(spec: RunSpec, folder: Path, ranks: Ranks) -> bool:
 
 
 def _threads() -> list[str]:
-    """Names of this process's threads, Python's or not."""
+    """Return the names of this process's threads, also of those that Python did not start."""
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
 def _found(spec: RunSpec, method: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """What training came to."""
+    """Return the results of training."""
     store = prepare_tokens(spec.config.data, folder / f"tokens-{ranks.rank}")
     found = dataclasses.asdict(train_fast(spec, store, ranks=ranks, bias_every=2))
     found |= _rounds(AllReplicas(spec, store, ranks=ranks), spec.config.outer.rounds)
@@ -110,7 +115,7 @@ def _found(spec: RunSpec, method: str, folder: Path, ranks: Ranks) -> dict[str, 
 
 
 def main(corpus: str, folder: Path, methods: list[str]) -> None:
-    """Train with each method, and write what came of it."""
+    """Train with each method and write the results."""
     torch.set_num_threads(1)
     ranks = init_ranks(torch.device("cpu"))
     found = {method: _found(_spec(corpus, method), method, folder / method, ranks) for method in methods}

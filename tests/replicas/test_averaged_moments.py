@@ -1,4 +1,4 @@
-"""Inner moments that are averaged in each round: the fast path against the mean written out, and what does not fit."""
+"""Inner moments that are averaged in each round: the vectorized trainer against an explicit mean, and invalid settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _moments(group: AllReplicas) -> list[dict[str, dict[str, torch.Tensor]]]:
 
 @pytest.mark.parametrize("weights", ["equal", "tokens"])
 def test_each_is_the_mean_of_all_replicas(weights: str, corpus: Path, tmp_path: Path) -> None:
-    """Of groups and datacenters alike; parameters are as without, in the first round."""
+    """Groups and datacenters are alike. In the first round, parameters are as without averaging."""
     torch.set_num_threads(1)
     spec = RunSpec(_config(corpus, {"weights": weights}), 256)
     plain = RunSpec(_config(corpus, {"weights": weights, "averages_moments": False}), 256)
@@ -69,7 +69,7 @@ def test_each_is_the_mean_of_all_replicas(weights: str, corpus: Path, tmp_path: 
 
 
 def test_they_are_sent_too(corpus: Path) -> None:
-    """Eight bytes a parameter, beside four."""
+    """Moments add eight bytes per parameter to the four of a contribution."""
     averaged, plain = (RunSpec(_config(corpus, {"averages_moments": one}), 256) for one in (True, False))
     size = sum(torch.Size(shape).numel() for shape in plain.parameter_shapes.values())
     assert contribution_bytes(averaged, 3) - contribution_bytes(plain, 3) == 3 * 4 * 8 * size

@@ -1,4 +1,4 @@
-"""Equation 5's bias: nothing where nothing is lost, less with fewer compressed replicas, no noise, no effect."""
+"""The bias of Equation 5: zero without loss, less with fewer compressed replicas, free of noise, and without effect."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def _spec(corpus: Path, compressed: int, rank: int) -> RunSpec:
 
 
 def test_a_full_basis_loses_nothing(corpus: Path, tmp_path: Path) -> None:
-    """With k = d the split embedding has no part outside the subspace, and coefficients tell all."""
+    """With k = d, the split embedding has no part outside the subspace, and coefficients are complete."""
     result = _train(corpus, tmp_path, 4, 32)
     assert [round_ for round_, _ in result.bias] == [1, 2, 3]
-    assert max(abs(share) for _, share in result.bias) < 2e-2  # Adam makes much of rounding where gradients are near 0
+    assert max(abs(share) for _, share in result.bias) < 2e-2  # Adam amplifies rounding where gradients are near 0
 
 
 def test_it_falls_with_the_share_of_compressed_replicas(corpus: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_products_are_those_of_all_pairs(count: int) -> None:
 
 
 def test_noise_is_no_part_of_a_mean_product() -> None:
-    """A vector of length 1 in noise of length 10: the norm of the mean of four is 5."""
+    """A vector of length 1 has noise of length 10, so the norm of the mean of four is 5."""
     random = torch.Generator().manual_seed(2)
     whole = torch.zeros(10_000)
     whole[0] = 1.0
@@ -79,7 +79,7 @@ def test_noise_is_no_part_of_a_mean_product() -> None:
 
 
 def test_a_share_is_that_of_the_two_runs_of_each_compressed_replica(corpus: Path, tmp_path: Path) -> None:
-    """By hand, of replicas that have taken one round's steps."""
+    """Computed by hand for replicas that have taken the steps of one round."""
     spec, store = _spec(corpus, 2, 4), prepare_tokens(_spec(corpus, 2, 4).config.data, tmp_path)
     group = AllReplicas(spec, store)
     twins = [uncompressed_twin(replica) for replica in group.replicas[:2]]

@@ -1,4 +1,4 @@
-"""A run of the fast path that is interrupted goes on to the same bits."""
+"""An interrupted run of the vectorized trainer resumes with the same bits."""
 
 from __future__ import annotations
 

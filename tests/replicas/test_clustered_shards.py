@@ -1,4 +1,4 @@
-"""Replicas whose shards differ, weighing by how much text each has: the fast path, in process and over gRPC."""
+"""Replicas with different shards, weighted by the amount of text: vectorized trainer, in process and over gRPC."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, ROUNDS = 2, 4
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two kinds of files, of one of which there are twice as many."""
+    """Return files of two kinds. One kind has twice as many."""
     folder, order = tmp_path_factory.mktemp("kinds"), random.Random(1)
     for number in range(60):
         letters = "abcdefgh" if number % 3 else "stuvwxyz"
@@ -62,7 +62,7 @@ def _store(config: RunConfig, folder: Path) -> TokenStore:
 
 
 def test_a_mean_weighs_by_examples(text: Path, tmp_path: Path) -> None:
-    """With everything sent and no momentum, theta comes to be the mean of the replicas by the sizes of their shards."""
+    """If everything is sent without momentum, theta is the replicas' mean, weighted by the sizes of their shards."""
     torch.set_num_threads(1)
     config = _config(text, learning_rate=1.0, momentum=0.0, nesterov=False)
     spec = RunSpec(config, 256)
@@ -117,7 +117,7 @@ def test_it_has_the_same_bits_over_the_network(text: Path, tmp_path: Path) -> No
 
 
 def test_it_goes_on_from_a_checkpoint_to_the_same_bits(text: Path, tmp_path: Path) -> None:
-    """In the second half of which the first replica reads its own shard, and before all of the text."""
+    """The first replica reads all of the text in the first half, and its own shard in the second."""
     config = _config(text, pretraining=2)
     spec, store = RunSpec(config, 256), _store(config, tmp_path)
     whole = train_fast(spec, store)
@@ -146,7 +146,7 @@ def test_an_exchange_that_counts_examples_lets_no_other_text_in(text: Path, tmp_
 
 
 def _weights(runs: Path) -> list[dict[str, float]]:
-    """By round, of its record."""
+    """Return the weights of each round, from its record."""
     records = sorted((runs / "t" / "log").glob("round-*/record.json"))
     told = [json.loads(path.read_text())["contributions"] for path in records]
     return [{one["replica"]: one["weight"] for one in contributions} for contributions in told]
@@ -154,7 +154,7 @@ def _weights(runs: Path) -> list[dict[str, float]]:
 
 @pytest.mark.starts_processes
 def test_who_comes_or_goes_changes_the_weights_from_that_round_on(text: Path, tmp_path: Path) -> None:
-    """The clusters are shared out anew then."""
+    """The clusters are distributed again from then on."""
     config = _config(text)
     clusters = find_clusters(_store(config, tmp_path), 15, 3, config.seed)
 

@@ -1,4 +1,4 @@
-"""The fast path on another device than the CPU: a run on `meta`, whose tensors hold no data."""
+"""The vectorized trainer on another device than the CPU: a run on `meta`, whose tensors hold no data."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class _OneDevice(TorchFunctionMode):
-    """Fails where a GPU would, or worse would copy: at operations between tensors of two devices.
+    """Fails on operations between tensors of two devices, where a GPU would fail or copy.
 
-    Answers what a tensor without data cannot be asked: a loss is 1, nothing is tied.
+    It also answers questions about values, which `meta` tensors lack: a loss is 1, and no values are tied.
     """
 
     def __torch_function__(
@@ -49,7 +49,7 @@ class _OneDevice(TorchFunctionMode):
 
 @pytest.fixture
 def fused_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has this kernel for `meta`, but does not say so."""
+    """Allow the fused optimizer on `meta`: torch has this kernel but does not list it."""
     module = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
 

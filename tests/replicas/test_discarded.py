@@ -1,4 +1,4 @@
-"""Replicas that drop what of the embedding left the subspace contribute what training changed, and nothing else."""
+"""Replicas that drop the embedding's part outside the subspace contribute what training changed and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.spec import RunSpec
 
 EXACT = {"density": 1.0, "value_bits": 32, "quantiser": "levels", "error_feedback_decay": 0.0}
-"""Everything is sent as it is: a round's step is the mean of the contributions."""
+"""Everything is sent exactly, so the step of a round is the mean of the contributions."""
 RATE = 0.5
 
 
@@ -40,7 +40,7 @@ def _spec(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunS
 
 
 def test_whole_replicas_that_learn_nothing_change_nothing(corpus: Path, tmp_path: Path) -> None:
-    """The fast path: a round as it should be, then one whose learning rate is too small to change any weight."""
+    """The vectorized trainer trains a normal round, then one with a learning rate too small to change any weight."""
     learning, idle = _spec(corpus, 0.01, DC, HOME), _spec(corpus, 1e-30, DC, HOME)
     store = prepare_tokens(learning.config.data, tmp_path)
     group, later = AllReplicas(learning, store), AllReplicas(idle, store)
@@ -55,7 +55,7 @@ def test_whole_replicas_that_learn_nothing_change_nothing(corpus: Path, tmp_path
 
 
 def test_a_whole_replica_contributes_what_training_changed(corpus: Path, tmp_path: Path) -> None:
-    """Alone, against a copy of it that takes the same steps."""
+    """One replica alone is compared with a copy of it that takes the same steps."""
     spec = _spec(corpus, 0.01, HOME)
     group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path))
     assert group.round(1)

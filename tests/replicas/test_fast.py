@@ -1,4 +1,4 @@
-"""The fast path: AdamW DDP against one model, every method against a golden run, and the staged run beside it."""
+"""The vectorized trainer: AdamW DDP against one model, every method against stored results, and against a staged run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ METHODS: dict[str, Sequence[dict[str, object]]] = {
     "anchors, adamw_ddp": ({"method": "adamw_ddp"}, {"rank": "1/4", "anchors": {"rank": "full"}}),
     "grassmann": ({}, {"rank": "1/4", "ablations": {"grassmann_every": 1}}),
 }
-"""Of the outer rounds, of the boundary, and of the inner loop, if something is to differ there."""
+"""Settings of the outer rounds, of the boundary and, where they differ, of the inner loop."""
 
 
 def _config(
@@ -114,8 +114,10 @@ def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path
 
 
 APART = {"sparseloco_paper": 3e-2, "inner muon": 3e-2}
-"""Nats between two CPUs, where rounding decides more than elsewhere: in which of four levels a value is, and what bf16
-makes of Muon's products. 0.018 and 0.013 were seen, with vectors of 16, 32 and 64 bytes.
+"""Allowed difference in nats between two CPUs, for methods that amplify rounding.
+
+For these, rounding decides which of four levels a value has, and what bf16 makes of Muon's products. Differences of
+0.018 and 0.013 were measured between vectors of 16, 32 and 64 bytes.
 """
 
 
@@ -125,7 +127,10 @@ def test_every_method_has_a_golden_run() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
-    """Three rounds of one compressed and one uncompressed replica; all but two stay below 1e-2 apart between CPUs."""
+    """Three rounds of one compressed and one uncompressed replica.
+
+    All but two differ by less than 1e-2 between CPUs.
+    """
     outer, boundary, *inner = METHODS[method]
     result, _, _ = _train(_config(corpus, outer, [DC, {**HOME, "boundary": boundary}], *inner), tmp_path)
     found = [*result.validation_loss, result.uncompressed, result.compressed]
@@ -138,7 +143,7 @@ def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
 def test_averaged_gradients_end_where_the_staged_run_ends(
     first: str, anchors: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """AdamW DDP: every step is a round; the first replica's kind decides how the embedding decays."""
+    """With AdamW DDP, every step is a round. The kind of the first replica decides how the embedding decays."""
     home = {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4", **anchors}}
     config = _config(corpus, {"method": "adamw_ddp", "rounds": 6}, [DC, home] if first == "dc" else [home, DC])
     config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 1})})
@@ -169,7 +174,7 @@ def test_averaged_gradients_end_where_the_staged_run_ends(
 def test_it_ends_where_the_staged_run_ends(
     outer: dict[str, object], boundary: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """Not to the bit: sums are grouped differently, and Adam makes much of little."""
+    """Results differ in the last bits, because sums are grouped differently and Adam amplifies small differences."""
     config = _config(corpus, outer, [DC, {**HOME, "micro_batches": 2, "boundary": boundary}])
     fast, spec, _ = _train(config, tmp_path)
     reports: list[Report] = []
@@ -193,7 +198,7 @@ def test_it_ends_where_the_staged_run_ends(
 def test_without_a_group_it_has_the_bits_of_the_run_in_process(
     outer: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """Nothing is cut, so no sum is grouped differently: decoded contributions are what was selected."""
+    """Nothing is cut into stages, so no sum is grouped differently. Decoded contributions equal the selected values."""
     config = _config(corpus, outer, [{**DC, "name": name} for name in ("a", "b", "c")])
     fast, spec, _ = _train(config, tmp_path)
     reports: list[Report] = []
@@ -204,7 +209,7 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(
 
 
 def test_who_sends_a_zero_is_a_sender(corpus: Path, tmp_path: Path) -> None:
-    """Dense, a mean over senders is one over replicas, though neither saw every token that the other did."""
+    """In a dense contribution, a mean over senders is a mean over replicas, although the replicas saw different tokens."""
     results = []
     for divides_by in ("senders", "replicas"):
         dense = {"density": 1.0, "value_bits": 32, "quantiser": "levels"}
@@ -217,7 +222,7 @@ def test_who_sends_a_zero_is_a_sender(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["resbm", "mapl"])
 def test_what_anothers_boundaries_learn_is_a_part_of_the_model(method: str, corpus: Path, tmp_path: Path) -> None:
-    """After a round replicas have the same, which is none of what they began with."""
+    """After a round all replicas have the same learned tensors, which differ from those at the start."""
     boundary = {"rank": 4, "ablations": {"peer": {"method": method}}}
     homes = [{**HOME, "name": name, "boundary": boundary} for name in ("a", "b")]
     config = _config(corpus, {}, [*homes, DC])
@@ -235,7 +240,7 @@ def _learned(group: AllReplicas, index: int) -> Mapping[str, Tensor]:
 
 
 def test_slices_are_of_the_same_validation_rows(corpus: Path, tmp_path: Path) -> None:
-    """Eight rows in batches of four: two slices, whose means are the losses of all rows."""
+    """Eight rows in batches of four make two slices. The mean of their losses is the loss over all rows."""
     config = _config(corpus, {}, [{**HOME, "boundary": {"rank": "1/4"}}, DC])
     result, _, _ = _train(config, tmp_path)
     wholes = {"own": result.validation_loss[-1], "uncompressed": result.uncompressed, "compressed": result.compressed}

@@ -1,4 +1,4 @@
-"""Rounds that do not count all contributions: the fast path against the rounds written out."""
+"""Rounds that exclude some contributions: the vectorized trainer against explicit formulas."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ DENSITY, DECAY = 1 / 4, 0.9
 SPARSE: dict[str, Any] = {
     "compression": {"density": DENSITY, "value_bits": 32, "error_feedback_decay": DECAY, "tile": [256, 64]}
 }
-"""Every tensor is one chunk."""
+"""Settings with which every tensor is one chunk."""
 DILOCO: dict[str, Any] = {"method": "diloco"}
 MISSED, ROUNDS, SEED = 0.5, 5, 2
-"""With this seed no replica misses three rounds in a row, after which rounds would not wait for it."""
+"""With this seed, no replica misses three rounds in a row, after which rounds would not wait for it."""
 
 
 def _config(corpus: Path, outer: dict[str, Any], exchange: dict[str, Any] | None = None) -> RunConfig:
@@ -62,7 +62,10 @@ def _group(corpus: Path, folder: Path, outer: dict[str, Any]) -> AllReplicas:
 def _deltas(
     group: AllReplicas, round_: int, starts: Sequence[dict[str, Tensor]] | None = None
 ) -> list[dict[str, Tensor]]:
-    """How far copies of the replicas get from theta in the round, from theta or from where each of them starts."""
+    """Return the changes of copies of the replicas in a round, relative to theta.
+
+    Each copy starts from theta, or from its own start if `starts` is given.
+    """
     found = []
     for index, (replica, batches) in enumerate(zip(group.replicas, group.batches, strict=True)):
         twin = copy.deepcopy(replica)
@@ -86,7 +89,10 @@ def test_the_rounds_below_miss_none_some_and_nearly_all() -> None:
 
 @pytest.mark.parametrize("returned", [1.0, 0.5, 0.0])
 def test_sparse_rounds_are_those_written_out(returned: float, corpus: Path, tmp_path: Path) -> None:
-    """e <- beta e + Delta, D = TopK(e), e <- e - D; theta <- theta - mean of counted D; of the others, e <- e + r D."""
+    """e <- beta e + Delta, D = TopK(e), e <- e - D; theta <- theta - mean of included D.
+
+    For excluded replicas, e <- e + r D.
+    """
     group = _group(corpus, tmp_path, {**SPARSE, "missed": MISSED, "returned": returned})
     theta = {name: tensor.clone() for name, tensor in group.theta.items()}
     errors = [{name: torch.zeros_like(tensor) for name, tensor in theta.items()} for _ in NAMES]
@@ -113,7 +119,7 @@ def test_sparse_rounds_are_those_written_out(returned: float, corpus: Path, tmp_
 
 @pytest.mark.parametrize("returned", [1.0, 0.0])
 def test_without_error_feedback_what_is_missed_is_gone(returned: float, corpus: Path, tmp_path: Path) -> None:
-    """DiLoCo, whatever is returned: b <- 0.9 b + mean, theta <- theta - 0.7 (mean + 0.9 b)."""
+    """DiLoCo, whatever `returned` is: b <- 0.9 b + mean, theta <- theta - 0.7 (mean + 0.9 b)."""
     group = _group(corpus, tmp_path, {**DILOCO, "missed": MISSED, "returned": returned})
     theta = {name: tensor.clone() for name, tensor in group.theta.items()}
     momentum = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
@@ -130,9 +136,9 @@ def test_without_error_feedback_what_is_missed_is_gone(returned: float, corpus: 
 
 @pytest.mark.parametrize("outer", [SPARSE, DILOCO])
 def test_who_is_missed_trains_on_from_its_own_parameters(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
-    """Delta is from theta of all to where a replica has come on its own, once it is counted; e is as it was till then.
+    """Delta of an included replica is theta minus its own parameters. Excluded rounds leave its e unchanged.
 
-    DiLoCo, algorithm 1 and figure 8: a replica that is dropped starts its next round from its own parameters.
+    DiLoCo, algorithm 1 and figure 8: a dropped replica starts its next round from its own parameters.
     """
     group = _group(corpus, tmp_path, {**outer, "missed": MISSED, "keep_local": True})
     compression = group.outer.settings.compression
@@ -165,7 +171,7 @@ def test_who_is_missed_trains_on_from_its_own_parameters(outer: dict[str, Any], 
             torch.testing.assert_close(group.theta[name], after[name], rtol=0, atol=5e-6)
             for found, error in zip(group.errors, errors, strict=True):
                 torch.testing.assert_close(found[name], error[name], rtol=0, atol=5e-6)
-        for replica in group.replicas:  # what is evaluated is what all hold
+        for replica in group.replicas:  # the evaluation uses what all hold
             assert all(replica.parameters[name].equal(group.theta[name]) for name in theta)
         own = [{name: theta[name] - delta[name] for name in theta} for delta in deltas]
         starts = [own[index] if is_missed else after for index, is_missed in enumerate(missed)]
@@ -175,14 +181,17 @@ def test_who_is_missed_trains_on_from_its_own_parameters(outer: dict[str, Any], 
 
 
 def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp_path: Path) -> None:
-    """Who is missed comes late there. Both methods run at the same time, because each round waits for its grace."""
+    """Excluded replicas are late in the run in process.
+
+    Both methods run at once, as each round waits for its grace window.
+    """
     exchange = {"quorum": 0.3, "grace": {"factor": 1, "least": "3 s", "most": "3 s"}}
     late = {
         name: frozenset(r for r in range(1, ROUNDS + 1) if name in missed_in(r, NAMES, MISSED, SEED)) for name in NAMES
     }
 
     def losses_of(outer: dict[str, Any], folder: Path) -> tuple[list[float], list[float]]:
-        """Return the validation losses of the fast path and of the run in process."""
+        """Return the validation losses of the vectorized trainer and of the run in process."""
         config = _config(corpus, {**outer, "missed": MISSED, "keep_local": True}, exchange)
         spec = RunSpec(config, 256)
         fast = train_fast(spec, prepare_tokens(config.data, folder))
@@ -198,7 +207,7 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp
 
 
 def test_a_mean_over_senders_is_over_those_that_count(corpus: Path, tmp_path: Path) -> None:
-    """Dense, all that count are senders."""
+    """If contributions are dense, all included replicas are senders."""
     ends = []
     for divides_by in ("senders", "replicas"):
         dense = {"density": 1.0, "value_bits": 32}
@@ -216,7 +225,7 @@ def test_each_is_missed_as_often_as_said_whatever_the_others_are(share: float) -
     mean = sum(counts) / len(counts)
     variance = sum((count - mean) ** 2 for count in counts) / len(counts)
     assert mean == pytest.approx(40 * share, rel=0.05)
-    assert variance == pytest.approx(40 * share * (1 - share), rel=0.25)  # as of independent draws
+    assert variance == pytest.approx(40 * share * (1 - share), rel=0.25)  # as for independent draws
     for name in names:
         assert sum(name in missed for missed in found) == pytest.approx(500 * share, abs=60)
 

@@ -1,4 +1,4 @@
-"""Replicas spread over ranks, in processes of their own: the same run as in one process, the same bits in all."""
+"""Replicas spread over ranks in separate processes: the results of one process, with the same bits in all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("rank.py")
 
 
 def _run(world: int, corpus: Path, folder: Path, *methods: str) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by method; all of them in one go, as starting takes long."""
+    """Return the results of each rank by method. All methods run in one start, because starting takes long."""
     for method in methods:
         (folder / method).mkdir(parents=True)
     run_on_ranks(world, SCRIPT, str(corpus), str(folder), *methods)
@@ -28,7 +28,10 @@ def _run(world: int, corpus: Path, folder: Path, *methods: str) -> dict[str, lis
 
 @pytest.mark.starts_processes
 def test_ranks_train_what_one_process_trains(corpus: Path, tmp_path: Path) -> None:
-    """To rounding: the sums over replicas are grouped differently. Four replicas on three ranks, and on two."""
+    """Results agree up to rounding, because sums over replicas are grouped differently.
+
+    Four replicas are on three ranks, and on two.
+    """
     alone = _run(1, corpus, tmp_path / "one", "sparseloco", "adamw_ddp", "grassmann")
     several = _run(3, corpus, tmp_path / "three", "sparseloco")
     several |= _run(2, corpus, tmp_path / "two", "adamw_ddp", "grassmann")

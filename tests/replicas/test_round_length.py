@@ -1,4 +1,4 @@
-"""How many inner steps a round has: counted, by a clock that the test moves, and as recorded."""
+"""Number of inner steps of a round: a fixed count, by a clock that the test moves, and as recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Watch:
 
 
 def _steps(length: RoundLength, clock: Watch, round_: int, a_step: float | list[float], elapsed: float = 0.0) -> int:
-    """That a round of it has, where steps take so long, one after the other; it was opened before it begins here."""
+    """Return the number of steps of a round in which each step takes `a_step` seconds.
+
+    The round was opened `elapsed` seconds before it begins here.
+    """
     length.begin(elapsed)
     step, is_over = 0, False
     while not is_over:
@@ -39,11 +42,11 @@ def _steps(length: RoundLength, clock: Watch, round_: int, a_step: float | list[
     ("a_step", "expected"), [(1.0, 10), (2.5, 4), (3.0, 3), (0.3, 33), (10.0, 1), (10.5, 1), (1000.0, 1)]
 )
 def test_as_many_steps_as_fit(a_step: float, expected: int) -> None:
-    """From the second round on; the first ends as soon as it is known how long a step is."""
+    """This holds from the second round on. The first round ends as soon as the duration of a step is known."""
     clock = Watch()
     length = SoMuchTime(10.0, clock)
     assert _steps(length, clock, 1, a_step) == max(2, expected)
-    clock.time += 77.0  # the outer round is no part of it
+    clock.time += 77.0  # the outer round does not count
     assert _steps(length, clock, 2, a_step) == expected
     assert _steps(length, clock, 3, a_step) == expected
 
@@ -52,13 +55,13 @@ def test_a_round_follows_the_time_that_its_steps_take() -> None:
     clock = Watch()
     length = SoMuchTime(10.0, clock)
     assert _steps(length, clock, 1, 1.0) == 10
-    assert _steps(length, clock, 2, [1.0, 1.0, 4.0, 2.0, 2.0]) == 5  # after three steps 6 s are over: two of 2 s fit
+    assert _steps(length, clock, 2, [1.0, 1.0, 4.0, 2.0, 2.0]) == 5  # 6 s are over after three steps: two of 2 s fit
     assert _steps(length, clock, 3, [5.0, 1.0]) == 2  # after one of 5 s only one fits
-    assert _steps(length, clock, 4, [3.0, 3.0, 3.0]) == 3  # it begins with what it knows of the round before
+    assert _steps(length, clock, 4, [3.0, 3.0, 3.0]) == 3  # it starts with the estimate of the previous round
 
 
 def test_who_comes_late_or_contributes_slowly_takes_fewer_steps() -> None:
-    """So that all have contributed at about the same time."""
+    """All replicas then contribute at about the same time."""
     clock = Watch()
     length = SoMuchTime(10.0, clock)
     assert _steps(length, clock, 1, 1.0) == 10
@@ -99,7 +102,7 @@ class SideBySide(Ranks):
 
 
 def test_the_first_rank_decides_for_all() -> None:
-    """Whatever the clocks of the others say."""
+    """The clocks of the other ranks do not matter."""
     first, other = Watch(), Watch()
     lengths = [
         OfFirstRank(SoMuchTime(10.0, clock), SideBySide(rank=rank, world=2))
@@ -137,7 +140,7 @@ def _record(round_: int, **steps: int) -> RoundRecord:
 
 
 def test_members_of_a_replica_expect_as_many_steps_whatever_became_of_them(tmp_path: Path) -> None:
-    """One was there all the time, though a round did not count it; one has an old state; one has none."""
+    """One member was present although a round excluded it, one has an old state, and one has no state."""
     records = [_record(1, dc=70, home=5), _record(2, dc=70), _record(3, home=8), _record(4, dc=70)]
     there, old, new = (StepsTaken("home", None) for _ in range(3))
     there.end_round(5, records[0])

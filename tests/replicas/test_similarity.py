@@ -1,4 +1,4 @@
-"""Cosines of contributions: those of torch, of what is sent in a run; nothing that is trained depends on them."""
+"""Cosines of contributions: equal to torch's and to those of sent values; training does not depend on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that take their inner steps together against the same ones one after the other."""
+"""Replicas that take their inner steps in one batch, against the same replicas one after another."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gradients_agree(compressed: int, dtype: str, corpus: Path, tmp_path: Pa
 @pytest.mark.parametrize("compressed", [0, 2, 4])
 @pytest.mark.parametrize("method", ["sparseloco", "diloco", "adamw_ddp"])
 def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path) -> None:
-    """With fp32 coefficients: bf16's rounding makes much of little."""
+    """Coefficients are fp32, because rounding to bf16 amplifies small differences."""
     spec, store = _spec(corpus, tmp_path, compressed, {"method": method}, {"dtype": "fp32"})
     looped, stacked = train_fast(spec, store), train_fast(spec, store, stacks=True)
     assert (looped.stacked, stacked.stacked) == (False, True)
@@ -75,7 +75,7 @@ def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path
 
 
 def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path) -> None:
-    """Few bits have one scale for a whole message; and one replica is no stack."""
+    """Boundaries with few bits have one scale per message. One replica alone is no stack."""
     spec, store = _spec(corpus, tmp_path, 3, boundary={"bits": 4})
     assert AllReplicas(spec, store, stacks=True).loose == [0, 1, 2, 3]
     spec, store = _spec(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})

@@ -1,5 +1,6 @@
-"""Rounds in which some replicas take part and the others wait: the fast path against the rounds written out, and the
-run in process against the fast path.
+"""Rounds in which some replicas take part and others wait.
+
+The vectorized trainer is compared with explicit formulas, and the run in process with the vectorized trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COUNTS = [2, 2, 1, 1, 3, 3]
 SPARSE: dict[str, Any] = {
     "compression": {"density": 1 / 4, "value_bits": 32, "error_feedback_decay": 0.9, "tile": [256, 64]}
 }
-"""Every tensor is one chunk."""
+"""Settings with which every tensor is one chunk."""
 
 
 def _config(
@@ -67,7 +68,7 @@ def _config(
 
 
 def _deltas(group: AllReplicas, round_: int) -> list[dict[str, Tensor]]:
-    """How far copies of those that take part get from theta in the round."""
+    """Return the changes of copies of the replicas that take part in a round, relative to theta."""
     found = []
     for replica, batches in list(zip(group.replicas, group.batches, strict=True))[: COUNTS[round_ - 1]]:
         twin = copy.deepcopy(replica)
@@ -79,8 +80,9 @@ def _deltas(group: AllReplicas, round_: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("weights", ["equal", "tokens"])
 def test_rounds_are_those_written_out(weights: str, corpus: Path, tmp_path: Path) -> None:
-    """e <- 0.9 e + Delta, D = TopK(e), e <- e - D; theta <- theta - mean of D over those that take part; the others'
-    e stays.
+    """e <- 0.9 e + Delta, D = TopK(e), e <- e - D; theta <- theta - mean of D over the replicas that take part.
+
+    For the other replicas, e stays.
     """
     torch.set_num_threads(1)
     spec = RunSpec(_config(corpus, {**SPARSE, "weights": weights}), 256)
@@ -110,7 +112,7 @@ def test_rounds_are_those_written_out(weights: str, corpus: Path, tmp_path: Path
 
 @pytest.mark.parametrize("outer", [SPARSE, {"method": "diloco"}, {}])
 def test_it_has_the_bits_of_the_run_in_process(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
-    """There who waits asks for work, and is told when a round is to count it."""
+    """In the run in process, a waiting replica asks for work until a round is to include it."""
     config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
     spec = RunSpec(config, 256)
     fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
@@ -129,7 +131,7 @@ def test_it_has_the_bits_of_the_run_in_process(outer: dict[str, Any], corpus: Pa
 
 @pytest.mark.starts_processes
 def test_it_has_the_same_bits_over_the_network(corpus: Path, tmp_path: Path) -> None:
-    """Also of who stops before the end."""
+    """This includes replicas that stop before the end."""
     outer = {"method": "diloco", "taking_part": {1: 3, 4: 2}, "pretraining": 2, "rounds": 5}
     config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
     fast = train_fast(RunSpec(config, 256), prepare_tokens(config.data, tmp_path))
@@ -147,7 +149,7 @@ def test_it_has_the_same_bits_over_the_network(corpus: Path, tmp_path: Path) -> 
 
 
 def test_who_has_waited_for_long_needs_no_rounds_that_the_log_has_forgotten(corpus: Path, tmp_path: Path) -> None:
-    """It takes a snapshot that is newer: to the same bits."""
+    """The replica loads a newer snapshot and has the same bits."""
     config = _config(corpus, {"taking_part": {1: 3, 2: 1, 6: 3}}, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
     kept = {"store": {"history": "recent"}, "snapshots": {"every": 1, "keep": 2}}
     spec = RunSpec(RunConfig.model_validate(config.model_dump(mode="json") | kept), 256)

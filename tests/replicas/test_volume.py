@@ -1,4 +1,4 @@
-"""What contributions come to on the wires: counted by hand, in the fast path, in a run's log, and by formula."""
+"""Bytes of contributions on the wires: by hand, in the vectorized trainer, from a run's log, and by formula."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _written(size: int, has: set[int], values: Tensor) -> int:
 
 
 def test_a_sparse_ring_sums_each_part_on_its_way() -> None:
-    """Parts [0, 4), [4, 8), [8, 12); that of the i-th begins with the replica after the i-th."""
+    """The parts are [0, 4), [4, 8) and [8, 12). The sum of the i-th part starts at the replica after the i-th."""
     has = [[0, 1, 5, 9], [1, 4, 5, 10], [2, 5, 9, 10, 11]]
     sent = [_sparse(12, one) for one in has]
     dense = []
@@ -105,7 +105,7 @@ def test_of_dense_ones_a_ring_sends_all_twice_but_for_its_own_parts() -> None:
 
 
 def _logged(spec: RunSpec, folder: RunFolder) -> list[float]:
-    """Bytes that a replica sends by the record of each round."""
+    """Return the mean bytes that a replica sends in each round, from the records."""
     reports: list[Report] = []
     run_in_process(spec, folder, reports.append)
     closed = [one.round_closed for one in reports if one.HasField("round_closed")]
@@ -117,7 +117,7 @@ def _logged(spec: RunSpec, folder: RunFolder) -> list[float]:
 def test_the_fast_path_a_log_and_its_command_count_the_same(
     outer: dict[str, Any], corpus: Path, tmp_path: Path
 ) -> None:
-    """To the byte, as their contributions have the same bits; and formulas come near."""
+    """The bytes are equal, because contributions have the same bits. Formulas come close."""
     spec = _spec(corpus, outer)
     fast = train_fast(spec, prepare_tokens(spec.config.data, tmp_path / "cache"), volume_every=1)
     folder = RunFolder(tmp_path / "run")

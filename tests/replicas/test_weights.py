@@ -1,4 +1,4 @@
-"""Contributions that weigh by tokens: the fast path against the mean written out."""
+"""Contributions weighted by tokens: the vectorized trainer against an explicit mean."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _group(corpus: Path, folder: Path, outer: dict[str, Any]) -> AllReplicas:
 
 @pytest.mark.parametrize("missed", [0.0, 0.5])
 def test_a_mean_weighs_by_tokens(missed: float, corpus: Path, tmp_path: Path) -> None:
-    """Of those that are counted. With everything sent, theta comes to be the weighted mean of the replicas."""
+    """The mean covers included replicas. If everything is sent, theta is the weighted mean of the replicas."""
     group = _group(corpus, tmp_path, {"weights": "tokens", "missed": missed, "returned": 0.0})
     counts = set()
     for round_ in range(1, ROUNDS + 1):
@@ -60,7 +60,7 @@ def test_a_mean_weighs_by_tokens(missed: float, corpus: Path, tmp_path: Path) ->
 
 
 def test_equal_weights_are_what_they_were(corpus: Path, tmp_path: Path) -> None:
-    """1 each, so that no rounding differs."""
+    """Each weight is 1, so that no rounding differs."""
     assert set(_group(corpus, tmp_path, {}).weights.values()) == {1.0}
     assert _group(corpus, tmp_path, {"weights": "tokens"}).weights == {
         name: STEPS * size * 16.0 for name, size in BATCHES.items()

@@ -1,4 +1,4 @@
-"""The fast path's replica against the same replica cut into stages: one step's gradients, for every boundary."""
+"""A replica of the vectorized trainer and the same replica cut into stages: gradients of one step, for every boundary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOUNDARIES = {
     "rank 16 in 4 bits with anchors": {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}},
 }
 COMPILES = pytest.mark.starts_processes
-"""That of a C++ compiler."""
+"""The test starts a C++ compiler."""
 
 
 def _boundary(settings: BoundarySettings) -> Boundary:
@@ -45,7 +45,7 @@ def _boundary(settings: BoundarySettings) -> Boundary:
 
 
 def _anchors(settings: BoundarySettings) -> list[Anchors]:
-    """That have learned something."""
+    """Return anchors that have learned something."""
     found = [anchors_of(settings.anchors, SHAPE, InnerSettings(), 100, 10, SEED, "home", hop) for hop in range(2)]
     anchors = [one for one in found if one is not None]
     for one in anchors:
@@ -84,7 +84,9 @@ def _gradients_of(anchors: Sequence[Anchors]) -> dict[str, Tensor]:
     [*((name, False) for name in BOUNDARIES), pytest.param("rank 8 fp32", True, marks=COMPILES)],
 )
 def test_gradients_agree(name: str, compiles: bool) -> None:
-    """Compile (where that works) with one boundary: layers are compiled, and what lies between them is not.
+    """Layers are compiled with one boundary, where compilation works.
+
+    Code between the layers is not compiled.
 
     That boundary does not round, because a last bit can decide which way a value is rounded.
     """
@@ -113,7 +115,7 @@ def test_gradients_agree(name: str, compiles: bool) -> None:
 
 
 def test_the_boundaries_matter() -> None:
-    """The comparison above would be empty if crossings changed nothing."""
+    """The comparison above would be empty if boundaries changed nothing."""
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
     losses = set()
     for values in BOUNDARIES.values():

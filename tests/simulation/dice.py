@@ -1,4 +1,4 @@
-"""What a seed decides of a history: how large the run is, what its rules are, and what goes wrong how often."""
+"""Random choices of a history: the size of the run, its rules, and how often which fault happens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from replica_groups.protocol.rules import Rules, Window
 
 QUORUMS = (0.5, 0.5, 0.5, 0.34, 0.67, 1.0)
 LIGHT_SECONDS = 400.0
-"""Between two faults of one kind, of a history that has few of them."""
+"""Seconds between two faults of one kind, from which on a history counts as one with few faults."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Mean seconds between two faults of a kind, None: never; shares of messages and of calls of the store."""
+    """Mean seconds between two faults of each kind (None for never), and shares of failing messages and store calls."""
 
     kills: float | None = None
     freezes: float | None = None
@@ -31,20 +31,20 @@ class Faults:
     lost: float = 0.0
     doubled: float = 0.0
     late: float = 0.0
-    """Of messages, those that take seconds."""
+    """Share of messages that take seconds."""
     store_fails: float = 0.0
     says_died: float = 0.5
-    """How often a launcher says at once that a process has ended."""
+    """Probability that a launcher reports the end of a process at once."""
     comes_back: float = 0.9
-    """How often it starts another soon."""
+    """Probability that the launcher soon starts another process."""
     elsewhere: float = 0.1
-    """How often that is on a machine without the place's saved state."""
+    """Probability that this happens on a machine without the slot's saved state."""
     torn: float = 0.1
-    """Of states that are being written when a process ends, those that are left torn."""
+    """Probability that a state is torn if its process ends while it writes the state."""
 
     @property
     def are_light(self) -> bool:
-        """Whether nearly all that is there has to be counted."""
+        """Whether faults are so rare that rounds must include nearly every replica that is present."""
         return (self.lost, self.store_fails) == (0.0, 0.0) and all(
             mean is None or mean >= LIGHT_SECONDS
             for mean in (
@@ -55,7 +55,7 @@ class Faults:
 
 
 def draw_rules(dice: Random) -> Rules:
-    """One to six replicas, of one to four places each."""
+    """Draw one to six replicas of one to four slots (`places`) each."""
     places, blocks = {}, {}
     for number in range(dice.choice((1, 2, 2, 3, 3, 4, 5, 6))):
         replica = f"r{number}"
@@ -77,13 +77,13 @@ def draw_rules(dice: Random) -> Rules:
 
 
 def draw_optional(dice: Random, rules: Rules) -> Rules:
-    """In some histories replicas come and go, all of them or not."""
+    """Make some or all replicas optional, in some histories."""
     come_and_go = dice.random() < 0.3
     return replace(rules, optional=frozenset(one for one in rules.replicas if come_and_go and dice.random() < 0.7))
 
 
 def draw_due(dice: Random, rules: Rules, rounds: int) -> Rules:
-    """In some histories not all replicas are to take part in all rounds."""
+    """Let only some replicas take part in some rounds, in some histories."""
     if dice.random() >= 0.3:
         return rules
     sinces = [1, *sorted(dice.sample(range(2, rounds + 1), min(2, rounds - 1)))]
@@ -93,7 +93,10 @@ def draw_due(dice: Random, rules: Rules, rounds: int) -> Rules:
 
 
 def draw_faults(dice: Random) -> Faults:
-    """Each kind of fault is in some histories and not in others, as what one does may hide what another would."""
+    """Draw the faults of a history.
+
+    Each kind is missing from some histories, because one kind may hide the effects of another.
+    """
     if dice.random() < 0.1:
         return Faults()
     mean = dice.choice((25.0, 60.0, 150.0, 400.0, 1000.0))
@@ -130,7 +133,7 @@ def draw_faults(dice: Random) -> Faults:
 
 
 def draw_idles(dice: Random, faults: Faults) -> Faults:
-    """In some histories members take rounds and contribute nothing."""
+    """Add members that take rounds and contribute nothing, in some histories."""
     return replace(faults, idles=dice.choice((100.0, 300.0, 1000.0))) if dice.random() < 0.3 else faults
 
 
@@ -149,10 +152,10 @@ HARSH = Faults(
     late=0.3,
     store_fails=0.1,
 )
-"""All kinds at once, where bugs are to be found soon."""
+"""All kinds of faults at once, so that bugs are found soon."""
 
 HANGS = Faults(hangs=100.0)
-"""Alone, as whatever else goes wrong ends a process that hangs, too."""
+"""Hangs alone, because most other faults end a process that hangs."""
 
 IDLES = Faults(idles=100.0)
-"""Alone: members that contribute nothing, and others that do not leave when the run is over."""
+"""Only members that contribute nothing, and members that do not leave when the run is over."""

@@ -1,4 +1,4 @@
-"""What goes wrong: strikes at random until the history is to end in peace."""
+"""Faults that happen at random times until the history is to end without any."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 HOLDS_SECONDS = 40.0
-"""For which a fault that ends by itself disturbs others at most, once it is over."""
+"""Seconds for which a fault that ends by itself may still disturb other processes after its end."""
 
 
 class FaultInjector:
-    """Strikes members, coordinators and the store."""
+    """Injects faults into members, coordinators and the store."""
 
     def __init__(self, world: World) -> None:
         self._world, self._faults = world, world.faults
@@ -52,7 +52,7 @@ class FaultInjector:
         self._plan(mean, strike)
 
     def end(self) -> None:
-        """Nothing more goes wrong."""
+        """End all faults and inject no more."""
         self.is_over = True
         world = self._world
         world.network.heal()
@@ -73,7 +73,7 @@ class FaultInjector:
             self.kill(member)
 
     def kill(self, member: Member) -> None:
-        """End a process; its launcher may say so, and may start another."""
+        """End a process. Its launcher may report that, and may start another process."""
         world, dice = self._world, self._world.dice
         world.gone(member)
         host = member.host
@@ -114,7 +114,7 @@ class FaultInjector:
             self._world.disturb(self._world.rules.hang.most + HOLDS_SECONDS, member.replica)
 
     def _idle(self) -> None:
-        """A member takes every round, sends heartbeats, and contributes nothing."""
+        """Let a member take every round, send heartbeats and contribute nothing for a while."""
         member = self._one()
         if member is None:
             return
@@ -126,7 +126,7 @@ class FaultInjector:
         world.disturb(seconds + HOLDS_SECONDS, member.replica)
 
     def _end_idle(self, member: Member) -> None:
-        """Somebody ends a member that contributes nothing."""
+        """End the process of a member that contributes nothing."""
         if member.idles_until and not member.dead:
             member.idles_until = 0.0
             self._world.end_hung(member)
@@ -144,7 +144,10 @@ class FaultInjector:
             world.network.send(member.host.receive, None, e.Lost(member.place, member.term))
 
     def _corrupt(self) -> None:
-        """One at a time: if all held other bits, replay would be in doubt."""
+        """Give a member wrong parameters.
+
+        Only one has them at a time: if all members did, replay would seem to be wrong.
+        """
         member = self._one()
         world = self._world
         if member is None or any(one.is_corrupt for one in world.members):
@@ -182,7 +185,7 @@ class FaultInjector:
             self._world.disturb(seconds + HOLDS_SECONDS)
 
     def _start_second_coordinator(self) -> None:
-        """One more for a while; some members find it."""
+        """Start a second coordinator for a while. Some members connect to it."""
         world = self._world
         if len(world.hosts) != 1 or world.timeline.now < world.store.down_until:
             return
@@ -199,7 +202,7 @@ class FaultInjector:
             self._world.kill_host(self._world.dice.choice(self._world.hosts))
 
     def _cut_power(self) -> None:
-        """Every process ends at once; then the run is resumed."""
+        """End every process at once, and resume the run later."""
         world, dice = self._world, self._world.dice
         world.tell("every process is killed")
         for host in list(world.hosts):

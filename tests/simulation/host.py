@@ -1,4 +1,4 @@
-"""A process that runs the rules: a coordinator with a clock of its own, the store behind it, and an auditor."""
+"""A coordinator's process: the coordinator, its own clock, the store and an auditor."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 MEETING_SECONDS = 60.0
-"""After which one that was started by hand begins, if nobody is there from before."""
+"""Seconds after which a coordinator that was started by hand begins, if no earlier member contacts it."""
 OVERSLEPT = 3.0
-"""Seconds beyond which it tells the rules that it did nothing meanwhile."""
+"""Seconds of inactivity after which the coordinator is told that it was inactive."""
 
 
 class Host:
-    """Tells its coordinator what happens, and does what comes out. It holds nothing that is not in the store."""
+    """Passes events to its coordinator and carries out the effects. All its lasting state is in the store."""
 
     def __init__(self, world: World, number: int, goes_on: bool, meets: bool = False) -> None:
-        """`meets`: it was started by hand, and does not know whether members are there: see Exchange.meet_members."""
+        """Start a coordinator.
+
+        With `meets` it was started by hand and does not know whether members are present, as in
+        `Exchange.meet_members`.
+        """
         dice = world.dice
         self.world, self.number, self.dead, self.frozen_until = world, number, False, 0.0
         self.started_at = world.timeline.now
@@ -43,7 +47,7 @@ class Host:
             self._begin()
 
     def _begin_without(self) -> None:
-        """Somebody sees that nobody is left whom it could meet, and no more come for now."""
+        """Begin once no member of the previous coordinator is left, as a user would decide after a look."""
         if not self._has_begun and not self.dead:
             if any(one.term and one.term == self._terms_before.get(one.place) for one in self.world.members):
                 self.world.timeline.after(MEETING_SECONDS, self._begin_without)
@@ -58,8 +62,9 @@ class Host:
             self._tell(e.Began(self.world.store.last, self.world.rounds))
 
     def _meet(self, event: e.Event) -> bool:
-        """Whether an event is one for a coordinator that has not begun. It begins soon once somebody from before is
-        there, or all are.
+        """Return whether a coordinator that has not begun handles this event.
+
+        The coordinator begins soon once it has met an earlier member, or all members have joined.
         """
         term = getattr(event, "term", None)
         if term is not None and not isinstance(event, e.Died) and not self._has_met:
@@ -69,20 +74,20 @@ class Host:
                 self.coordinator.presume(self.now)
         if self._has_met or all(one.held for one in self.coordinator.places.values()):
             self.world.timeline.after(self.world.dice.uniform(0.0, 2.0), self._begin)
-        return not isinstance(event, e.Deposited | e.Confirmed)  # which wait
+        return not isinstance(event, e.Deposited | e.Confirmed)  # these have to wait
 
     @property
     def now(self) -> float:
-        """On its own clock, which others do not share."""
+        """The time of the host's own clock. Each host's clock differs."""
         return self._offset + self._rate * self.world.timeline.now
 
     @property
     def is_away(self) -> bool:
-        """Whether it answers nobody."""
+        """Whether the host answers no messages."""
         return self.dead or self.world.timeline.now < self.frozen_until
 
     def receive(self, member: Member | None, event: e.Event) -> None:
-        """A message: of a member, or of a launcher."""
+        """Receive a message of a member or a launcher."""
         if self.dead:
             return
         if self.is_away:
@@ -100,7 +105,7 @@ class Host:
             self.world.network.send(member.fire, member.told_of_record, (self, event.round))
 
     def freeze(self, seconds: float) -> None:
-        """Do nothing for a while."""
+        """Do nothing for so many seconds."""
         self.frozen_until = self.world.timeline.now + seconds
         self._has_slept = seconds > OVERSLEPT
         self.world.timeline.after(seconds, self._thaw)
@@ -122,7 +127,7 @@ class Host:
         self._tell(e.Woke() if has_slept else e.Tick())
 
     def jump(self, seconds: float) -> None:
-        """Its clock was somewhere else for a moment: its machine was suspended."""
+        """Move the clock forward, as if the machine had been suspended for a moment."""
         self._offset += seconds
         self._has_slept = seconds > OVERSLEPT
         self._wake()
@@ -157,7 +162,7 @@ class Host:
         if not self.is_away:
             self._tell(e.Tick())
 
-    # ---- what is to be done ----
+    # ---- carrying out effects ----
 
     def _do(self, effect: e.Effect) -> None:
         match effect:

@@ -1,12 +1,13 @@
-"""What has to hold after every event, whatever goes wrong.
+"""Invariants that hold after every event, whatever fault happens.
 
-1. One record a round; records are consecutive; a record names only whole contributions whose digests are in the store.
-2. A contribution is counted at most once.
-3. What was counted, and what lies in error feedback, is what was produced.
-4. Who says that it holds theta holds the bits that replay gives, or is healed.
-5. Of a place one term acts; what an older one sends changes nothing; a term that acts does not end without a reason.
-6. With a quorum there, rounds close, and nobody is waited for longer, or shorter, than the rules say, or left out.
-7. What a coordinator holds is bounded.
+1. Each round has one record, and records are consecutive. A record names only complete contributions whose digests are
+   in the store.
+2. A contribution is included at most once.
+3. Included contributions and error feedback together are exactly what was trained.
+4. A member that confirms theta has the bits that replay gives, or is told to recover.
+5. Only one incarnation of a slot acts, and messages of older ones change nothing. It does not end without a reason.
+6. With a quorum present, rounds close. No replica is waited for longer or shorter than the rules say, or left out.
+7. The state of a coordinator is bounded.
 """
 
 from __future__ import annotations
@@ -27,61 +28,61 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 SLACK_SECONDS = 5.0
-"""What a coordinator may be late by."""
+"""Seconds by which a coordinator may be late."""
 HEALED_AFTER = 12
-"""Rounds in which a member may hold other bits, where what it says about them may be lost."""
+"""Rounds for which a member may hold wrong parameters, as its confirmations may be lost."""
 
 
 @dataclass
 class Watched:
-    """What a coordinator has been told and has answered, noted beside it. Times are of its own clock."""
+    """Messages and answers of a coordinator, recorded beside it. Times are those of its own clock."""
 
     since: float
     number: int = 0
-    """Of the open round."""
+    """Number of the open round."""
     opened_at: float = 0.0
     deposits: dict[tuple[str, int], set[str]] = field(default_factory=dict)
-    """(replica, epoch) -> blocks, of the open round"""
+    """Blocks that arrived for the open round, by (replica, generation)."""
     whole: set[str] = field(default_factory=set)
-    """Replicas that have contributed all of it."""
+    """Replicas with a complete contribution to the open round."""
     quorum_at: float | None = None
     assigned: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """place -> term, round, epoch"""
+    """Incarnation, round and generation that were assigned, by slot."""
     trains: dict[str, set[str]] = field(default_factory=dict)
-    """replica -> places that were told to train the open round, or say that they do"""
+    """Slots that were assigned the open round or report that they train it, by replica."""
     ended: dict[str, int] = field(default_factory=dict)
-    """place -> the newest term that it has ended"""
+    """The newest incarnation that the coordinator has ended, by slot."""
     in_step: set[str] = field(default_factory=set)
-    """Replicas that the open round was opened for."""
+    """Replicas for which the open round was opened."""
     heard: dict[str, float] = field(default_factory=dict)
-    """place -> when"""
+    """Time of the last message, by slot."""
     unawaited_until: dict[str, float] = field(default_factory=dict)
-    """replica -> rounds that open before do not wait for it, as it missed several in a row"""
+    """Time by replica: rounds that open before it do not wait for the replica, which has missed several in a row."""
     finish_by: float | None = None
-    """Until when members have to have left, once all rounds are decided."""
+    """Time by which members must have left, once all rounds are decided."""
     hangs_until: dict[str, float] = field(default_factory=dict)
-    """place -> until when a process that hung may be ended for it"""
+    """Time until which a process that hung may be ended for that, by slot."""
 
 
 class Invariants:
-    """Holds a history against them. Raises Violation."""
+    """Checks a history against the invariants. Raises Violation."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._thetas = [THETA]
         self._counted: dict[str, dict[tuple[int, int], int]] = {}
-        """place -> (position, unit) -> round"""
+        """The round that included a (position, unit), by slot."""
         self._first: dict[int, e.Record] = {}
         self._watched: dict[Host, Watched] = {}
 
     def theta(self, round_: int) -> bytes:
-        """What replay gives after a round."""
+        """Return theta after a round, as replay computes it."""
         return self._thetas[round_]
 
     # ---- records, contributions, parameters: 1 to 4 ----
 
     def decided(self, record: e.Record) -> None:
-        """A record has come into the store."""
+        """Check a record that was added to the store."""
         rules, last = self._world.rules, len(self._thetas) - 1
         if record.round in self._first:
             raise Violation(1, f"round {record.round} has another record than before")
@@ -128,12 +129,12 @@ class Invariants:
                 counted[position, unit] = round_
 
     def settled(self, member: Member, record: e.Record, before: Sequence[Units], own: Contributed | None) -> None:
-        """A member has applied a record; `before` is its error feedback with what it had sent."""
+        """Check a member that has applied a record. `before` is its error feedback together with what it had sent."""
         named = record.of(member.replica)
         counted = self._counted.get(member.place, {})
         lost_to: set[int] = set()
         if named is not None and (own is None or any(named.blobs[b] != own.blobs[b].digest for b in own.blobs)):
-            for block in member.blocks:  # another process has gone on with the place's state
+            for block in member.blocks:  # another process has continued from the slot's state
                 path = Path(record.round, member.replica, named.epoch, block, named.blobs[block])
                 lost_to |= self._world.store.blobs[path].sent.keys()
         for position, units in enumerate(member.owed):
@@ -148,7 +149,7 @@ class Invariants:
             raise Violation(4, f"{member.process} holds other bits after round {record.round} than replay gives")
 
     def confirms(self, member: Member) -> None:
-        """A member says what it holds."""
+        """Check a member that confirms its parameters."""
         member.wrong_rounds += member.is_corrupt
         if member.wrong_rounds > HEALED_AFTER:
             raise Violation(4, f"{member.process} has said {member.wrong_rounds} times that it holds other bits")
@@ -156,15 +157,15 @@ class Invariants:
     # ---- what a coordinator does: 5 to 7 ----
 
     def started(self, host: Host) -> None:
-        """A coordinator begins."""
+        """Note that a coordinator begins."""
         self._watched[host] = Watched(host.now)
 
     def ended(self, host: Host) -> None:
-        """It is gone."""
+        """Note that a coordinator has ended."""
         del self._watched[host]
 
     def before(self, host: Host, event: e.Event) -> Any:
-        """What `after` has to know of the time before an event."""
+        """Return the state before an event that `after` compares with."""
         coordinator, watched = host.coordinator, self._watched[host]
         if isinstance(event, e.Recorded) and self._first.get(event.record.round) != event.record:
             raise Violation(1, f"a coordinator was given a record of round {event.record.round} that is not the first")
@@ -195,7 +196,7 @@ class Invariants:
             watched.trains.setdefault(replica, set()).add(event.place)
 
     def after(self, host: Host, event: e.Event, effects: Sequence[e.Effect], before: Any) -> None:
-        """A coordinator has taken note of an event."""
+        """Check the effects of an event that a coordinator has handled."""
         coordinator, watched = host.coordinator, self._watched[host]
         if before is not None and before != _acted_on(coordinator):
             raise Violation(5, f"{event} was acted on, though its term or its epoch is over")
@@ -250,7 +251,7 @@ class Invariants:
                 and host.coordinator.replicas[places[place]].round is not None
             ):
                 raise Violation(5, f"term {term} of {place} is to return from epoch {epoch}, as it has")
-            case e.Suspended(place) if not isinstance(event, e.Heard):  # else said again
+            case e.Suspended(place) if not isinstance(event, e.Heard):  # otherwise the answer is a repetition
                 self._out_of_step(watched, places[place])
             case e.Fenced(place, term):
                 if watched.assigned.get(place, (0,))[0] == term:
@@ -276,7 +277,7 @@ class Invariants:
                 raise Violation(4, f"the run ends: {cause}")
 
     def _require_missed(self, replica: str, round_: int, missed: int) -> None:
-        """A replica is waited for unless it is in none of the last records."""
+        """Require that a replica which is not waited for is in none of the last records."""
         counted = [one for one in range(max(1, round_ - LATE_IN_A_ROW + 1), round_ + 1) if self._first[one].of(replica)]
         if missed < LATE_IN_A_ROW or counted:
             raise Violation(6, f"{replica} is not waited for, and was counted in rounds {counted}")
@@ -286,7 +287,7 @@ class Invariants:
         watched.in_step.discard(replica)
 
     def _require_waited(self, host: Host, watched: Watched, record: e.Record) -> None:
-        """Whoever trains and is there is waited for."""
+        """Require that the coordinator waits for each replica that is present and trains."""
         rules, coordinator = host.coordinator.rules, host.coordinator
         if record.round != watched.number or watched.quorum_at is None:
             raise Violation(6, f"the record of round {record.round} is written without a quorum")
@@ -300,7 +301,7 @@ class Invariants:
                 raise Violation(6, f"round {record.round} does not wait for {replica}, which is there and trains")
 
     def _require_phase(self, host: Host, watched: Watched, event: e.Event, effect: e.Assign) -> None:
-        """Who is assigned a round may train it, and is in step with the others."""
+        """Require that a member that is assigned a round may train it, and is in step with the others."""
         coordinator, rules = host.coordinator, host.coordinator.rules
         replica = coordinator.replicas[rules.places[effect.place]]
         if effect.round == 0:
@@ -333,7 +334,10 @@ class Invariants:
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
     def _require_reason(self, host: Host, watched: Watched, event: e.Event, effect: e.Fenced) -> None:
-        """A term ends by a death, by what its holder says, by another term, or by silence."""
+        """Require a reason for the end of an incarnation.
+
+        It is a death, a message of its holder, a new incarnation or silence.
+        """
         if isinstance(event, e.Died | e.Broken | e.Noted) and event.place == effect.place:
             return
         if not effect.cause:
@@ -364,7 +368,7 @@ class Invariants:
 
 
 def _acted_on(coordinator: Coordinator) -> Any:
-    """What a message that is refused must not change."""
+    """Return the state of a coordinator that a refused message must not change."""
     open_ = coordinator.open
     return (
         [(place.term, place.held, place.asked, place.progress) for place in coordinator.places.values()],

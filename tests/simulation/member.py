@@ -1,7 +1,8 @@
-"""A process that holds a place, as a model of what taking part in a run does; see replica_groups/take_part.py.
+"""A process that holds a slot, as a model of replica_groups/take_part.py.
 
-What it trains is no more than a name: a unit for each training, at each position of its parameters. So it can be said
-exactly what was counted, what lies in error feedback, and what was lost.
+Training is modelled by names: each training adds a unit to every position of the parameters.
+
+The model therefore knows exactly what was included, what is in error feedback and what was lost.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 POSITIONS = 3
-"""Of a block."""
+"""Positions per block."""
 BEAT_SECONDS = 4.0
 AGAIN_SECONDS = 7.0
-"""After which what was not answered is said again."""
+"""Seconds after which an unanswered message is sent again."""
 PATIENCE_SECONDS = 40.0
-"""With neighbours that should be there."""
+"""Seconds to wait for a missing neighbour."""
 NOTHING: Units = frozenset()
 
 APPLYING, ASKING, CATCHING_UP, FORMING, TRAINING, DEPOSITING, WAITING, SETTLED, LEAVING = (
@@ -38,7 +39,7 @@ IN_ROUND = frozenset((CATCHING_UP, FORMING, TRAINING, DEPOSITING, WAITING))
 
 @dataclass(frozen=True)
 class Contributed:
-    """What it has sent, or is about to, and does not know yet whether it is counted."""
+    """A contribution that is sent or about to be sent, and not yet known to be included."""
 
     round: int
     epoch: int
@@ -48,12 +49,12 @@ class Contributed:
 
     @property
     def sent(self) -> dict[int, Units]:
-        """position -> units"""
+        """The sent units by position."""
         return {position: units for blob in self.blobs.values() for position, units in blob.sent.items()}
 
 
 class Member:
-    """One process."""
+    """One process of a slot."""
 
     def __init__(self, world: World, place: str, number: int, has_state: bool) -> None:
         self.world, self.place, self.process = world, place, f"{place}#{number}"
@@ -62,9 +63,9 @@ class Member:
         self.host: Host | None = None
         self.dead, self.hangs, self.frozen_until, self.cut_until = False, False, 0.0, 0.0
         self.idles_until = 0.0
-        """Until then it takes every round and contributes nothing."""
+        """Time until which the member takes every round and contributes nothing."""
         self.stays = world.faults.idles is not None and number % 5 == 0
-        """Whether it does not leave when the run is over, until its term ends."""
+        """Whether the member stays after the end of the run, until its incarnation ends."""
         self.term, self.round, self.epoch, self.attempt = 0, 0, 0, 0
         self.phase, self._since, self._said_at, self._unanswered, self._refusals = APPLYING, 0.0, 0.0, 0, 0
         self.training: Training | None = None
@@ -79,7 +80,7 @@ class Member:
         self.error: list[Units] = [NOTHING] * (POSITIONS * len(self.blocks)) if state is None else list(state.error)
         self._start: list[Units] = list(self.error)
         self.owed: list[Units] = list(self.error)
-        """Of its error feedback, what must be counted, or still be there, when it applies the next record."""
+        """Units of error feedback that must be included or still be there when the next record is applied."""
         self.theta = THETA if state is None else world.invariants.theta(state.round)
         self._connect()
         self._enter(APPLYING)
@@ -89,11 +90,11 @@ class Member:
     # ---- a process ----
 
     def later(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Do something in a while, if it is still there."""
+        """Do something after so many seconds, if the process still exists."""
         self.world.timeline.after(seconds, self.fire, what, arguments)
 
     def fire(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Do it now, or once it can move again."""
+        """Do it now, or once the process is no longer frozen."""
         if self.dead:
             return
         left = self.frozen_until - self.world.timeline.now
@@ -103,14 +104,14 @@ class Member:
             what(*arguments)
 
     def die(self) -> None:
-        """End, at any instruction."""
+        """End the process. This may happen at any instruction."""
         self.dead = True
         if self._saving is not None and self.world.dice.random() < self.world.faults.torn:
             self.world.disks.write(self.place, None)
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing keeps it from doing its part."""
+        """Whether the member is free of faults and can do its part."""
         now = self.world.timeline.now
         does_its_part = not self.dead and not self.hangs and now >= self.idles_until
         return does_its_part and now >= self.frozen_until and now >= self.cut_until
@@ -121,7 +122,7 @@ class Member:
         if self.world.tells is not None:
             self.world.tell(f"{self.process}: {phase}, term {self.term}, round {self.round}, epoch {self.epoch}")
 
-    # ---- what it says ----
+    # ---- messages that it sends ----
 
     def _connect(self) -> None:
         there = [host for host in self.world.hosts if not host.dead]
@@ -129,7 +130,7 @@ class Member:
         self._unanswered = 0
 
     def wander(self) -> None:
-        """Find another coordinator, if there is one."""
+        """Connect to a random coordinator, and send the current message to it."""
         self._connect()
         self._say()
 
@@ -157,7 +158,7 @@ class Member:
             self._say()
 
     def _look_around(self) -> None:
-        """Whether neighbours keep it waiting for too long."""
+        """Report a broken link if neighbours have been missing for too long."""
         waits = self.phase == FORMING or (
             self.phase == TRAINING and self.training is not None and self.training.is_over
         )
@@ -165,7 +166,7 @@ class Member:
             self._tell(e.Broken(self.place, self.term, self.epoch, "its neighbour does not answer"))
 
     def _say(self) -> None:
-        """What it waits for an answer to."""
+        """Send the message whose answer the member waits for."""
         self._said_at = self.world.timeline.now
         if self.phase == APPLYING:
             self._tell(e.Applied(self.place, self.process))
@@ -184,10 +185,10 @@ class Member:
         self._enter(ASKING)
         self._say()
 
-    # ---- what it is told ----
+    # ---- messages that it receives ----
 
     def told(self, host: Host, effect: e.Effect) -> None:
-        """An answer of its coordinator."""
+        """Handle an answer of the coordinator."""
         if host is not self.host or self.world.timeline.now < self.cut_until or self.phase == LEAVING:
             return
         if self.hangs and not isinstance(effect, e.Fenced):
@@ -217,7 +218,7 @@ class Member:
 
     def _suspended(self) -> None:
         if self.host is not None and self.phase == WAITING and self.round <= self.world.store.last:
-            self.told_of_record(self.host, self.round)  # it was decided before
+            self.told_of_record(self.host, self.round)  # the round was decided earlier
         else:
             self._undo()
             self._ask()
@@ -226,7 +227,7 @@ class Member:
         if process == self.process and self.phase == APPLYING:
             self._refusals += 1
             if self._refusals > 3 and any(o is not self and o.place == self.place for o in self.world.members):
-                self.world.gone(self)  # somebody else has taken its place
+                self.world.gone(self)  # another process has taken its slot
         elif term == self.term and self.phase in (DEPOSITING, WAITING):
             self._undo()
             self._ask()
@@ -243,7 +244,7 @@ class Member:
         if effect.round <= self.holds or is_known:
             return
         if (effect.round, effect.epoch) == self._gave_up:
-            # Its neighbours may be in the middle of what it has left: only a new epoch keeps the two apart.
+            # Its neighbours may still train what it has abandoned: only a new generation separates the two.
             self._tell(e.Broken(self.place, self.term, effect.epoch, "it has given this round up before"))
             return
         if self.contributed is None or self.contributed.round == effect.round:
@@ -253,7 +254,7 @@ class Member:
         self.later(self.world.dice.uniform(0.05, 0.5), self._catch_up, self.attempt, effect.heal)
 
     def told_of_record(self, host: Host, round_: int) -> None:
-        """A round is decided."""
+        """Handle the news that a round is decided."""
         if host is self.host and self.phase == WAITING and round_ == self.round and self._settle_until(round_):
             self._enter(SETTLED)
             self.later(self.world.dice.uniform(0.1, 1.0), self._prove, self.attempt)
@@ -288,7 +289,7 @@ class Member:
         self.world.trainings.join(self)
 
     def _settle_until(self, round_: int) -> bool:
-        """Apply records up to that of a round; whether they could be read."""
+        """Apply records up to that of a round. Return whether the store could be read."""
         while self.holds < round_:
             try:
                 kept = self.world.store.read(self.holds + 1)
@@ -300,7 +301,10 @@ class Member:
         return True
 
     def _settle(self, kept: Kept) -> None:
-        """Apply a round's record: what was counted of this place leaves error feedback, what was not stays in it."""
+        """Apply a round's record.
+
+        Included units of this slot leave error feedback, and excluded units are restored to it.
+        """
         own, self.contributed = self.contributed, None
         sent = {} if own is None or own.round != kept.record.round else own.sent
         before = [units | sent.get(position, NOTHING) for position, units in enumerate(self.error)]
@@ -318,8 +322,10 @@ class Member:
             self.error[position] |= units
 
     def _drop(self, round_: int, counted: e.Contribution) -> None:
-        """Another process of this place was counted, or this one before it went back: what that sent is not sent
-        again."""
+        """Remove from error feedback what was included from another process of this slot, or from an earlier attempt.
+
+        Otherwise it would be sent again.
+        """
         for block in self.blocks:
             for position in self.world.store.blobs[
                 Path(round_, self.replica, counted.epoch, block, counted.blobs[block])
@@ -327,12 +333,12 @@ class Member:
                 self.error[position] = NOTHING
 
     def begin(self, training: Training) -> None:
-        """All neighbours are there."""
+        """Begin to train, once all neighbours are ready."""
         self.training = training
         self._enter(TRAINING)
 
     def trained(self, training: Training) -> None:
-        """Compress, and hand in."""
+        """Compress the training and contribute it."""
         if self.world.timeline.now < self.idles_until:
             self.contributed, self._uploaded = None, set()
             self._enter(WAITING)
@@ -372,7 +378,7 @@ class Member:
         self._tell(e.Deposited(self.place, self.term, own.round, own.epoch, block, digest, own.steps))
 
     def _prove(self, attempt: int) -> None:
-        """Say what it holds, save, and go on."""
+        """Confirm the parameters, save the state and ask for the next round."""
         if attempt != self.attempt:
             return
         self.world.invariants.confirms(self)

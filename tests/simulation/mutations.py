@@ -1,4 +1,4 @@
-"""Bugs that the invariants have to find: what is replaced in which function, to plant them."""
+"""Bugs that the invariants have to find, as replacements of text in functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replica_groups.protocol.rounds import OpenRound
 
 
 class Edit(NamedTuple):
-    """In the source of a method."""
+    """A replacement in the source of a method."""
 
     owner: type
     method: str
@@ -96,7 +96,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """With this bug. Raises LookupError if the text is not there."""
+    """Plant this bug inside the block. Raise LookupError if the text to replace is missing."""
     with ExitStack() as undone:
         for edit in MUTATIONS[name]:
             undone.callback(setattr, edit.owner, edit.method, getattr(edit.owner, edit.method))

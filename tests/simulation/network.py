@@ -1,4 +1,4 @@
-"""What lies between processes: messages are lost, doubled, and late, so that they pass each other."""
+"""The network between processes: messages are lost, duplicated, delayed and therefore reordered."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from simulation.dice import Faults
 from simulation.timeline import Timeline
 
 SECONDS = 0.2
-"""Of the slowest message that is not late."""
+"""Seconds that the slowest message takes, if it is not late."""
 LATE_SECONDS = 20.0
 
 
 class Network:
-    """Delivers messages by calling whoever they are for."""
+    """Delivers each message by a call of its receiver."""
 
     def __init__(self, timeline: Timeline, dice: Random, faults: Faults) -> None:
         self._timeline, self._dice = timeline, dice
         self.lost, self.doubled, self.late = faults.lost, faults.doubled, faults.late
 
     def send(self, deliver: Callable[..., None], *message: Any) -> None:
-        """Deliver once, or not, or twice."""
+        """Deliver a message once, never or twice."""
         if self.lost and self._dice.random() < self.lost:
             return
         self._timeline.after(self._seconds(), deliver, *message)
@@ -30,7 +30,7 @@ class Network:
             self._timeline.after(self._seconds(), deliver, *message)
 
     def heal(self) -> None:
-        """From now on all arrives, once and soon."""
+        """From now on deliver every message once and without delay."""
         self.lost = self.doubled = self.late = 0.0
 
     def _seconds(self) -> float:

@@ -1,5 +1,7 @@
-"""What outlives processes: the store that all share, which may fail before or after it has done a thing, and the disks
-on which places' states lie."""
+"""State that outlives processes: the shared store and the slots' disks.
+
+A call of the store may fail before or after it takes effect.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from simulation.timeline import Timeline
 from replica_groups.protocol.events import Record
 
 Units = frozenset[int]
-"""What trainings gave to one position of a place's parameters, each named by its training."""
+"""The trainings that changed one position of a slot's parameters, each by its number."""
 
 THETA = b"theta before the first round"
 KEPT_STATES = 2
 
 
 class StoreFailed(Exception):
-    """Nobody knows whether it was done."""
+    """The call failed, and may or may not have taken effect."""
 
 
 class Path(NamedTuple):
-    """Of a blob, as the log has it."""
+    """Key of a blob, as in the run log."""
 
     round: int
     replica: str
@@ -35,7 +37,7 @@ class Path(NamedTuple):
 
 
 class Blob(NamedTuple):
-    """A place's part of a contribution: which units it sends, by position."""
+    """A slot's part of a contribution: the units that it sends, by position."""
 
     digest: int
     training: int
@@ -44,17 +46,20 @@ class Blob(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A record as it lies in the store, and its digest."""
+    """A record in the store, and its digest."""
 
     record: Record
     digest: bytes
 
 
 class Store:
-    """Records and terms belong to whoever was first."""
+    """A store in which the first writer of a record or of an incarnation wins."""
 
     def __init__(self, timeline: Timeline, dice: Random, fails: float, on_record: Callable[[Record], None]) -> None:
-        """`fails`: share of all calls. `on_record` is told of each record that decides a round."""
+        """Create an empty store.
+
+        `fails` is the share of calls that fail. `on_record` gets each record that decides a round.
+        """
         self._timeline, self._dice, self.fails, self._on_record = timeline, dice, fails, on_record
         self.down_until = 0.0
         self.records: dict[int, Kept] = {}
@@ -64,11 +69,11 @@ class Store:
 
     @property
     def last(self) -> int:
-        """The newest round that is decided."""
+        """The newest decided round."""
         return len(self.records)
 
     def claim(self, place: str, term: int) -> bool:
-        """Whether nobody was there before."""
+        """Claim an incarnation (`term`) of a slot. Return whether this claim was the first."""
         is_lost = self._fail()
         is_first = (place, term) not in self._claimed
         self._claimed.add((place, term))
@@ -77,7 +82,7 @@ class Store:
         return is_first
 
     def create(self, record: Record) -> Record:
-        """The record that counts, which is this one or that of whoever was first."""
+        """Write a record unless the round has one. Return the record that decides the round."""
         is_lost = self._fail()
         if record.round not in self.records:
             self._keep(record)
@@ -89,22 +94,22 @@ class Store:
         self._on_record(record)
 
     def read(self, round_: int) -> Kept | None:
-        """A round's record, if it is decided."""
+        """Return a round's record, or None if it is not decided."""
         self._fail()
         return self.records.get(round_)
 
     def put(self, path: Path, blob: Blob) -> None:
-        """In the place of what was there."""
+        """Write a blob, and replace what the key had before."""
         is_lost = self._fail()
         self.blobs[path] = blob
         self._answer(is_lost)
 
     def forget_blobs_before(self, round_: int) -> None:
-        """Nobody reads them any more."""
+        """Remove the blobs of older rounds, which no process reads any more."""
         self.blobs = {path: blob for path, blob in self.blobs.items() if path.round >= round_}
 
     def _fail(self) -> bool:
-        """Fail, or decide that the answer will be lost once it is done."""
+        """Fail, or return whether the answer gets lost after the call has taken effect."""
         if self._timeline.now < self.down_until:
             raise StoreFailed
         if self.fails and self._dice.random() < self.fails:
@@ -119,30 +124,30 @@ class Store:
 
 
 def replayed(theta: bytes, kept: Kept) -> bytes:
-    """theta after a round, from theta before it."""
+    """Return theta after a round, from theta before it."""
     return blake2b(theta + kept.digest, digest_size=8).digest()
 
 
 @dataclass(frozen=True)
 class State:
-    """A place's own, after a round."""
+    """The saved state of a slot after a round."""
 
     round: int
     error: Sequence[Units]
 
 
 class Disks:
-    """The newest states of each place; None: one that is torn, as its digest shows."""
+    """The newest states of each slot. None is a torn state, which its digest reveals."""
 
     def __init__(self) -> None:
         self._states: dict[str, list[State | None]] = {}
 
     def write(self, place: str, state: State | None) -> None:
-        """Keep a state, or what is left of one."""
+        """Save a state, or a torn one."""
         states = self._states.setdefault(place, [])
         states.append(state)
         del states[:-KEPT_STATES]
 
     def newest(self, place: str) -> State | None:
-        """The newest that is whole."""
+        """Return the newest complete state."""
         return max((s for s in self._states.get(place, []) if s is not None), key=lambda s: s.round, default=None)

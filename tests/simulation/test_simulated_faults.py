@@ -1,4 +1,4 @@
-"""Thousands of rounds with whatever goes wrong, by seed; and bugs planted in the rules, which must be found."""
+"""Thousands of rounds with faults drawn from seeds, and bugs planted in the rules that the invariants must find."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from simulation.mutations import MUTATIONS, planted
 from simulation.world import History, play
 
 ROUNDS = 50
-"""Of a history."""
+"""Rounds of a history."""
 HISTORIES = 60
 COUNTED = 0.9
-"""Of the replicas that are there during a whole round, where few things go wrong."""
+"""Least share of present replicas that rounds must include, in histories with few faults."""
 
 
 def _first_violation(histories: int) -> str | None:

@@ -1,4 +1,4 @@
-"""A fake clock and what is to happen on it, in order."""
+"""A simulated clock with planned events, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Timeline:
-    """Seconds since the beginning. What is due at one time happens in the order in which it was planned."""
+    """Seconds since the start. Events at the same time happen in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,12 +17,12 @@ class Timeline:
         self._count = 0
 
     def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Have something happen, in so many seconds."""
+        """Plan a call in so many seconds."""
         self._count += 1
         heapq.heappush(self._planned, (self.now + seconds, self._count, what, arguments))
 
     def go_on(self) -> bool:
-        """Let the next thing happen; whether there was one."""
+        """Run the next planned call. Return whether there was one."""
         if not self._planned:
             return False
         self.now, _, what, arguments = heapq.heappop(self._planned)

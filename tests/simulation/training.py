@@ -1,4 +1,4 @@
-"""How the places of a replica train together: all of them, in one round and epoch, or none."""
+"""Joint training of a replica's slots: all of them train in one round and generation, or none does."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Training:
     def __init__(self, number: int, steps: int, parts: list[tuple[Member, int]]) -> None:
         self.number, self.steps, self.parts = number, steps, parts
         self.is_over = False
-        """Whether somebody has left it, so that the others wait in vain."""
+        """Whether a member has left, so that the others wait in vain."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it does not get on."""
+        """Whether the training makes no progress."""
         return self.is_over or any(member.hangs for member, _ in self.parts)
 
 
 class Trainings:
-    """Those that gather, by replica, round and epoch."""
+    """Members that are ready to train, by replica, round and generation."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -36,7 +36,7 @@ class Trainings:
         self._straggles = 0.03 if dice.random() < 0.5 else 0.0
 
     def join(self, member: Member) -> None:
-        """A member is ready; once all of its replica are, they train."""
+        """Note that a member is ready, and begin once all members of its replica are."""
         key = member.replica, member.round, member.epoch
         parts = self._gathering.setdefault(key, {})
         parts[member.place] = member, member.attempt

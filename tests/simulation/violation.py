@@ -1,10 +1,10 @@
-"""What ends a history: something happened that must not."""
+"""The exception that ends a history because an invariant was broken."""
 
 from __future__ import annotations
 
 
 class Violation(Exception):
-    """An invariant, by its number in the list of `invariants.py`, and how it was broken."""
+    """A broken invariant: its number in the list of `invariants.py`, and how it was broken."""
 
     def __init__(self, invariant: int, what: str) -> None:
         super().__init__(f"invariant {invariant}: {what}")

@@ -1,4 +1,4 @@
-"""A simulated run: coordinators, members and a store on a fake clock, and what goes wrong; one seed, one history."""
+"""A simulated run: coordinators, members, a store and faults on a simulated clock. One seed gives one history."""
 
 from __future__ import annotations
 
@@ -21,36 +21,39 @@ from replica_groups.protocol.coordinator import UNAWAITED_FACTOR
 from replica_groups.protocol.events import Record
 
 ROUND_SECONDS = 60.0
-"""Of faults, for each round: then the run is left in peace."""
+"""Seconds of faults per round. After that, the run is left without faults."""
 STUCK_SECONDS = 300.0
-"""Beyond the limit of a round: without a fault, by then one has to close, and everybody there to be counted."""
+"""Seconds beyond the limit of a round.
+
+Without faults, a round must close within this time, and rounds must include every replica that is present.
+"""
 BY_HAND = 0.3
-"""Of coordinators that end: how many are started again by somebody, and not by what has started them."""
+"""Share of ended coordinators that are restarted by hand instead of by their launcher."""
 KEPT_BLOBS = 100
-"""Rounds; no state is older."""
+"""Rounds whose blobs are kept. No saved state is older."""
 
 Tells = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class History:
-    """What a seed has come to."""
+    """The results of a seed."""
 
     seed: int
     rounds: int
     violation: str | None = None
     seconds: float = 0.0
-    """On the fake clock."""
+    """Duration on the simulated clock."""
     events: int = 0
     counted: int = 0
     live: int = 0
-    """Of replicas that were there during a whole round: how many, and how many of them were counted."""
+    """Number of times that a replica was present during a whole round. `counted` is how often the round included it."""
     are_light: bool = False
-    """Whether few things went wrong."""
+    """Whether faults were rare."""
 
 
 class World:
-    """All of it."""
+    """All processes of a simulated run, with the store, the network and the clock."""
 
     def __init__(self, seed: int, rounds: int, tells: Tells | None = None, faults: Faults | None = None) -> None:
         self.seed, self.rounds, self.tells = seed, rounds, tells
@@ -71,12 +74,12 @@ class World:
         self.members: list[Member] = []
         self.corrupt_again_at = 0.0
         self.corrupted: set[str] = set()
-        """Places of which a member once held other bits."""
+        """Slots of which a member once held wrong parameters."""
         self.excluded_until: dict[str, int] = {}
-        """replica -> the first round that it may take part in again"""
+        """First round that a replica may take part in again, by replica."""
         self._number = 0
         self._calm_since = dict.fromkeys(self.rules.replicas, 0.0)
-        """replica -> when it was, or will be, disturbed for the last time"""
+        """Time at which the last disturbance of each replica ended, or will end."""
         self._counted_at = dict.fromkeys(self.rules.replicas, 0.0)
         self._stuck_at = 0.0
         self._decided_at = 0.0
@@ -91,7 +94,7 @@ class World:
     # ---- a history ----
 
     def play(self) -> History:
-        """From the first round to the last, and to the end of every process."""
+        """Simulate all rounds, until every process has ended."""
         violation = None
         try:
             self._play()
@@ -146,7 +149,7 @@ class World:
         return all(place in well for place in self.places_of[replica])
 
     def _calm_down(self) -> None:
-        """Nothing more goes wrong, and everybody is there: now the run has to come to its end."""
+        """End all faults and start every missing process. From now on the run has to reach its end."""
         self.tell("nothing goes wrong any more")
         self.injector.end()
         for host in self.hosts[1:]:
@@ -157,26 +160,26 @@ class World:
                 self.start(place, True)
         self.disturb(200.0)
 
-    # ---- what happens to it ----
+    # ---- events of the run ----
 
     def next_number(self) -> int:
-        """Another one each time."""
+        """Return a new number."""
         self._number += 1
         return self._number
 
     def tell(self, what: str) -> None:
-        """For whoever reads the history."""
+        """Report a line of the history to its reader."""
         if self.tells is not None:
             self.tells(f"{self.timeline.now:10.2f}  {what}")
 
     def disturb(self, seconds: float, replica: str | None = None) -> None:
-        """For so long a replica, or all of them, may not get on."""
+        """Allow a replica, or all of them, to make no progress for so many seconds."""
         until = self.timeline.now + seconds
         for name in self.rules.replicas if replica is None else [replica]:
             self._calm_since[name] = max(self._calm_since[name], until)
 
     def need_host(self) -> None:
-        """A coordinator begins, unless there is one. One that cannot read the store tries again."""
+        """Start a coordinator unless there is one. Try again if the store cannot be read."""
         if self.hosts:
             return
         if self.timeline.now < self.store.down_until:
@@ -185,8 +188,10 @@ class World:
             self.start_host(goes_on=bool(self.members), meets=self.dice.random() < BY_HAND)
 
     def start_host(self, goes_on: bool = True, meets: bool = False) -> Host:
-        """A coordinator begins where the store says. If the run `goes_on`, members are presumed to be there, at once or
-        when it `meets` the first of them.
+        """Start a coordinator that resumes where the store says.
+
+        If the run `goes_on`, members are presumed to be present. With `meets`, they are presumed so once the first of
+        them appears.
         """
         host = Host(self, self.next_number(), goes_on, meets)
         self.hosts.append(host)
@@ -194,25 +199,25 @@ class World:
         return host
 
     def kill_host(self, host: Host) -> None:
-        """It ends, at any instruction."""
+        """End a coordinator. This may happen at any instruction."""
         host.dead = True
         self.hosts.remove(host)
         self.invariants.ended(host)
 
     def start(self, place: str, has_state: bool) -> None:
-        """A process begins. On its place's machine it finds what an earlier one has saved."""
+        """Start a process. With `has_state` it loads the state that an earlier process of the slot saved."""
         member = Member(self, place, self.next_number(), has_state)
         self.members.append(member)
         self.tell(f"begins after round {member.holds}: {member.process}")
 
     def gone(self, member: Member) -> None:
-        """A process has ended."""
+        """End a process."""
         if not member.dead:
             member.die()
             self.members.remove(member)
 
     def end_hung(self, member: Member) -> None:
-        """Its launcher ends it, as its incarnation is over, and starts another."""
+        """End a member that hangs, as its launcher does after its incarnation is over. Start another one."""
         member.hangs = False
         self.injector.kill(member)
         if self.injector.is_over and not any(one.place == member.place for one in self.members):
@@ -235,7 +240,7 @@ class World:
             self.store.forget_blobs_before(record.round - KEPT_BLOBS)
 
     def _take_stock(self, replica: str, before: float, record: Record) -> None:
-        """Whether a replica that is there is counted, now and then at least."""
+        """Require that rounds include a replica that is present, at least now and then."""
         if record.round < self.excluded_until.get(replica, 0):
             self._calm_since[replica] = self.timeline.now
             return
@@ -250,5 +255,5 @@ class World:
 
 
 def play(seed: int, rounds: int, tells: Tells | None = None, faults: Faults | None = None) -> History:
-    """The history of a seed: always the same."""
+    """Return the history of a seed, which is always the same."""
     return World(seed, rounds, tells, faults).play()

@@ -1,8 +1,10 @@
-"""One group whose machines have lines, packet by packet: what the fluid of hetero_pp.simulator.fluid stands for.
+"""One group whose machines have lines, simulated packet by packet, as a reference for hetero_pp.simulator.fluid.
 
-Every line serves one packet at a time, and the streams that have packets there take turns. A stream has only so many
-packets under way, as a sender that hears of what has arrived: so what is slow further on slows it down, and the others
-get the rest. Nothing in common with the fluid but the schedule.
+Every line serves one packet at a time, and its streams take turns. A stream has a limited number of packets under way,
+as a sender that waits for acknowledgements. A slow line further on therefore slows it down, and the other streams get
+the rest.
+
+It shares only the schedule with the fluid model.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from hetero_pp.schedule import Action, one_forward_one_backward
 
 Stream = tuple[str, int]
 PACKETS = 150
-"""Of the smaller of the messages; all are of one size."""
+"""Packets of the smaller message. All packets have one size."""
 WINDOW = 6
 """Packets of a stream under way."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A stage: seconds of computation, bits per second of its line."""
+    """A stage: seconds of computation, and bits per second of its line."""
 
     forward: float
     backward: float
@@ -34,7 +36,7 @@ class Machine:
 
 
 class _Line:
-    """Packets of its streams, one from each in turn."""
+    """A line that serves the packets of its streams in turn."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -44,7 +46,7 @@ class _Line:
 
 
 class Packets:
-    """One step of a group, timed."""
+    """One timed step of a group."""
 
     def __init__(
         self, machines: Sequence[Machine], micro_batches: int, extra: int, bits: dict[str, float], latency: float
@@ -67,7 +69,7 @@ class Packets:
         self.end = 0.0
 
     def step_seconds(self) -> float:
-        """Until the first stage has made its optimizer step."""
+        """Return the seconds until the first stage has made its optimizer step."""
         for stage in range(len(self.machines)):
             self._go_on(stage)
         while self.agenda:

@@ -1,4 +1,4 @@
-"""One group, timed by an event queue: slow, obvious, and nothing in common with the recurrence but the schedule."""
+"""One group, timed by an event queue. It is slow and simple, and shares only the schedule with the recurrence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from hetero_pp.schedule import Action, one_forward_one_backward
 
 Run = Iterator["float | _Queue"]
-"""A stage: yields seconds to compute for, or a queue to receive from."""
+"""A stage, as an iterator. It yields seconds of computation, or a queue to receive from."""
 
 
 class _Queue:
-    """One direction of a link: sends wait for the one before; what has arrived waits for the receiver."""
+    """One direction of a link. A message waits for the previous one, and arrived messages wait for the receiver."""
 
     def __init__(self, seconds: float, latency: float) -> None:
         self.seconds, self.latency = seconds, latency
@@ -25,7 +25,7 @@ class _Queue:
 
 @dataclass(frozen=True)
 class Group:
-    """S stages; per-stage seconds, and (seconds, latency) of each hop and direction."""
+    """A group of S stages: seconds per stage, and (seconds, latency) of each hop and direction."""
 
     micro_batches: int
     extra_in_flight: int
@@ -37,7 +37,7 @@ class Group:
 
 
 def simulate(group: Group, steps: int) -> tuple[list[float], list[float]]:
-    """When each stage ended, and when the first stage ended each step."""
+    """Return the end of each stage, and the end of each step on the first stage."""
     stages = len(group.forward)
     down = [_Queue(*hop) for hop in group.activations]
     up = [_Queue(*hop) for hop in group.gradients]

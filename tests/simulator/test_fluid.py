@@ -1,4 +1,4 @@
-"""Lines in the simulator beside hand calculation, packets that take turns, and the recurrence where none is full."""
+"""Lines in the simulator, against computations by hand, packets that take turns, and the recurrence if none is full."""
 
 from __future__ import annotations
 
@@ -57,8 +57,11 @@ def networks(draw: st.DrawFn) -> tuple[list[Stream], Network]:
 @settings(deadline=None)
 @given(networks())
 def test_rates_are_max_min_fair(case: tuple[list[Stream], Network]) -> None:
-    """Nobody could have more without taking it from one who has no more: each stream has its own link full, or passes
-    a full line on which nobody has more than it (Bertsekas and Gallager, Data Networks, section 6.5.2)."""
+    """No stream can get more without taking it from a stream that has no more.
+
+    Each stream fills its own link, or passes a full line on which no stream has more (Bertsekas and Gallager, Data
+    Networks, section 6.5.2).
+    """
     streams, network = case
     rates = dict(zip(streams, fair_rates(streams, network), strict=True))
     users = [[one for one in streams if line in network.paths[one].lines] for line in range(len(network.capacities))]
@@ -82,7 +85,7 @@ def _column(values: list[float]) -> np.ndarray:
 
 
 def _groups(machines: list[Machine], micro_batches: int, extra: int, bits: dict[str, float], latency: float) -> Groups:
-    """Each machine with a line: places 2 s (up) and 2 s + 1 (down)."""
+    """Return groups in which each machine s has a line: index 2 s is up, and 2 s + 1 is down."""
     hops = range(len(machines) - 1)
     nothing, delays = _column([0.0 for _ in hops]), _column([latency for _ in hops])
     forward = tuple((2 * hop, 2 * (hop + 1) + 1) for hop in hops)
@@ -124,7 +127,7 @@ def test_packets_that_take_turns_come_to_the_same(
 def test_lines_that_are_never_full_change_nothing(
     case: tuple[list[Machine], int, int, dict[str, float], float], bandwidth: float, steps: int
 ) -> None:
-    """Links of their own, behind lines for which all of them are little: what the recurrence says."""
+    """Links behind much faster lines take the times of the recurrence."""
     groups = _groups(*case)
     groups = replace(groups, capacities=tuple(1e6 for _ in groups.capacities))
     limited = [
@@ -141,7 +144,10 @@ def test_lines_that_are_never_full_change_nothing(
 
 
 def test_what_an_evaluation_left_under_way_is_waited_for() -> None:
-    """The first stage begins the next round while its line still carries what was evaluated: by the recurrence too."""
+    """The first stage starts the next round while its line still carries the evaluation.
+
+    The recurrence has the same end.
+    """
     machines = [Machine(0.1, 0.1, 0.1, 1e6, 1e6) for _ in range(3)]
     groups = _groups(machines, 2, 1, {"activation": 10.0, "gradient": 10.0}, 0.1)
     slow = [replace(hops, seconds=np.full_like(hops.seconds, 3.0)) for hops in (groups.activations, groups.gradients)]
@@ -157,7 +163,7 @@ def test_what_an_evaluation_left_under_way_is_waited_for() -> None:
 
 
 def test_groups_are_timed_one_by_one() -> None:
-    """Two that differ in a link, and two that are equal, beside each other as alone."""
+    """Different and equal groups have the same times side by side as alone."""
     machines = [Machine(0.5, 1.0, 0.2, 3.0, 4.0) for _ in range(3)]
     one = _groups(machines, 4, 1, {"activation": 2.0, "gradient": 1.0}, 0.1)
     delays = np.array([[0.1, 0.1, 0.9], [0.1, 0.1, 0.5]])
@@ -193,8 +199,11 @@ def _predicted(rank: str, *changes: str) -> Prediction:
 
 
 def test_a_middle_stage_sends_both_neighbours_by_one_line() -> None:
-    """By hand: 32 micro-batches of 2048 tokens at k = 256 in bf16 are 33.6 MB each way, so 67.3 MB leave a middle
-    stage in a step: 26.9 s at 20 Mbit/s, and the way there and back of the first and the last on top."""
+    """32 micro-batches of 2048 tokens at k = 256 in bf16 are 33.6 MB each way.
+
+    A middle stage therefore sends 67.3 MB in a step: 26.9 s at 20 Mbit/s. The way there and back of the first and the
+    last micro-batch comes on top.
+    """
     found = _predicted("1/4", "data.validation_sequences=1")
     assert 26.9 < found.step_seconds < 26.9 * 1.06
     up = {line.name: line.up_bytes for line in found.lines}
@@ -203,7 +212,7 @@ def test_a_middle_stage_sends_both_neighbours_by_one_line() -> None:
 
 
 def test_a_line_twice_as_fast_halves_the_step() -> None:
-    """Where lines decide, and latency is nothing beside them."""
+    """Lines dominate here, and latency is negligible."""
     slow, fast = _predicted("1/4"), _predicted("1/4", "lines.dsl.up=40 Mbit/s", "lines.dsl.down=200 Mbit/s")
     assert slow.step_seconds / fast.step_seconds == pytest.approx(2, rel=0.02)
     assert max(line.up_busy for line in slow.lines) > 0.9

@@ -1,4 +1,4 @@
-"""Groups that share a line: as two with half of it each, and as each alone where they share nothing."""
+"""Groups that share a line have half of it each. Groups that share nothing are as each alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _spec(replicas: list[dict[str, Any]], steps: int = 5, **top: Any) -> RunSpec
 
 
 def test_two_that_do_the_same_have_half_of_the_line_each() -> None:
-    """The stage in the shared house sends as in a house of its own whose line is half as fast, at every moment."""
+    """The stage in the shared house sends as in its own house with a line half as fast, at every moment."""
     shared = {"house": {"line": "home", "members": ["a.0", "b.0"]}}
     together = predict(_spec([_group("a"), _group("b")], sites=shared))
     halves = predict(
@@ -57,7 +57,7 @@ def test_two_that_do_the_same_have_half_of_the_line_each() -> None:
 
 
 def test_one_has_what_the_other_leaves() -> None:
-    """A neighbour that sends a tenth slows a step down less than one that sends as much."""
+    """A neighbour that sends a tenth slows a step less than one that sends as much."""
     shared = {"house": {"line": "home", "members": ["a.0", "b.0"]}}
     alone, light, heavy = (
         predict(_spec([_group("a"), *others], sites=sites)).replicas[0].step_seconds
@@ -87,7 +87,7 @@ def test_groups_that_share_nothing_are_timed_together_as_alone(steps: int) -> No
 
 
 def test_who_shares_a_line_with_whom_is_found() -> None:
-    """a and c are joined by b, which shares a house with each; d has its own line."""
+    """Groups a and c are connected by b, which shares a house with each. Group d has its own line."""
     replicas = [_group(name) for name in "abcd"]
     sites = {
         "one": {"line": "home", "members": ["a.0", "b.0"]},

@@ -1,4 +1,4 @@
-"""The recurrence against an event queue, the worker's own events, and closed forms."""
+"""The recurrence, compared with an event queue, the worker's own events and closed forms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _arrays(group: Group, jitter: float = 0.0) -> Groups:
 
 
 def _uniform(stages: int, micro_batches: int, extra: int, message: float, latency: float = 0.0) -> Group:
-    """Forward 1 s, backward 2 s, as is usual; no time for the optimizer."""
+    """Return a uniform group: 1 s forward, 2 s backward, and no time for the optimizer."""
     hops = [(message, latency)] * (stages - 1)
     return Group(micro_batches, extra, [1.0] * stages, [2.0] * stages, [0.0] * stages, hops, hops)
 
@@ -80,14 +80,14 @@ def test_it_times_the_events_that_workers_run(stages: int, micro_batches: int, e
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 @pytest.mark.parametrize("extra", [0, 1])
 def test_infinite_bandwidth_leaves_the_bubble(stages: int, micro_batches: int, extra: int) -> None:
-    """(S - 1) / (m + S - 1) of a step, exactly (Narayanan et al. 2021)."""
+    """The bubble is exactly (S - 1) / (m + S - 1) of a step (Narayanan et al. 2021)."""
     ends = time_steps(_arrays(_uniform(stages, micro_batches, extra, 0.0)), 1).ends
     assert ends.max() == 3.0 * (micro_batches + stages - 1)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_a_slow_link_alone_decides_with_enough_in_flight(stages: int) -> None:
-    """Per micro-batch: the time of a message (both directions are used at once), as micro-batches grow in number."""
+    """With many micro-batches, each takes the time of one message, because both directions work at once."""
     message, many, more = 10.0, 200, 400
     times = [time_steps(_arrays(_uniform(stages, m, 3, message)), 1).ends.max() for m in (many, more)]
     assert (times[1] - times[0]) / (more - many) == pytest.approx(message, rel=0.02)
@@ -95,7 +95,10 @@ def test_a_slow_link_alone_decides_with_enough_in_flight(stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_the_textbook_schedule_waits_for_round_trips(stages: int) -> None:
-    """With S - 1 forwards ahead of a backward a link carries S messages a round trip of 2 (S - 1): not more."""
+    """With S - 1 forwards ahead of a backward, a link carries at most S messages per round trip.
+
+    A round trip takes 2 (S - 1) messages.
+    """
     message, many, more = 1000.0, 200, 400
     times = [time_steps(_arrays(_uniform(stages, m, 0, message)), 1).ends.max() for m in (many, more)]
     per_micro_batch = (times[1] - times[0]) / (more - many)
@@ -122,7 +125,7 @@ def test_faster_links_never_slow_a_step_down(group: Group, factor: float) -> Non
 
 
 def test_groups_are_timed_side_by_side() -> None:
-    """Many groups at once are each what they are alone."""
+    """Many groups at once have the same times as each alone."""
     random = np.random.default_rng(3)
     stages, count = 3, 6
 
@@ -157,7 +160,7 @@ def test_jitter_delays_and_keeps_the_order() -> None:
 
 
 class _Half:
-    """Draws one half, always."""
+    """A random generator that always draws one half."""
 
     def random(self, count: int) -> np.ndarray:
         return np.full(count, 0.5)
@@ -165,7 +168,7 @@ class _Half:
 
 @given(group=groups(), steps=st.integers(1, 6))
 def test_jitter_that_is_always_the_same_is_latency(group: Group, steps: int) -> None:
-    """Steps with jitter are timed side by side: against an event queue that goes from one to the next."""
+    """Steps with jitter are timed side by side, and compared with an event queue that runs them in turn."""
     jitter = 0.75
 
     def later(hops: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -177,7 +180,7 @@ def test_jitter_that_is_always_the_same_is_latency(group: Group, steps: int) -> 
 
 
 def test_steps_side_by_side_are_drawn_as_steps_in_turn() -> None:
-    """Mean and spread of a step with jitter; who listens to spans gets one step after the other."""
+    """Mean and spread of a step with jitter agree. If spans are recorded, steps run one after another."""
     shaky = _arrays(_uniform(3, 4, 0, 0.5, 0.1), jitter=4.0)
     steps = 2001
     together = np.diff(np.stack(time_steps(shaky, steps, np.random.default_rng(5)).steps)[:, 0])

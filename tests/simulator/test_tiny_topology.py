@@ -1,4 +1,4 @@
-"""Predictions of topologies so small that every second and byte of them is worked out by hand."""
+"""Predictions for topologies so small that every second and byte is computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from hetero_pp.simulator.round_steps import round_lengths
 WIDTH, FEED_FORWARD, VOCABULARY, LENGTH, ROWS = 8, 12, 200, 64, 2
 STEPS = 3
 LAYERS_OF_BLOCKS = {"home.0": 2, "home.1": 3, "dc": 5}
-"""How many blobs a member sends: token embedding and a layer; a layer, the last norm and the head; all of them."""
+"""Number of blobs that each member sends.
+
+home.0 has the token embedding and a layer. home.1 has a layer, the last norm and the head. dc has all.
+"""
 
 LINKS = {
     "stages": {
@@ -78,7 +81,7 @@ def _spec(
 
 
 def _messages(spec: RunSpec) -> tuple[float, float]:
-    """Bytes on the wire of an activation and of a gradient: what they hold, and headers and framing."""
+    """Return the wire bytes of an activation and of a gradient, with headers and framing."""
     sizes = message_bytes(spec, spec.config.replicas[0])
     ids, coefficients = ROWS * (LENGTH + 1), ROWS * LENGTH * 2  # 200 ids take 8 bits, a bf16 number 16
     assert ids + coefficients < sizes["activation"] < ids + coefficients + 64
@@ -88,7 +91,10 @@ def _messages(spec: RunSpec) -> tuple[float, float]:
 
 
 def _step(activation: float, gradient: float, forward_rate: float = 1000.0, backward_rate: float = 400.0) -> float:
-    """There and back with one micro-batch; the last stage makes its update when the next activation is there."""
+    """Return the seconds of a step with one micro-batch.
+
+    The last stage makes its update when the next activation arrives.
+    """
     there = FIRST[0] + activation * 8 / forward_rate + 0.5 + LAST[2] + LAST[0]
     return there + LAST[1] + gradient * 8 / backward_rate + 0.25 + FIRST[1] + FIRST[2]
 
@@ -116,7 +122,7 @@ def test_links_are_busy_with_what_crosses_them() -> None:
 
 
 def _seconds_beside_steps(found: Prediction, member: str, cost: tuple[float, ...]) -> float:
-    """Of a round: contribute and send, receive, apply and evaluate."""
+    """Return the seconds of a round beside its steps: contribute and send, receive, apply and evaluate."""
     stage = next(stage for replica in found.replicas for stage in replica.stages if stage.member == member)
     return stage.sent_seconds + stage.received_seconds + sum(cost[3:])
 
@@ -127,9 +133,9 @@ def _timed(seconds: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("steps", [2, 3, 40])
 def test_in_a_round_of_time_each_does_what_fits(steps: int) -> None:
-    """Less what its first stage takes to come to its first step, and to contribute after its last.
+    """Steps get the round's time without what the first stage needs before its first step and for its contribution.
 
-    A group beside a datacenter whose steps take 0.03 s; the first step of a group has no update before it.
+    The group runs beside a datacenter whose steps take 0.03 s. The group's first step has no update before it.
     """
     costs = GROUP | {"dc": _cost(*QUICK)}
     counted = predict(_spec([HOME, DC], measured=costs, top={"inner": {"steps": steps}}))
@@ -139,7 +145,7 @@ def test_in_a_round_of_time_each_does_what_fits(steps: int) -> None:
     found = predict(_spec([HOME, DC], measured=costs, top=_timed(seconds)))
     home, dc = found.replicas
     assert (home.steps, dc.steps) == (steps, int((seconds - _seconds_beside_steps(counted, "dc", QUICK)) / 0.03))
-    assert found.round_seconds == pytest.approx(seconds, abs=0.06)  # as the datacenter's last step is over just then
+    assert found.round_seconds == pytest.approx(seconds, abs=0.06)  # the datacenter's last step ends just then
     assert (home.tokens, dc.tokens) == (home.steps * ROWS * LENGTH, dc.steps * ROWS * LENGTH)
     assert home.step_seconds == found.step_seconds == pytest.approx(a_step)
     assert home.inner_seconds == pytest.approx(counted.replicas[0].inner_seconds)
@@ -160,7 +166,7 @@ def test_at_least_one_step_is_done_however_short_a_round() -> None:
 
 
 def test_links_that_cost_nothing_would_give_more_steps() -> None:
-    """In as much time: the share of what is possible is that of the tokens per second."""
+    """In equal time, the utilization is the ratio of tokens per second."""
     a_step, top = _step(*_messages(_spec([HOME], measured=GROUP))), _timed(2000.0)
     found = predict(_spec([HOME], measured=GROUP, top=top))
     without = {key: value for key, value in HOME.items() if key not in ("link", "uplink")}
@@ -176,7 +182,7 @@ def test_links_that_cost_nothing_would_give_more_steps() -> None:
 
 
 def test_groups_of_a_fleet_have_steps_of_their_own() -> None:
-    """Drawn links, so that each group's steps take another time: together what they do alone."""
+    """Each group has other links, and so other step times. Together they have the same times as alone."""
     drawn = {"home": {"count": 5, "bandwidth": ["300 bit/s", "3 kbit/s"]}}
     spec = _spec([HOME], measured=GROUP, fleets=drawn, top=_timed(5000.0))
     fleets = list(fleets_of(spec, np.random.default_rng(spec.config.simulate.seed)))
@@ -197,7 +203,7 @@ def test_groups_of_a_fleet_have_steps_of_their_own() -> None:
 
 
 def test_all_groups_of_a_fleet_train_until_the_round_is_over() -> None:
-    """However long a step of each takes: a round is long beside a step, and beside all else that it holds."""
+    """This holds for any step time, because a round is long compared with a step and everything else."""
     drawn = {"home": {"count": 20, "bandwidth": ["300 bit/s", "3 kbit/s"]}}
     found = predict(_spec([HOME], measured=GROUP, fleets=drawn, top=_timed(20_000.0)))
     assert found.replicas[0].inner_seconds == pytest.approx(20_000.0, rel=0.01)
@@ -211,10 +217,13 @@ def test_steps_that_take_no_time_are_refused() -> None:
 
 
 def _exchange_seconds(found: Prediction, member: str) -> tuple[float, float]:
-    """Of what a member sends and receives: its bytes, and for each blob the latency and the mean of the jitter."""
+    """Return the seconds of sending and receiving.
+
+    They have the bytes of the member's blobs and, for each blob, the latency and the mean jitter.
+    """
     stage = next(stage for replica in found.replicas for stage in replica.stages if stage.member == member)
     blobs = LAYERS_OF_BLOCKS[member]
-    fetched = blobs + 2 * (member == "home.1")  # it follows the token embedding: that of its group and the other's
+    fetched = blobs + 2 * (member == "home.1")  # it follows the token embedding: its group's and the other's
     up = stage.sent_bytes * 8 / 10e3 + blobs * (7 + 0.1)
     down = stage.received_bytes * 8 / 40e3 + fetched * (3 + 0.1)
     assert stage.sent_seconds == pytest.approx(up)
@@ -223,7 +232,7 @@ def _exchange_seconds(found: Prediction, member: str) -> tuple[float, float]:
 
 
 def test_a_round_is_its_steps_the_way_to_the_exchange_and_back_and_an_evaluation() -> None:
-    """Of a group beside a datacenter that is always ready before it. The last stage is ready last, and sends most."""
+    """A group runs beside a datacenter that is always ready first. The last stage is ready last and sends most."""
     spec = _spec([HOME, DC], measured=GROUP | {"dc": _cost(*QUICK)})
     found = predict(spec)
     step = _step(*_messages(spec))
@@ -239,7 +248,7 @@ def test_a_round_is_its_steps_the_way_to_the_exchange_and_back_and_an_evaluation
 
 @pytest.mark.parametrize("shared", [False, True], ids=["links of their own", "one site's link"])
 def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
-    """Two datacenters that begin together; at one site their bytes share the link, and their latencies do not."""
+    """Two datacenters begin together. At one site their bytes share the link, but their latencies do not add up."""
     sites = {"office": {"members": ["dc", "d2"], "uplink": "up and down"}}
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
     spec = _spec([DC, {**DC, "name": "d2"}], measured=measured, sites=sites if shared else {})
@@ -248,12 +257,12 @@ def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
     assert len({block_of(name) for name in spec.parameter_shapes}) == blobs
     one = found.replicas[0]
     seconds = users * (one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 40e3)
-    delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)  # the other's, as many
+    delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)  # the other replica's, as many
     assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
 
 
 def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
-    """Bytes of all share what it can take in and give out; of the latencies the longest is felt."""
+    """All bytes share the exchange's bandwidth. Only the longest of the latencies counts."""
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
     found = predict(_spec([DC, {**DC, "name": "d2"}], measured=measured, exchange_bandwidth="1 kbit/s"))
     one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
@@ -264,7 +273,7 @@ def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
 
 @pytest.mark.parametrize("forward", [0.01, 100.0], ids=["the exchange takes longer", "training takes longer"])
 def test_a_round_that_overlaps_is_training_or_the_exchange(forward: float) -> None:
-    """Whichever takes longer, and what a member does itself; without overlap, both."""
+    """The round takes the longer of the two, plus the member's own work. Without overlap, it takes both."""
     cost = (forward, *QUICK[1:])
     measured, two = {"dc": _cost(*cost), "d2": _cost(*cost)}, [DC, {**DC, "name": "d2"}]
     overlapped = predict(_spec(two, measured=measured, top={"outer": {"rounds": 4, "overlap": 1}}))
@@ -292,19 +301,19 @@ def test_a_round_that_overlaps_takes_as_long_as_its_fullest_line() -> None:
 
 
 SLOW = {"up": "10 kbit/s", "down": "40 kbit/s", "latency": "3 s", "jitter": "0.2 s"}
-"""A line."""
+"""Settings of a line."""
 LINED = {"name": "dc", "kind": "datacenter", "batch_size": ROWS, "line": "slow"}
 
 
 def _lined(simulate: dict[str, Any] | None = None, **top: Any) -> Prediction:
-    """Two datacenters that begin together, and have lines; `top` are sections of the YAML."""
+    """Predict two datacenters with lines that begin together. `top` are sections of the YAML."""
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
     replicas = [LINED, {**LINED, "name": "d2"}]
     return predict(_spec(replicas, top={"lines": {"slow": SLOW}} | top, measured=measured, **(simulate or {})))
 
 
 def _outer_seconds(found: Prediction, up: float, down: float) -> float:
-    """By hand: of so many bits per second for all blobs of one of them, and every blob's latency."""
+    """Compute the outer seconds by hand: all blobs of one replica at these bits per second, and every blob's latency."""
     one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
     bytes_ = one.sent_bytes * 8 / up + one.received_bytes * 8 / down
     return QUICK[3] + bytes_ + 2 * blobs * (3 + 0.1) + QUICK[4]
@@ -333,7 +342,7 @@ def test_members_of_a_site_share_its_line() -> None:
 
 
 def test_all_share_the_line_of_the_exchange() -> None:
-    """What they send comes down to it, at 40 kbit/s for both, which their own 10 kbit/s do not fill."""
+    """The exchange's line has 40 kbit/s for the uploads of both, which their own 10 kbit/s do not fill."""
     found = _lined(exchange={"line": "slow"})
     one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
     bytes_ = one.sent_bytes * 8 / 10e3 + 2 * one.received_bytes * 8 / 10e3
@@ -341,7 +350,7 @@ def test_all_share_the_line_of_the_exchange() -> None:
 
 
 def test_at_the_exchanges_site_no_line_is_passed() -> None:
-    """d2 is there, and the other alone uses the line."""
+    """d2 is at the exchange's site, so the other datacenter alone uses the line."""
     found = _lined(sites={"office": {"line": "slow", "members": ["d2", "exchange"]}})
     one, other = found.replicas
     assert found.lines[0].up_bytes == one.received_bytes
@@ -370,7 +379,7 @@ def test_lines_that_no_prediction_can_have(simulate: dict[str, Any], top: dict[s
 
 
 def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> int:
-    """Micro-batches whose forward was and whose backward was not, counted over the events that the stage runs."""
+    """Return the most micro-batches between forward and backward, counted over the events that the stage runs."""
     now = most = 0
     for event in one_forward_one_backward(stage, stages, micro_batches, extra):
         now += {Action.FORWARD: 1, Action.BACKWARD: -1}.get(event.action, 0)
@@ -381,9 +390,11 @@ def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 12])
 def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int) -> None:
-    """Each takes 10 D + 4 F numbers of 2 bytes a layer. One is in its backward pass: it takes 4 V numbers in fp32 for
-    the head, or 2 D + 2 F for the gradients of a layer. Beside them are 24 bytes a parameter, and of 4 bytes a number
-    T_perp, and after the first stage the embedding that is followed.
+    """Each micro-batch takes 10 D + 4 F numbers of 2 bytes per layer.
+
+    The one in its backward pass also takes 4 V numbers in fp32 for the head, or 2 D + 2 F for the gradients of a layer.
+
+    Parameters take 24 bytes each. T_perp takes 4 bytes a number, as does the followed embedding after the first stage.
     """
     stages = 3
     many = {"batch_size": ROWS * micro_batches, "micro_batches": micro_batches}

@@ -1,4 +1,4 @@
-"""Stores of every kind, empty: a folder, memory, and a service that speaks S3 over HTTP on this machine."""
+"""Empty stores of every kind: a folder, memory, and a local service that speaks S3 over HTTP."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from hetero_pp.store.store import Store
 KEY, SECRET = "hetero-pp", "of-these-tests-only"
 
 S3 = [pytest.param("s3", marks=pytest.mark.starts_processes)] if sys.platform == "linux" else []
-"""SeaweedFS comes as a package for Linux."""
+"""The S3 parameter, if SeaweedFS has a package: it has one for Linux."""
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those that the system gives away, and free ten thousand above, too, where such a service has gRPC."""
+    """Return free ports below those that the system assigns.
+
+    The port ten thousand above is free too, for the service's gRPC.
+    """
     found: list[int] = []
     with ExitStack() as held:
         for port in range(20_000 + secrets.randbelow(2_000), 32_000):
@@ -45,13 +48,13 @@ def _free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def free_port() -> int:
-    """Where nobody listens."""
+    """Return a port on which no server listens."""
     return _free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """SeaweedFS, once for all tests: the address where it speaks S3."""
+    """Start SeaweedFS once for all tests. Yield the address of its S3 interface."""
     folder = tmp_path_factory.mktemp("seaweedfs")
     allowed = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [allowed]}))
@@ -76,25 +79,25 @@ def _wait_for(address: str, service: subprocess.Popen[bytes], log: Path) -> None
         try:
             urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=10)
         except urllib.error.HTTPError:
-            return  # it refuses who has no credentials
+            return  # it refuses callers without credentials
         except OSError:
             time.sleep(0.1)
     pytest.fail(log.read_text())
 
 
 def _bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new one's URL; who uses it finds the credentials in the environment."""
+    """Return the URL of a new bucket, and set its credentials in the environment."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     url = f"s3://tests-{secrets.token_hex(8)}/runs?endpoint={request.getfixturevalue('endpoint')}"
-    open_store(url).put("first", b"")  # the service makes a bucket when something is put into it
+    open_store(url).put("first", b"")  # the service makes a bucket with its first object
     open_store(url).delete(["first"])
     return url
 
 
 @pytest.fixture(params=["folder", "memory", *S3])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty store of each kind."""
+    """Return an empty store of each kind."""
     if request.param == "s3":
         return open_store(_bucket(request, monkeypatch))
     return open_store("memory://" if request.param == "memory" else str(tmp_path / "store"))
@@ -102,11 +105,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture(params=[pytest.param("folder", marks=pytest.mark.starts_processes), *S3])
 def lasting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty store that other processes see, too."""
+    """Return the URL of an empty store that other processes can see too."""
     return _bucket(request, monkeypatch) if request.param == "s3" else str(tmp_path / "store")
 
 
 @pytest.fixture(params=S3)
 def signing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty store that signs URLs."""
+    """Return an empty store that signs URLs."""
     return open_store(_bucket(request, monkeypatch))

@@ -1,4 +1,4 @@
-"""Acts for the run in a store until it is killed: URL."""
+"""Program that holds a run's lease in a store until it is killed. Argument: URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contributions that go by the store, over gRPC and HTTP: the exchange hears of them, and sees none of their bytes."""
+"""Contributions that go through the store by HTTP: the exchange gets their metadata over gRPC, but none of their bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = Secret("a secret")
 
 @contextmanager
 def _member(run: Run, name: str) -> Iterator[tuple[ExchangeClient, int]]:
-    """Another process that holds its place from now on, over the network; which epoch it contributes to."""
+    """Let another process take a slot over the network. Yield its client and the generation to which it contributes."""
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     parts = urlsplit(run.exchange.log.store.sign("GET", "any", 60) or "")
     stores = [f"{parts.scheme}://{parts.netloc}"]
@@ -55,7 +55,7 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
         run.assign(0, "b")
         for address in _addresses(run, "a"):
             client.deposit("a", address, run.blob(address), epoch, 7)
-            client.deposit("a", address, run.blob(address), epoch, 7)  # as after an answer that was lost
+            client.deposit("a", address, run.blob(address), epoch, 7)  # as after a lost answer
         monkeypatch.undo()
         run.deposit(1, "b")
         assert run.counted(1) == {"a": 2, "b": 1}
@@ -172,7 +172,7 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         signing.delete([gone])
         with pytest.raises(Refused, match="the contribution of b to round 1 is no longer in the log"):
             client.fetch("a", 1, "b", "lm_head")
-        assert "sent through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
+        assert "sent through the exchange" not in capsys.readouterr().err  # the store works
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: it does not match its digest"):
             client.fetch("a", 1, "b", "norm")
     assert (

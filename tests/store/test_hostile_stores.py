@@ -1,4 +1,4 @@
-"""Services that speak S3 and mean harm, or hang: what they cost is bounded, and said."""
+"""S3 services that are hostile or hang: their cost is bounded, and reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENTRY = (
 
 
 class _Hostile(BaseHTTPRequestHandler):
-    """Lists without an end, and answers a request for an object only once `may_answer` is set."""
+    """Lists objects without end, and answers a request for an object only once `may_answer` is set."""
 
     may_answer = threading.Event()
     pages = 0
@@ -46,7 +46,7 @@ class _Hostile(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody is told."""
+        """Log nothing."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Who acts for a run: one at a time, and not for longer than it lives."""
+"""The lease to act for a run: one process at a time, and only while it lives."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TAKEN = r"another launch uses the log of this run.*; wait until it has ended, or
 
 
 def _ignore(_: str) -> None:
-    """Nobody is told."""
+    """Ignore a message."""
 
 
 @pytest.fixture
 def objects() -> Iterator[Store]:
-    """Objects that are no files."""
+    """Yield a store of objects that are not files."""
     yield open_store("memory://")
 
 
@@ -50,7 +50,7 @@ def test_who_ends_by_an_error_holds_nothing(store: Store) -> None:
 
 
 def test_of_many_one_acts(store: Store) -> None:
-    """Whoever is refused has been refused while another acted."""
+    """Every other process was refused while the first one acted."""
     start, over = threading.Barrier(6), threading.Event()
     refused = threading.Semaphore(0)
 
@@ -87,7 +87,7 @@ def test_who_was_killed_is_followed(lasting: str) -> None:
 
 
 def test_who_wants_to_follow_says_what_it_waits_for(objects: Store) -> None:
-    """The first has stopped without a word: it lies in its beats as they are."""
+    """The first process has stopped silently: its heartbeats in the store stay as they are."""
     objects.put("coordinator/000001", b'{"who": "ben, process 5", "seconds": 0.2}')
     objects.put("coordinator/000001.beat", b"17")
     told: list[str] = []
@@ -104,7 +104,7 @@ def test_what_another_says_of_itself_may_be_anything(objects: Store, said: bytes
 
 
 def test_who_was_taken_for_dead_is_told(objects: Store) -> None:
-    """As one whose machine slept."""
+    """Its machine slept, for example."""
     told, heard = threading.Event(), []
 
     def on_lost(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Which store a URL names, and what is said of one that names none."""
+"""The store that a URL names, and errors of URLs that name none."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_file_of_credentials_that_cannot_be_used_is_one_line(tmp_path: Path) -
     path.write_text("secret")
     with pytest.raises(ConfigError, match=f"{path}: cannot be read, expected profiles") as raised:
         _in_file(path)
-    assert "secret" not in str(raised.value)  # a file of secrets is not shown
+    assert "secret" not in str(raised.value)  # the contents of a file of secrets are not shown
 
 
 def test_no_file_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_no_file_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert credentials_from_file({}) == {"access_key_id": "one", "secret_access_key": "%two"}
 
 
-# ---- the section of the YAML ----
+# ---- the `store` section of the YAML ----
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What goes from a log while its run goes on, and what stays."""
+"""Data that is removed from a log during the run, and data that stays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 
 def _round(log: ContributionLog, round_: int) -> None:
-    """The second epoch of `home` is counted; its first, and `dc`, are not."""
+    """Write a round that includes the second generation of `home`. Its first generation and `dc` are excluded."""
     for replica, epoch in (("home", 1), ("home", 2), ("dc", 1)):
         for block in ("norm", "lm_head"):
             log.write_blob(BlobAddress("run", round_, replica, block), epoch, f"{replica} {epoch}".encode())
@@ -52,7 +52,7 @@ def test_what_no_record_names_goes_a_round_later(store: Store) -> None:
 
 
 def test_nothing_of_a_round_goes_of_which_nobody_knows_what_counted(store: Store) -> None:
-    """Its record is not there, or damaged."""
+    """The record of the round is missing or damaged, so what it includes is unknown."""
     log = ContributionLog(store)
     log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, b"a blob")
     Retention(log, 2).audited(2)
@@ -88,7 +88,7 @@ def test_history_goes_with_the_snapshots_that_it_leads_to(store: Store) -> None:
         if round_ % 2 == 0:
             store.put(snapshot_key(round_), b"a snapshot")
             recent.kept_snapshot(round_)
-        if round_ == 3:  # there is but one snapshot beside the first
+        if round_ == 3:  # the log has only one snapshot beside the first
             assert log.snapshots() == {0, 2} and _rounds_with_blobs(log) == {1, 2, 3}
     assert (log.snapshots(), _rounds_with_blobs(log)) == ({6, 8}, {7, 8})
     assert log.records() == set(range(1, 9))
@@ -110,7 +110,7 @@ def test_a_run_keeps_its_newest_snapshots_and_all_rounds(corpus: Path, tmp_path:
 def test_members_wait_for_a_store_that_is_gone(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As they hand in their contributions, and as they fetch those of others."""
+    """They wait while they send their contributions, and while they fetch those of others."""
     left = {"put": 3, "get": 3}
     for name in left:
         real = getattr(FolderStore, name)
@@ -132,7 +132,7 @@ def test_members_wait_for_a_store_that_is_gone(
 def test_an_auditor_waits_for_a_store_that_is_gone(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """For a while nothing can be read, then nothing can be written, nor removed."""
+    """For a while it cannot read, then it can neither write nor remove."""
     left = {"get": 3, "create": 2, "delete": 1}
 
     def goes_away(name: str) -> None:
@@ -169,7 +169,10 @@ def test_a_run_with_recent_history_is_replayed_from_there(corpus: Path, tmp_path
 def test_a_member_that_was_away_for_longer_than_history_begins_anew(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its state is from before the contributions that are left; what was counted since cannot be taken out of it."""
+    """Its saved state is older than the contributions in the log.
+
+    Contributions that later rounds included cannot be removed from it.
+    """
     _train(corpus, tmp_path, "outer.rounds=2", "store.history=recent")
     state = tmp_path / "mixed" / "state" / "dc"
     shutil.copytree(state, tmp_path / "old")

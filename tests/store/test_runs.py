@@ -1,4 +1,4 @@
-"""Runs whose log lies in a store of its own: the same bits, going on, and nothing written over."""
+"""Runs whose log is in a separate store: they have the same bits, can be resumed, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> di
 
 @pytest.fixture(scope="module")
 def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the same run comes to with its log in its own folder."""
+    """Return the hashes of the same run with its log in its own folder."""
     found: dict[str, str] = _train(corpus, tmp_path_factory.mktemp("expected"))["parameters_sha256"]
     return found
 
 
 def test_a_second_launch_is_refused(lasting: str, corpus: Path, tmp_path: Path) -> None:
-    """From another machine too, which does not see this one's folder of runs."""
+    """This also holds for another machine, which does not see this one's folder of runs."""
 
     def ignore(_: str) -> None:
-        """Nobody is told."""
+        """Ignore a message."""
 
     with (
         acting_for(StoreSettings(url=lasting).open("mixed", tmp_path), ignore, ignore, 3.0),
@@ -71,7 +71,7 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
 
     with pytest.raises(ConfigError, match=r"store\.url: found a run in .*/mixed, expected none;"):
         _train(corpus, runs, url)
-    assert folder.config.is_file()  # nor is its folder moved away
+    assert folder.config.is_file()  # its folder is not moved away either
 
     log.store.delete([snapshot_key(2), record_key(2)])
     stopped = "^.*/mixed: run mixed stopped after round 1 of 2; resume it with --resume, or use another"
@@ -90,7 +90,7 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
 
 
 class _Failing(socketserver.ThreadingTCPServer):
-    """Carries connections to an S3 service, and breaks each of them: at once, with an error, or within an answer."""
+    """Forwards connections to an S3 service and breaks each of them: at once, with an error, or within an answer."""
 
     daemon_threads = True
 
@@ -128,7 +128,7 @@ class _Connection(socketserver.BaseRequestHandler):
 def test_a_store_whose_connections_break_changes_no_bit(
     lasting: str, corpus: Path, tmp_path: Path, expected: dict[str, str]
 ) -> None:
-    """After answers that were lost, too: what was kept is not taken for another's."""
+    """This includes lost answers: an object that was created is not taken for that of another process."""
     behind = parse_qs(urlsplit(lasting).query)["endpoint"][0]
     with _Failing(behind) as failing:
         thread = threading.Thread(target=failing.serve_forever)

@@ -1,4 +1,4 @@
-"""Copies of states in a store: what another machine finds, and what is never taken for a state."""
+"""Copies of states in a store: what another machine finds, and what is never accepted as a state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_run_that_went_back_has_no_copies_of_what_was_later(store: Store, tmp_
 
 
 def test_a_copy_takes_the_place_of_a_state_that_is_damaged(store: Store, tmp_path: Path) -> None:
-    """Of the same round; what was there is moved aside, and named."""
+    """The copy is of the same round. The damaged state is moved aside and named."""
     states = _states(tmp_path / "here", store)
     for round_ in (1, 2):
         _save(states, round_)
@@ -115,7 +115,7 @@ def test_a_copy_that_is_damaged_is_named(store: Store, tmp_path: Path) -> None:
 
 
 class _Slow(FolderStore):
-    """Sends when it is let, and fails if it is told to."""
+    """A store that sends files when a test permits it, and fails if told to."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -130,7 +130,10 @@ class _Slow(FolderStore):
 
 
 def test_a_member_trains_on_while_its_state_is_sent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It saves three more meanwhile, until what is being sent is gone from its disk; only the newest is sent then."""
+    """Meanwhile it saves three more states, and the one being sent is removed from disk.
+
+    Then only the newest is sent.
+    """
     store = _Slow(tmp_path / "store")
     copies = StateCopies(store, "home.1")
     states = SavedStates(tmp_path / "here", "run", 1, copies=copies)
@@ -171,7 +174,7 @@ def test_what_has_ended_sends_nothing_more(tmp_path: Path) -> None:
 
 
 class _Full(FolderStore):
-    """Has room for so many files."""
+    """A store with room for a limited number of files."""
 
     room = 0
 
@@ -184,7 +187,7 @@ class _Full(FolderStore):
 
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_what_is_sent_in_part_is_no_state(tmp_path: Path, room: int) -> None:
-    """Whichever of its three files is the first that does not arrive."""
+    """Any of its three files may be the first that is not stored."""
     store = _Full(tmp_path / "store")
     store.room = room
     _save(_states(tmp_path / "here", store), 1)
@@ -194,7 +197,7 @@ def test_what_is_sent_in_part_is_no_state(tmp_path: Path, room: int) -> None:
     assert there.rounds() == []
 
 
-# ---- a run ----
+# ---- a whole run ----
 
 
 def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
@@ -204,7 +207,7 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> di
 
 
 def test_a_member_goes_on_on_another_machine_to_the_same_bits(lasting: str, corpus: Path, tmp_path: Path) -> None:
-    """Two of four have lost their disks; the run ended as it closed its last round."""
+    """Two of four members have lost their disks. The run ended as it closed its last round."""
     sets = (f"store.url={lasting}", "states.to=store")
     expected = _train(corpus, tmp_path / "runs", *sets)
     store = StoreSettings(url=lasting).open("mixed", tmp_path)

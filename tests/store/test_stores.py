@@ -54,7 +54,7 @@ def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
 @pytest.mark.parametrize("key", ["nothing", "folder/nothing", "folder"])
 def test_what_is_missing_is_named(store: Store, tmp_path: Path, key: str) -> None:
     store.put("folder/something", b"there")
-    if key != "folder":  # a folder is no object: a file system says so in words of its own
+    if key != "folder":  # a folder is no object: a file system has its own message
         with pytest.raises(FileNotFoundError, match=f"{re.escape(store.url(key))}'$"):
             store.get(key)
         with pytest.raises(FileNotFoundError, match=f"{re.escape(store.url(key))}'$"):
@@ -76,7 +76,7 @@ def test_create_is_had_by_the_first(store: Store) -> None:
 
 
 def test_of_many_that_race_one_has_created_it(store: Store) -> None:
-    """Everybody reads the bytes of whoever was told so."""
+    """All read the bytes of the winner."""
     racers, keys = 8, [f"round-{number:06d}/record.json" for number in range(25)]
     start = threading.Barrier(racers)
 
@@ -146,7 +146,7 @@ def test_files_for_as_long_as_a_block_runs(store: Store) -> None:
 
 
 def test_readers_see_the_old_or_the_new_and_nothing_else(store: Store) -> None:
-    """While one writes over and over, and writers come that lose."""
+    """Meanwhile a thread overwrites the object again and again, and tries to create it in vain."""
     whole = {letter * 100_000 for letter in (b"a", b"b")}
     store.put("key", b"a" * 100_000)
     over = threading.Event()
@@ -180,7 +180,10 @@ def test_keys_that_lead_elsewhere_are_none(store: Store) -> None:
 
 
 def test_a_writer_that_is_killed_leaves_the_old_the_new_or_nothing(lasting: str, tmp_path: Path) -> None:
-    """Whenever that was: it writes one object over and over, and each time another that is new."""
+    """The writer overwrites one object over and over, and creates a new object each time.
+
+    It is killed at any moment.
+    """
     contents = [tmp_path / "a", tmp_path / "b"]
     for path in contents:
         path.write_bytes(path.name.encode() * 20_000_000)
@@ -273,11 +276,11 @@ class _Starting(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nobody is told."""
+        """Log nothing."""
 
 
 def test_a_service_that_is_not_ready_is_asked_again() -> None:
-    """For as long as there is patience, however often that is."""
+    """Requests are repeated until the time limit, however many that are."""
     service = ThreadingHTTPServer(("127.0.0.1", 0), _Starting)
     threading.Thread(target=service.serve_forever, daemon=True).start()
     options = {"endpoint": f"http://127.0.0.1:{service.server_port}", "access_key_id": "a", "secret_access_key": "b"}

@@ -1,4 +1,4 @@
-"""Blobs that members put into a store by a URL that somebody else has signed."""
+"""Blobs that members upload to a store by a URL that another process has signed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from replica_groups.exchange.uploads import download_url, take_upload, upload_ur
 SETTINGS = CompressionSettings(density=1 / 8)
 SLOW_SECONDS = 3.0
 MOST = 1 << 20
-"""Bytes that an upload may have."""
+"""Largest number of bytes of an upload."""
 ADDRESS = BlobAddress("run", 3, "home", "norm")
 
 
@@ -47,7 +47,7 @@ def test_what_was_uploaded_is_kept_where_nobody_has_a_url_for(signing: Store) ->
     url = upload_url(log, key)
     assert url is not None
     upload(url, blob, 60)
-    upload(url, blob, 60)  # whoever does not know whether it arrived does it again
+    upload(url, blob, 60)  # a client that does not know whether it arrived repeats it
     assert take_upload(log, key, digest, MOST) == blob
     assert signing.below() == [key]
     upload(url, b"another", 60)
@@ -97,13 +97,16 @@ def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> No
 
 class _SlowServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
-        """A kernel that takes all in at once would leave nothing to be slow: its connections inherit the limit."""
+        """Limit the receive buffer, which connections inherit.
+
+        Otherwise the kernel takes everything at once and nothing is slow.
+        """
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
         super().server_bind()
 
 
 class _Slow(BaseHTTPRequestHandler):
-    """Takes an object in little by little, as a slow line does."""
+    """Reads an object slowly, like a slow line."""
 
     taken = 0
 
@@ -117,11 +120,11 @@ class _Slow(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody is told."""
+        """Log nothing."""
 
 
 def test_an_upload_may_last_longer_than_it_may_stand_still() -> None:
-    """50 MB at 1 Mbit/s take seven minutes, in which something always moves."""
+    """50 MB at 1 Mbit/s take seven minutes, but some bytes always move."""
     server = _SlowServer(("127.0.0.1", 0), _Slow)
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
@@ -135,7 +138,7 @@ def test_an_upload_may_last_longer_than_it_may_stand_still() -> None:
 
 
 class _Elsewhere(BaseHTTPRequestHandler):
-    """Sends callers to another path, which answers without an end."""
+    """Redirects callers to another path, which answers without end."""
 
     asked: ClassVar[list[str]] = []
 
@@ -148,7 +151,7 @@ class _Elsewhere(BaseHTTPRequestHandler):
     do_PUT = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody is told."""
+        """Log nothing."""
 
 
 def test_redirects_are_not_followed() -> None:

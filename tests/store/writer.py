@@ -1,4 +1,4 @@
-"""Writes files to a store without end: URL, a number, and the files."""
+"""Program that writes files to a store without end. Arguments: URL, a number, and the files."""
 
 from __future__ import annotations
 
