@@ -38,7 +38,7 @@ SLOW = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that no core waits for them at the end; a worker runs whole files."""
+    """Run the slowest files first, so that no core waits for them at the end. A worker runs whole files."""
     items.sort(key=_when)
 
 

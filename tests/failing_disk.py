@@ -45,8 +45,9 @@ class FailingDisk:
             self.count = self.failures = 0
 
     def fail_by_chance(self, share: float, *numbers: int) -> None:
-        """Let this share of the operations outside the main thread fail, drawn with a fixed seed, with these errors in
-        turn.
+        """Let this share of the operations outside the main thread fail, with these errors in turn.
+
+        The operations are drawn with a fixed seed.
         """
         with self._lock:
             self._share, self._numbers, self._dice = share, numbers, random.Random(1)

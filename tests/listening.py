@@ -15,6 +15,6 @@ def listening(processes: Iterable[psutil.Process]) -> dict[int, set[tuple[str, i
         with suppress(psutil.NoSuchProcess):
             for one in process.net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN:
-                    host = one.laddr.ip.removeprefix("::ffff:")  # of an IPv4 and IPv6 socket
+                    host = one.laddr.ip.removeprefix("::ffff:")  # of a socket for both IPv4 and IPv6
                     found.setdefault(process.pid, set()).add((host, one.laddr.port))
     return found

@@ -293,27 +293,28 @@ class LyingRun:
 
 
 class Replacer:
-    """A member that says one of the worst lies instead of an honest message, once each."""
+    """A member that sends each of the worst lies once, instead of an honest message."""
 
     def __init__(self, run: LyingRun, paced: Mapping[str, bool]) -> None:
-        """`paced`: by call or message that is lied about, whether so only once in a round, as the member may fail by it
-        and has to come back.
+        """`paced` names the calls or messages to lie about.
+
+        The value is true if the member lies only once per round, because it may fail by the lie and has to return.
         """
         self._run, self._paced = run, paced
         self.said: set[tuple[str, str]] = set()
-        """(call or message, field) that were lied about."""
+        """Pairs of a call or message and a field that were lied about."""
         self._done: set[tuple[str, str, str]] = set()
         self._round = 0
         self._lock = threading.Lock()
 
     def change(self, call: Call) -> Call:
-        """Change a call to the exchange, if that is due."""
+        """Change a call to the exchange if a lie is due."""
         assert call.message is not None
         lie = self._due(call.name, call.message)
         return call if lie is None else call.saying(lie.message)
 
     def change_message(self, message: Message) -> Message:
-        """Change a message to a neighbouring stage, if that is due."""
+        """Change a message to a neighbouring stage if a lie is due."""
         lie = self._due(type(message).__name__, message)
         return message if lie is None else lie.message
 
@@ -333,7 +334,7 @@ class Replacer:
 
 
 def _is_usual(lie: Lie, message: Message) -> bool:
-    """Whether a report is changed to no other event than its own: those are said beside honest calls."""
+    """Return whether a changed report keeps its event. Lies beside honest calls cover these."""
     _, _, inner = lie.path.partition(".")
     event, _, field = inner.partition(".")
     return not isinstance(message, pb.ReportRequest) or not field or message.reports[0].WhichOneof("event") == event

@@ -1,4 +1,4 @@
-"""The layout's rules, read from the imports themselves."""
+"""The layout's rules, checked on the imports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def _imports(path: Path) -> frozenset[str]:
 
 
 def _layer(module: str) -> int:
-    """0: the method, links, rpc, simulator; 1: stages; 2: replica_groups; 3: the program; 4: research; -1: not ours."""
+    """Return the layer of a module.
+
+    0 is the method, links, rpc and simulator; 1 is stages; 2 is replica_groups; 3 is the program; 4 is research; -1 is
+    another package.
+    """
     if module.startswith(RESEARCH):
         return 4
     if module.startswith("hetero_pp.program") or module in FACES:
@@ -78,7 +82,7 @@ def _research_imports(tree: ast.AST) -> list[str]:
 
 
 def _arrows_between(folder: tuple[str, ...]) -> dict[str, set[str]]:
-    """For each file and folder in a folder (the repository's root: of all three packages), which others it imports."""
+    """Return the imports between the files and folders of a folder. The root stands for all three packages."""
     modules = {_module(path).removesuffix(".__init__") for path in FILES}
     arrows: dict[str, set[str]] = {}
     for path in FILES:
@@ -95,7 +99,7 @@ def _arrows_between(folder: tuple[str, ...]) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES} | {ROOT}), ids=str)
 def test_no_circles(folder: Path) -> None:
-    """Neither between files nor between folders, generated code included: what stands above stays above."""
+    """There are no cycles between files or between folders, generated code included."""
     arrows = _arrows_between(folder.relative_to(ROOT).parts)
     if folder == ROOT / "hetero_pp":  # the command line imports it for `reproduce` alone
         arrows["program"] -= {"research"}
@@ -106,7 +110,7 @@ def test_no_circles(folder: Path) -> None:
 
 
 def test_no_call_has_more_arguments_by_position_than_one_can_read() -> None:
-    """Beyond eight, nobody sees which is which."""
+    """Beyond eight, a reader cannot tell which argument is which."""
     calls = [
         (path, node)
         for path in FILES
@@ -124,7 +128,7 @@ def test_text_is_read_and_written_in_one_encoding() -> None:
 
 
 def _is_of_the_locale(call: ast.Call) -> bool:
-    """Whether a call opens a file, or a process, as text, and leaves the encoding to the locale."""
+    """Return whether a call opens a file or a process as text with the encoding of the locale."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     given = {keyword.arg for keyword in call.keywords}
     if "encoding" in given:
@@ -136,7 +140,7 @@ def _is_of_the_locale(call: ast.Call) -> bool:
 
 
 def test_only_rpc_imports_grpc() -> None:
-    """Itself, or by the generated stubs, which do."""
+    """This covers direct imports and those of the generated stubs."""
     users = {_module(path) for path in FILES if any(map(_is_of_grpc, _imports(path)))}
     assert STUBS in users
     assert users - {STUBS}
@@ -186,7 +190,7 @@ def test_the_map_names_every_folder_of_code() -> None:
 
 @pytest.mark.starts_processes
 def test_a_start_without_extras_or_heavy_imports() -> None:
-    """The package imports nothing until it is asked; help needs neither torch nor grpc; nothing needs an extra."""
+    """The package imports nothing at first, help needs neither torch nor grpc, and no extra is needed."""
     code = (
         "import sys; import hetero_pp; print([name for name in sys.modules if name.startswith('hetero_pp.')]); "
         "import hetero_pp.program.cli; "
@@ -198,7 +202,7 @@ def test_a_start_without_extras_or_heavy_imports() -> None:
 
 @pytest.mark.starts_processes
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
-    """As `make proto` generates it."""
+    """Compares with the output of `make proto`."""
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     plugin = f"--plugin={Path(sys.executable).with_name('protoc-gen-mypy_grpc')}"
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, plugin]

@@ -1,4 +1,4 @@
-"""The benchmarks that documents say to run are there, and know the options that are shown."""
+"""Benchmarks that documents tell readers to run exist, and know the options that are shown."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = [found for page in PAGES for found in re.findall(r"python (benchmarks/\w+\.py)([^`\n#]*)", page.read_text())]
-"""A file, and what follows it."""
+"""Pairs of a file and its arguments."""
 
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in COMMANDS}))
 def test_a_benchmark_knows_the_options_that_are_shown(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its help is asked for in this process: test_smoke.py starts it in one of its own."""
+    """The help is printed in this process. test_smoke.py starts the benchmarks in their own processes."""
     monkeypatch.setattr("sys.argv", [path, "--help"])
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Every benchmark runs at its smallest, as a process, and prints its numbers."""
+"""Every benchmark runs at its smallest size, as a process, and prints its numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PRINTED = {
     ],
     "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],
 }
-"""Patterns of each."""
+"""Patterns in the output of each benchmark."""
 
 
 @pytest.mark.timeout(2 * TIMEOUT + 60)

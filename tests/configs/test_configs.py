@@ -52,7 +52,7 @@ def test_the_schema_is_up_to_date() -> None:
 
 
 def test_another_method_leaves_the_files_own_cells_behind(tmp_path: Path) -> None:
-    """They are those of the method that it names; what is set beside it stands, in whatever order."""
+    """Cells of the file belong to the method that it names. Other changes are kept, in any order."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: a\nouter: {rounds: 3, learning_rate: 0.9, compression: {density: 1/32}}\n"

@@ -1,4 +1,4 @@
-"""One entry of `replicas` that stands for several groups."""
+"""An entry of `replicas` that stands for several groups."""
 
 from __future__ import annotations
 

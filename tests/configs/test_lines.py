@@ -1,4 +1,4 @@
-"""Lines of a YAML: whose they are, what links pass them, and what is refused."""
+"""Lines of a YAML: their members, the links that pass them, and errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_line_for_each_machine_or_site(path: Path) -> None:
 
 
 def test_a_link_passes_the_lines_of_both_ends(path: Path) -> None:
-    """With their latency and jitter, and its own."""
+    """Its latency and jitter are its own plus those of both lines."""
     link = _spec(path).links["home.0-1"]
     assert [line and line.name for line in link.lines("forward")] == ["home.0", "house"]
     assert [line and line.name for line in link.lines("backward")] == ["house", "home.0"]
@@ -84,14 +84,14 @@ def test_a_stage_may_have_another_line_than_its_group(path: Path) -> None:
 
 
 def test_a_count_of_stages_is_their_number(path: Path) -> None:
-    """With and without a line: the same layers."""
+    """With and without a line, the layers are the same."""
     for changes in ([], ["replicas.1.stages=4"]):
         replica = _spec(path, *changes).config.replicas[1]
         assert [len(layers) for layers in replica.layer_ranges(6)] == [2, 2, 1, 1]  # type: ignore[union-attr]
 
 
 def test_the_run_is_the_same_behind_other_lines(path: Path) -> None:
-    """They say where a machine is, not what it trains."""
+    """Lines say where a machine is, not what it trains."""
     own = _spec(path).run
     for change in ("lines.dsl.up=1 Mbit/s", "sites={}", "replicas.0.line=dsl", "exchange.line=fibre"):
         assert _spec(path, change).run == own, change

@@ -23,7 +23,7 @@ RUNS = {
     "paper/het_pp_97_percent": "8b38047caa83165052357fb53a987004",
     "simulate/million": "d0cba51e457b32c2cc89ec625f246243",
 }
-"""Runs that were begun are gone on with under these names."""
+"""Identities with which runs were started. They must not change, so that these runs can be resumed."""
 
 RUN = """\
 name: one
@@ -50,7 +50,7 @@ OF_A_HOST = [
     "replicas.1.hardware=h100",
     "replicas.1.stages.0.listen=127.0.0.1:47503",
 ]
-"""Changes after which it is the same run, that comes to the same."""
+"""Changes that keep the run's identity and its outcome."""
 AROUND_A_RUN = [
     "name=two",
     "links.dsl.bandwidth=1 Mbit/s",
@@ -65,7 +65,7 @@ AROUND_A_RUN = [
     "replicas.1.stages.1.uplink=dsl",
     "replicas.1.stages.1.hardware=h100",
 ]
-"""Changes after which it is another run, that comes to the same."""
+"""Changes that make another run with the same outcome."""
 OF_A_RUN = [
     "seed=1",
     "model.width=32",
@@ -86,7 +86,7 @@ OF_A_RUN = [
     "replicas.1.stages=2",
     "replicas.1.boundary.rank=8",
 ]
-"""Changes after which it is another run, that comes to something else."""
+"""Changes that make another run with another outcome."""
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_run_keeps_its_name(name: str, run: str) -> None:
 
 
 def _same(before: Path, change: str) -> dict[NotPartOf, bool]:
-    """Whether it is the same run after a change, and whether it comes to the same."""
+    """Return whether a change keeps the run's identity, and whether it keeps its outcome."""
     one, other = ConfigFile(before).config, ConfigFile(before, [change]).config
     assert one != other
     return {
@@ -141,7 +141,7 @@ class _Before(Settings):
 
 
 class _After(_Before):
-    """The same, when more can be said."""
+    """The same section after fields were added."""
 
     method: str = "as ever"
     more: _Before = Field(default_factory=lambda: _Before(size=1, rate=2.0))
@@ -161,7 +161,7 @@ def test_a_field_that_is_added_changes_no_meaning() -> None:
 
 
 def test_a_section_is_left_out_if_it_says_what_its_default_says() -> None:
-    """Not if all that it says is what it would say elsewhere."""
+    """It is not left out if it equals only the defaults of its type."""
     changed = _After(size=1, more=_Before(size=1))
     assert meaning(changed, NotPartOf.RUN, defaults=False) == {"size": 1, "more": {"size": 1}}
 

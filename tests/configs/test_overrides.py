@@ -1,4 +1,4 @@
-"""Values beside the YAML: `--set KEY=VALUE` is the same value in the YAML, and an error names what was typed."""
+"""Values beside the YAML: `--set KEY=VALUE` equals the same value in the YAML, and errors name what was typed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ VALUES = [
 
 
 def _in_the_yaml(path: Path, key: str, value: str) -> Path:
-    """The YAML with a value where its key says, written as a user would."""
+    """Write a value into the YAML at its key, as a user would."""
     yaml = YAML(typ="safe")
     node = root = yaml.load(path)
     *parents, last = [int(part) if part.isdigit() else part for part in key.split(".")]
@@ -99,7 +99,7 @@ def _in_the_yaml(path: Path, key: str, value: str) -> Path:
 
 
 def _outcome(path: Path, *sets: str) -> Any:
-    """The configuration; of an error what was found and expected."""
+    """Return the configuration, or the part of an error that says what was found and expected."""
     try:
         return _config(path, *sets)
     except ConfigError as error:
@@ -113,7 +113,7 @@ def test_a_value_beside_the_yaml_is_that_value_in_the_yaml(mixed: Path, key: str
         return
     try:
         written = _in_the_yaml(mixed, key, value)
-    except (TypeError, IndexError, KeyError):  # the YAML has a single value or an entry less there
+    except (TypeError, IndexError, KeyError):  # the YAML has a single value or one entry less there
         assert "found " in _error(mixed, f"{key}={value}") or "single value" in _error(mixed, f"{key}={value}")
         return
     added = "found a name that no setting uses"

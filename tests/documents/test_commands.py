@@ -117,7 +117,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest tests/documents": TESTS,
     "make quick": TESTS,
 }
-"""Why no test runs a command as it is shown."""
+"""Reason why no test runs a command as it is shown."""
 
 QUICK = {"check", "simulate", "plan", "schema"}
 WRITES = {"--write", "--json", "--chart", "--timeline"}
@@ -144,7 +144,7 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def _prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -159,7 +159,7 @@ def _name(page: Path) -> str:
 
 
 def _commands(page: Path) -> Iterator[str]:
-    """Without comments, and with continued lines in one."""
+    """Yield the commands of a page, without comments and with continued lines joined."""
     for block in _blocks(page):
         if block.language == "bash":
             for line in block.text.replace("\\\n", " ").splitlines():
@@ -168,7 +168,7 @@ def _commands(page: Path) -> Iterator[str]:
 
 
 def _is_quick(command: str) -> bool:
-    """Whether it takes seconds at most and is run here as it is."""
+    """Return whether a command takes at most seconds and is run here as it is."""
     words = command.split()
     if words[0] != "hetero-pp" or command in RUN_BY:
         return False
@@ -178,7 +178,7 @@ def _is_quick(command: str) -> bool:
 
 
 def _is_launch(command: str) -> bool:
-    """Whether it trains, on one machine: run here for a step."""
+    """Return whether a command trains on one machine. It is run here for one step."""
     return command.startswith("hetero-pp launch") and not (_is_quick(command) or command in {*RUN_BY, *NOT_RUN})
 
 
@@ -187,7 +187,7 @@ YAMLS = [block for page in PAGES for block in _blocks(page) if block.language ==
 
 
 def _saved(page: Path) -> dict[str, str]:
-    """The YAMLs of a page that have names, by the paths that a reader saves them under: what their first line says."""
+    """Return the named YAMLs of a page by the paths of their first line, where a reader saves them."""
     found = [(YAML(typ="safe").load(block.text), block.text) for block in YAMLS if block.page == page]
     return {_path(content, text): text for content, text in found if "name" in content}
 
@@ -200,7 +200,7 @@ def _path(content: dict[str, Any], text: str) -> str:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a reader after the commands of a page: the repository's files, and the page's YAMLs by their names."""
+    """Return the folder of a reader of a page: the repository's files, and the page's YAMLs under their names."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for name, text in _saved(request.getfixturevalue("page")).items():
@@ -252,7 +252,7 @@ def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, te
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_quick_commands_do_what_is_said(page: Path, folder: Path) -> None:
-    """In the order of the page."""
+    """Commands run in the order of the page."""
     for command in filter(_is_quick, _commands(page)):
         assert _run(command)
         words = command.split()
@@ -265,7 +265,7 @@ def test_quick_commands_do_what_is_said(page: Path, folder: Path) -> None:
     [pytest.param(page, command, id=f"{_name(page)}: {command}") for page, command in COMMANDS if _is_launch(command)],
 )
 def test_launches_train(page: Path, command: str, folder: Path, corpus: Path) -> None:
-    """For a step, in one process; over gRPC others do: tests/equivalence."""
+    """Each trains one step in one process. tests/equivalence launches over gRPC."""
     sets = [part for setting in (*SHORT, f"data.corpus={corpus}") for part in ("--set", setting)]
     more = [] if "--in-process" in command else ["--in-process"]
     assert "All replicas hold the same weights" in _run(command, *more, *sets)
@@ -287,7 +287,7 @@ def test_targets_of_make_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_options_of_the_program_are_known(page: Path) -> None:
-    """In fenced commands and in the text."""
+    """This covers fenced commands and the text."""
     subcommands: dict[str, Any] = getattr(get_command(app), "commands")  # noqa: B009 (the type has none)
     for command in [*_commands(page), *_codes(page)]:
         if found := re.match(r"(?:hetero-pp|.* -m hetero_pp)(?: (\w+))?(?= |$)(.*)", command):
@@ -305,7 +305,7 @@ def _is_whole(content: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("block", YAMLS, ids=lambda block: f"{_name(block.page)}:{block.line}")
 def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
-    """A configuration as it is, a table with its rows at a scale, a part of a configuration within a small one."""
+    """It is a whole configuration, a table with its rows at a scale, or a part of a configuration."""
     content = YAML(typ="safe").load(block.text)
     path = tmp_path / "shown.yaml"
     path.write_text(block.text)
@@ -359,7 +359,7 @@ FOLDERS = ("hetero_pp", "stages", "replica_groups", "configs", "docs", "benchmar
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_paths_of_the_repository_are_there(page: Path) -> None:
-    """In the text, of files and folders; `<name>` and `*` stand for anything."""
+    """This covers files and folders in the text. `<name>` and `*` stand for anything."""
     files = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     words, saved = {word for code in _codes(page) for word in code.split()}, _saved(page)
     for word in sorted(words):
@@ -374,7 +374,7 @@ def test_paths_of_the_repository_are_there(page: Path) -> None:
 
 
 def test_names_of_the_code_are_there() -> None:
-    """In backticks alone, as a class, a constant or a private function is written."""
+    """Names in backticks are those of a class, a constant or a private function."""
     sources = [path for folder in FOLDERS for kind in ("py", "proto") for path in (ROOT / folder).rglob(f"*.{kind}")]
     known = {word for path in sources if path.parent != Path(__file__).parent for word in _words(path)}
     known |= {word for page in PAGES for block in _blocks(page) for word in re.findall(r"\w+", block.text)} | {

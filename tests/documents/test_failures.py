@@ -1,4 +1,4 @@
-"""Each test that docs/failures.md and docs/security.md name is there."""
+"""Every test that docs/failures.md and docs/security.md name exists."""
 
 from __future__ import annotations
 

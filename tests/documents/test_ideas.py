@@ -1,4 +1,4 @@
-"""The table of boundaries that were tried says what the benchmark found."""
+"""The table of tried boundaries has the results of the benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ideas_have_the_figures_of_the_benchmark() -> None:
         runs.setdefault(run["idea"], {})[run["seed"]] = run
 
     def above(idea: str, other: str) -> list[float]:
-        """Own and plain, the mean at the seeds of both."""
+        """Return the mean difference at the seeds of both, for the losses `own` and `plain`."""
         seeds = runs[idea].keys() & runs[other].keys()
         return [fmean(runs[idea][seed][of] - runs[other][seed][of] for seed in seeds) for of in ("own", "plain")]
 

@@ -1,6 +1,6 @@
-"""The Python that pages show runs: the blocks of a page one after the other, beside the YAMLs that it shows.
+"""The Python of the pages runs: the blocks of a page one after another, beside the YAMLs that it shows.
 
-Where a page applies patches of docs/patches, that is in a copy of the repository which has them.
+If a page applies patches of docs/patches, it runs in a patched copy of the repository.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_there_are_such_pages() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader stands: in the repository's root, beside YAMLs saved by their names."""
+    """Return a reader's working folder: the repository's root, with the YAMLs saved under their names."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -68,7 +68,7 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
     commands = [line for line in shown if line.split()[:2] == ["git", "apply"]]
     shutil.copytree(ROOT / "docs" / "patches", folder / "docs" / "patches")
     for command in commands:
-        back = re.findall(r"`(git apply -R .*?)`", command)  # git skips what is beyond its folder, and says nothing
+        back = re.findall(r"`(git apply -R .*?)`", command)  # git silently skips what is outside its folder
         for line in (command, f"{back[0]} --check"):
             done = subprocess.run(line, shell=True, cwd=folder, env=elsewhere, capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
@@ -81,7 +81,7 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
 
 @pytest.mark.starts_processes
 def test_the_table_of_the_tutorial_is_trained(tmp_path: Path, corpus: Path) -> None:
-    """At a scale of seconds."""
+    """The scale takes seconds."""
     [table] = _blocks(TUTORIAL, "yaml")
     content = YAML(typ="safe").load(table)
     group, name = content["name"].split("/")

@@ -1,4 +1,4 @@
-"""The generated pages of docs/reference/ say what the program says now."""
+"""The generated pages of docs/reference/ match the program."""
 
 from __future__ import annotations
 

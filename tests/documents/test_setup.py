@@ -1,4 +1,4 @@
-"""Setting up: what `make` downloads is said first, and another build of torch can be chosen."""
+"""Setup: `make` first says what it downloads, and another build of torch can be chosen."""
 
 from __future__ import annotations
 

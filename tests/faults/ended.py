@@ -9,7 +9,10 @@ import psutil
 
 
 def still_running(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that still run when the seconds are over. One whose exit code nobody has read yet has ended."""
+    """Return the processes that still run after so many seconds.
+
+    One that only waits for its exit code to be read has ended.
+    """
     deadline = time.monotonic() + seconds
     left = [process for process in processes if _runs(process)]
     while left and time.monotonic() < deadline:

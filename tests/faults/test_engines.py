@@ -1,4 +1,4 @@
-"""An engine that fails: the replica, the rank and the cause in one message, and nothing left behind."""
+"""An engine that fails: one message has the replica, the rank and the cause, and nothing is left behind."""
 
 from __future__ import annotations
 

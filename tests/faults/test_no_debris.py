@@ -1,4 +1,4 @@
-"""However a run ends, its processes end with it, and the cause is told in one line."""
+"""However a run ends, its processes end with it, and the cause is reported in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS_TO_END = 10
 
 
 class Launched:
-    """A run started as a user starts it, long enough never to end by itself; the death of any process ends it."""
+    """A run started as by a user, long enough never to end by itself. The death of any process ends it."""
 
     def __init__(self, corpus: Path, runs: Path) -> None:
         command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]
@@ -39,9 +39,9 @@ class Launched:
         self.seen: list[psutil.Process] = []
 
     def wait_for_training(self) -> None:
-        """Until a round is closed, so that every link is in use."""
+        """Wait until a round is closed, so that every link is in use."""
         for _ in _until(time.monotonic() + 120):
-            with suppress(subprocess.TimeoutExpired):  # leaves the processors to those that are waited for
+            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
                 self.process.wait(0.05)
                 pytest.fail(str(self.process.communicate()))
             if self.metrics.exists() and '"round_closed"' in self.metrics.read_text():
@@ -50,7 +50,7 @@ class Launched:
         assert len(self.seen) >= len(MEMBERS)
 
     def wait_for_another_round(self) -> None:
-        """Until a round is closed that was not when this began."""
+        """Wait until a round is closed that began after this call."""
         closed = self.metrics.read_text().count('"round_closed"')
         for _ in _until(time.monotonic() + 120):
             assert self.process.poll() is None
@@ -58,12 +58,12 @@ class Launched:
                 return
 
     def member(self, name: str) -> int:
-        """The process that writes logs/<name>.log."""
+        """Return the process that writes logs/<name>.log."""
         log = self.metrics.parent / "logs" / f"{name}.log"
         return next(p.pid for p in self.seen if _writes(p, log))
 
     def assert_all_end(self) -> None:
-        """Every process is gone within ten seconds."""
+        """Require that every process ends within ten seconds."""
         deadline = time.monotonic() + SECONDS_TO_END
         self.process.wait(SECONDS_TO_END)
         assert not still_running(self.seen, max(0.0, deadline - time.monotonic()))
@@ -80,7 +80,7 @@ def _writes(process: psutil.Process, log: Path) -> bool:
 
 
 def _hears_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore, and what they start
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, and their children, ignore it
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_killed_stage_is_named(launched: Launched) -> None:
 
 
 def test_a_killed_launcher_leaves_no_orphan(launched: Launched) -> None:
-    """Nor does it listen beyond this machine while it is there."""
+    """Before that, no process listens beyond this machine."""
     found = listening([psutil.Process(launched.process.pid), *launched.seen])
     assert launched.member("exchange") in found
     assert {host for listens in found.values() for host, _ in listens} == {"127.0.0.1"}

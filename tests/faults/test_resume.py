@@ -1,4 +1,4 @@
-"""A run that is killed goes on where all its members were, and comes to what an unbroken one comes to."""
+"""A killed run resumes where all its members were, and has the results of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ replicas:
 def _command(config: Path, corpus: Path, runs: Path, *more: str) -> list[str]:
     settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
     if config == MIXED:
-        settings.append("replicas.1.boundary.anchors={rank: 4}")  # which only a stage's saved state has
+        settings.append("replicas.1.boundary.anchors={rank: 4}")  # only a stage's saved state has them
     sets = [part for setting in settings for part in ("--set", setting)]
     return ["launch", str(config), "--runs", str(runs), *sets, *more]
 
@@ -53,14 +53,14 @@ def _summary(command: Sequence[str], runs: Path, name: str) -> dict[str, Any]:
 
 
 class Launched:
-    """A run in the background, and every process of it."""
+    """A run in the background and all its processes."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.process = start_program(*command)
         self.folder = folder
 
     def wait_for_round(self, round_: int) -> None:
-        """Until so many rounds are closed."""
+        """Wait until so many rounds are closed."""
         metrics, deadline = self.folder / "metrics.jsonl", time.monotonic() + 120
         while time.monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
@@ -71,16 +71,16 @@ class Launched:
         pytest.fail("the run did not get that far")
 
     def wait_for_state(self, round_: int) -> list[psutil.Process]:
-        """Until every member has saved its state after a round."""
+        """Wait until every member has saved its state after a round. Return the processes."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            with suppress(subprocess.TimeoutExpired):  # leaves the processors to those that are waited for
+            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
                 self.process.wait(0.05)
                 pytest.fail(str(self.process.communicate()))
             members = [path for path in (self.folder / "state").glob("*") if path.is_dir()]
             if len(members) > 1 and all((path / f"round-{round_:06d}").is_dir() for path in members):
                 processes = self._processes()
-                assert len(processes) > len(members)  # those, and the exchange
+                assert len(processes) > len(members)  # the members and the exchange
                 return processes
         pytest.fail("the run did not get that far")
 
@@ -110,7 +110,7 @@ def launch() -> Iterator[Any]:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_killed_run_goes_on_to_the_same_bits(overlap: int, corpus: Path, tmp_path: Path, launch: Any) -> None:
-    """With overlap what was trained ahead of the last state is part of it."""
+    """With overlap, the saved state includes the round that was trained ahead."""
     more = ["--set", f"outer.overlap={overlap}"]
     unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process", *more), tmp_path / "a", "mixed")
     command = _command(MIXED, corpus, tmp_path / "b", *more)
@@ -150,7 +150,7 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     for runs, world in (("b", 2), ("c", 1)):
         saved = tmp_path / runs / "ranks" / "state" / "titan" / f"round-{ROUNDS:06d}"
         parts = sorted(path.name for path in saved.glob("outer-*"))
-        assert parts == [f"outer-{rank}-of-{world}.safetensors" for rank in range(world)]  # as many ranks as were asked
+        assert parts == [f"outer-{rank}-of-{world}.safetensors" for rank in range(world)]  # as many ranks as configured
 
 
 def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ ON_RANKS_AND_STAGES = f"""{ON_RANKS.replace("{every: 1}", "{every: 1000}").repla
 
 
 def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: Path, launch: Any) -> None:
-    """SIGUSR1 has ranks, a process and stages save their states after one round, though none was due."""
+    """After SIGUSR1, ranks, a process and stages save their states after the same round, though none was due."""
     config = tmp_path / "ranks.yaml"
     config.write_text(ON_RANKS_AND_STAGES)
     command = ["launch", str(config), "--set", f"data.corpus={corpus}", "--runs"]

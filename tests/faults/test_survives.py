@@ -1,6 +1,6 @@
-"""A run goes on whatever dies, freezes or breaks: real processes and connections, one kind of fault a test.
+"""A run continues whatever dies, freezes or breaks: real processes and connections, one kind of fault per test.
 
-However it went, rounds are consecutive, all replicas hold the same weights, and so does a process that replays the log.
+In every case, rounds are consecutive, and all replicas hold the same weights. A replay of the log gives them too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ replicas:
 
 
 class Survived:
-    """A run that had faults, to its end."""
+    """A run with faults, trained to its end."""
 
     def __init__(
         self, config: Path, faults: str, corpus: Path, runs: Path, settings: Sequence[str], rounds: int
@@ -64,7 +64,7 @@ class Survived:
         return [f"{one['place']}: {one['cause']}" for one in found]
 
     def assert_sound(self) -> None:
-        """To its last round, with one set of weights, which the log gives again."""
+        """Require that the run reached its last round with one set of weights, which replay gives too."""
         assert self.code == 0, self.errors
         assert len(self.happened(INJECTED)) == 1
         assert self.summary["rounds"] == self.rounds
@@ -90,12 +90,12 @@ def test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_a
     assert any("killed by SIGKILL; restarting it (attempt 1 of 3" in one for one in run.happened(RESTARTED, "home.1"))
     assert run.happened(SUSPENDED)
     record = json.loads((run.folder / "log" / "round-000003" / "record.json").read_text())
-    assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]}["home"] > 3  # a term more than stages
+    assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]}["home"] > 3  # a new incarnation
 
 
 @pytest.mark.parametrize("phase", ["training", "waiting"])
 def test_a_stage_killed_while_its_group_trains_ahead_has_lost_that(phase: str, survive: Any) -> None:
-    """There is no state of it to go on with: all of the group begins the next round where the others do."""
+    """No saved state has it, so the whole group starts the next round where the others do."""
     run = survive(
         f"{{kill: home.1, at: {{round: 3, phase: {phase}}}}}",
         "outer.overlap=1",
@@ -152,9 +152,9 @@ def test_other_bits_of_theta_are_found_and_healed(survive: Any) -> None:
 
 
 class _OnASmallDisk:
-    """A launch whose runs are on a disk of their own, which can be filled.
+    """A launch whose runs are on a separate disk that can be filled.
 
-    Where nobody may mount one, the exchange's writes fail by a limit on the size of its files, which is set meanwhile.
+    Without the right to mount one, a limit on the size of the exchange's files makes its writes fail.
     """
 
     MOUNT = 'mount -t tmpfs -o size=32m tmpfs "$0" || exit 99; "$@"; echo "code $?"; read _'
@@ -178,11 +178,11 @@ class _OnASmallDisk:
 
     @property
     def said(self) -> str:
-        """All that it has printed."""
+        """Return all output so far."""
         return self._said.read_text()
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it holds, which it does before the launch ends."""
+        """Wait until a condition holds. Fail if the launch ends before."""
         for _ in range(6000):
             if condition():
                 return
@@ -191,7 +191,7 @@ class _OnASmallDisk:
         pytest.fail(self.said)
 
     def wait_for_end(self) -> None:
-        """The launch has ended; its disk is there still."""
+        """Wait until the launch has ended. Its disk still exists."""
         for _ in range(6000):
             if "code " in self.said:
                 return
@@ -199,7 +199,7 @@ class _OnASmallDisk:
         pytest.fail(self.said)
 
     def fill(self) -> None:
-        """Leave no room; to be called again, as what a run removes is room."""
+        """Leave no room on the disk. Call it again when the run removes files."""
         if self.is_mounted:
             with (self.folder.parent / "filling").open("ab", buffering=0) as file, suppress(OSError):
                 while file.write(bytes(4096)):
@@ -208,7 +208,7 @@ class _OnASmallDisk:
             self._limit(0)
 
     def free(self) -> None:
-        """There is room again."""
+        """Make room again."""
         if self.is_mounted:
             (self.folder.parent / "filling").unlink()
         else:
@@ -221,14 +221,14 @@ class _OnASmallDisk:
                 resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def end(self) -> None:
-        """Its disk is gone then."""
+        """End the process that holds the disk, which removes the disk."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(TIMEOUT)
 
 
 def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: Path) -> None:
-    """The disk is named, no member is blamed, and the run goes on by itself, to the bits of an undisturbed one."""
+    """The disk is named, and no member is blamed. The run continues by itself, with the bits of an undisturbed one."""
     settings = [f"data.corpus={corpus}", "outer.rounds=8", "snapshots.every=1", "exchange.quorum=1"]
     arguments = ["launch", str(MIXED), *(part for one in settings for part in ("--set", one))]
     run = _OnASmallDisk(tmp_path / "small", *arguments)

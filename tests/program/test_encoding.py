@@ -1,4 +1,4 @@
-"""With any output encoding, every command prints text that it can encode, has straight tables and keeps its exit code."""
+"""Output that is not UTF-8: every command prints ASCII, lays out its tables and keeps its exit code."""
 
 from __future__ import annotations
 

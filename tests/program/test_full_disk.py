@@ -309,7 +309,7 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
 
 
 def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds, which a user who stopped the run would have to wait."""
+    """Drawing takes seconds, for which a user who stopped the run would have to wait."""
     drawn: list[Path] = []
     for name in ("draw_losses", "draw_links"):
         monkeypatch.setattr(f"hetero_pp.program.report.recorder.{name}", lambda _, path: drawn.append(path))

@@ -296,7 +296,7 @@ def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypa
 
 @pytest.fixture
 def _interrupts() -> Iterator[None]:
-    """Make sure that SIGINT raises KeyboardInterrupt, which background jobs ignore and garbage collection may swallow."""
+    """Make SIGINT raise KeyboardInterrupt, although background jobs ignore it and callbacks may swallow it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # Hypothesis registers a callback, in which exceptions are ignored
     yield

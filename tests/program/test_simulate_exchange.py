@@ -1,4 +1,4 @@
-"""Collectives for contributions: bytes and times, compared with closed forms, the real encoder and a brute-force link."""
+"""Exchange of contributions: bytes and times against closed forms, the real encoder and a brute-force link."""
 
 from __future__ import annotations
 

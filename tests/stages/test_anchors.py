@@ -1,4 +1,4 @@
-"""Tables by token at a receiving stage: against their formula, torch's own AdamW, and what came before a round."""
+"""Anchors, which are tables by token at a receiving stage: against their formula, torch's AdamW, and an undone round."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_they_add_is_the_tables_row_expanded(rank: int | None) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_they_are_trained_as_torch_trains_them(rank: int | None) -> None:
-    """AdamW without decay, clipped by their own norm; each step's learning rate is the inner loop's."""
+    """This is AdamW without decay, clipped by their own norm, with the inner loop's learning rate in each step."""
     anchors, tokens = _anchors(rank), _tokens()
     parameters = {name: nn.Parameter(tensor.detach().clone()) for name, tensor in anchors.parameters.items()}
     reference = torch.optim.AdamW(parameters.values(), lr=1.0, betas=INNER.betas, eps=INNER.epsilon, weight_decay=0.0)
@@ -78,7 +78,10 @@ def test_they_are_trained_as_torch_trains_them(rank: int | None) -> None:
 
 
 def test_their_gradient_is_that_at_the_stages_input() -> None:
-    """The sender gets what it would get without them, of another input; they get all of the gradient there."""
+    """The sender gets the gradient without anchors, at another input.
+
+    The anchors get the full gradient at the stage's input.
+    """
     settings = BoundarySettings(rank=8, dtype="fp32", anchors=AnchorSettings(rank=4))
     spec = StageSpec(1, 2, range(2, 4))
     boundary = Boundary(SHAPE.width, format_of(settings), random_basis(SHAPE.width, 8, 1))
@@ -110,7 +113,7 @@ def test_their_gradient_is_that_at_the_stages_input() -> None:
 def test_state_is_all_that_the_next_steps_depend_on(rank: int | None) -> None:
     first, second = _anchors(rank), _anchors(rank, seed=9)
     _trained(first, 3)
-    second.load(copy.deepcopy(first.state()))  # as it comes from a file: it is still in use
+    second.load(copy.deepcopy(first.state()))  # as loaded from a file, while the original is still in use
     _trained(first, 2)
     _trained(second, 2)
     for name, parameter in first.parameters.items():
@@ -142,7 +145,7 @@ def test_each_hop_of_each_replica_has_its_own_expansion() -> None:
 
 
 def test_they_fade_from_round_to_round() -> None:
-    """From half of ten rounds to nine: all of it in the fifth, a half in the seventh, nothing from the ninth."""
+    """They fade from half of ten rounds to nine: full in the fifth, a half in the seventh, and zero from the ninth."""
     settings = AnchorSettings(rank=4, fade=(0.5, 0.9))
     assert [settings.weight(round_, 10) for round_ in (1, 5, 6, 7, 9, 10)] == pytest.approx([1, 1, 0.75, 0.5, 0, 0])
     assert AnchorSettings(rank=4).weight(10, 10) == 1

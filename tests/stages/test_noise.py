@@ -1,4 +1,4 @@
-"""Rounding noise is another for every seed, replica, hop, step and micro-batch, and there is none forward."""
+"""Rounding noise differs by seed, replica, hop, step and micro-batch. The forward pass has none."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_noise_is_another_if_one_thing_is(change: dict[str, Any]) -> None:
-    """And has nothing to do with the other: uncorrelated, also where one is shifted against the other."""
+    """The two are uncorrelated, also if one is shifted against the other."""
     like = torch.zeros(40_000)
     one, other = noise(Key().tensor, like), noise(replace(Key(), **change).tensor, like)
     assert one.equal(noise(Key().tensor, like))
@@ -99,7 +99,10 @@ def test_noise_is_another_if_one_thing_is(change: dict[str, Any]) -> None:
 
 
 def test_noise_by_hand() -> None:
-    """SplitMix64 in numpy's unsigned numbers: the key is where it starts, an element's index how far it went."""
+    """SplitMix64 in numpy's unsigned numbers.
+
+    The key is the start, and an element's index is the number of increments.
+    """
     with np.errstate(over="ignore"):
         state = np.uint64(int(Key().tensor)) + np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -114,7 +117,7 @@ def test_noise_by_hand() -> None:
 
 
 def _last_stage(stages: int, settings: WorkerSettings) -> tuple[StageWorker, Any]:
-    """The last of so many stages, with the last two layers, and the far end of its link."""
+    """Return the last of so many stages, with the last two layers, and the far end of its link."""
     spec = LinkSpec("a link", "a", "b", LinkShape(), LinkShape())
     far, near = in_process_pair(spec, seed=1)
     stage_spec = StageSpec(stages - 1, stages, range(2, 4))
@@ -127,7 +130,7 @@ def _last_stage(stages: int, settings: WorkerSettings) -> tuple[StageWorker, Any
 
 @dataclass(frozen=True)
 class Step:
-    """An inner step of the last stage that begins with the same weights and is given the same, whatever this says."""
+    """An inner step of the last stage. Weights and input do not depend on these fields."""
 
     seed: int = 5
     replica: str = "home"
@@ -137,7 +140,7 @@ class Step:
     global_step: int = 0
 
     def run(self) -> tuple[float, list[tuple[Tensor, ...]]]:
-        """The loss, and what went back of each of two equal micro-batches."""
+        """Return the loss, and what was sent back for each of two equal micro-batches."""
         settings = WorkerSettings(2, ROWS, LENGTH, 0, TIMEOUT, self.replica, self.seed)
         worker, far = _last_stage(self.stages, settings)
         coefficients = torch.randn(ROWS, LENGTH, RANK, generator=torch.Generator().manual_seed(2))
@@ -166,7 +169,7 @@ STEPS: dict[str, Step] = {
 
 @pytest.mark.parametrize("other", STEPS.values(), ids=STEPS)
 def test_what_a_stage_sends_back_is_rounded_with_noise_of_its_own(other: Step) -> None:
-    """The gradients are equal. The scales are equal, too, and the forward pass is deterministic."""
+    """Only the codes differ. Gradients and scales are equal, and the forward pass is deterministic."""
     (loss, (first, second)), (other_loss, others) = Step().run(), other.run()
     assert loss == other_loss
     assert not first[0].equal(second[0])
@@ -177,7 +180,7 @@ def test_what_a_stage_sends_back_is_rounded_with_noise_of_its_own(other: Step) -
 
 
 def test_what_a_stage_sends_back_is_the_same_if_nothing_is_another() -> None:
-    """Steps count over the whole run: which round they are in does not matter beside that."""
+    """Steps count over the whole run, so the round of a step does not matter."""
     (_, sent), (_, again) = Step().run(), Step().run()
     assert all(map(_equal, sent, again))
     (_, sent), (_, again) = Step(round=2, step=0, global_step=4).run(), Step(round=1, step=4, global_step=4).run()
@@ -185,7 +188,7 @@ def test_what_a_stage_sends_back_is_the_same_if_nothing_is_another() -> None:
 
 
 def test_the_noise_is_that_of_the_stages_key() -> None:
-    """Codes are floor(c / step + noise) + L / 2, of the gradient at the stage's input."""
+    """Codes of the gradient at the stage's input are floor(c / step + noise) + L / 2."""
     _, sent = Step(stages=4, global_step=9).run()
     embedding = parameters_of(_model())[EMBEDDING].detach()
     boundary, module = _boundary(embedding), build_part(SHAPE, StageSpec(1, 2, range(2, 4)))
@@ -221,7 +224,7 @@ def _whole(seed: int = 5, name: str = "home", micro_batches: int = 1) -> TableRe
 
 
 def _gradient(replica: TableReplica, tokens: Tensor, step: int = 0) -> tuple[float, Tensor]:
-    """The loss, and the gradient of the layer before every boundary."""
+    """Return the loss, and the gradient of a layer before every boundary."""
     loss = replica.backward(tokens, step)
     gradient = replica.parameters["layers.0.attention.wv.weight"].grad
     assert gradient is not None
@@ -229,7 +232,7 @@ def _gradient(replica: TableReplica, tokens: Tensor, step: int = 0) -> tuple[flo
 
 
 def test_a_whole_replicas_noise_is_another_if_one_thing_is() -> None:
-    """Seed, replica and step; and its loss is the same, as forward nothing is left to chance."""
+    """These are seed, replica and step. The loss is the same, because the forward pass has no noise."""
     loss, gradient = _gradient(_whole(), _tokens())
     again, same = _gradient(_whole(), _tokens())
     assert loss == again and gradient.equal(same)
@@ -240,7 +243,7 @@ def test_a_whole_replicas_noise_is_another_if_one_thing_is() -> None:
 
 
 def _crossing(replica: TableReplica, tokens: Tensor, keys: Sequence[Tensor]) -> AfterLayer:
-    """Boundaries after the first and the third layer, each with a key of its own."""
+    """Apply boundaries after the first and the third layer, each with its own key."""
 
     def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
         assert replica.boundary is not None
@@ -250,7 +253,7 @@ def _crossing(replica: TableReplica, tokens: Tensor, keys: Sequence[Tensor]) -> 
 
 
 def test_every_micro_batch_and_hop_of_a_whole_replica_has_noise_of_its_own() -> None:
-    """Two equal micro-batches against both with a key for each hop, as stages have them."""
+    """Two equal micro-batches are compared with two in which each hop has its own key, as in stages."""
     tokens, replica = _tokens(), _whole(micro_batches=2)
     _, found = _gradient(replica, torch.cat([tokens, tokens]), step=7)
     other = _whole()

@@ -1,4 +1,4 @@
-"""Boundaries of others: what their formulas say, that gradients are those of autograd, and what they cost."""
+"""Published boundaries of others: their formulas, gradients as by autograd, and their costs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_resbm_starts_at_the_identity_of_its_first_dimensions_and_learns_more() 
 
 
 def test_what_crosses_is_rounded_both_ways() -> None:
-    """One number in bf16: what comes out and what comes back have no more than eight bits."""
+    """With one number in bf16, the output and its gradient have at most eight bits."""
     peer, (x, tokens) = _peer("mapl", rank=1, dtype="bf16"), _batch()
     assert isinstance(peer, Mapl)
     x.requires_grad_()
@@ -86,7 +86,7 @@ def test_mapl_subtracts_the_senders_table_and_adds_the_receivers() -> None:
 
 
 def test_mapl_learns_and_its_projections_stay_orthonormal() -> None:
-    """Activations in four dimensions: their projections turn towards these."""
+    """Activations have four dimensions, and the projections turn towards these."""
     inner = INNER.model_copy(update={"learning_rate": 0.1})
     peer = peer_of(_asked("mapl"), _boundary(rank=4), SHAPE, 2, inner, 400, 7)
     assert isinstance(peer, Mapl)
@@ -137,12 +137,12 @@ def test_what_was_learned_is_saved_and_goes_on_to_the_same_bits(method: str) -> 
 
 def test_tah_quant_rounds_to_3_or_4_bits_and_rotates_what_stands_out() -> None:
     x, quantiser = _batch()[0], TahQuant(share=0.6)
-    x[0, 0, 17] = 40.0  # of the lowest entropy, too
+    x[0, 0, 17] = 40.0  # it also has the lowest entropy
     found = quantiser.activation(x)
     levels = [len(found[b, t].unique()) for b in range(2) for t in range(5) if (b, t) != (0, 0)]
     assert (
         sorted(level > 8 for level in levels).count(True) == 2 * 3
-    )  # of five tokens, three in 4 bits in each sequence
+    )  # three of five tokens in each sequence have 4 bits
     assert all(level <= 16 for level in levels)
     matrix = torch.tensor(hadamard(64), dtype=torch.float32) / 8
     moved = x[0, 0].clone()

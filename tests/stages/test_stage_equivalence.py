@@ -1,4 +1,4 @@
-"""A group of stages against the whole model: gradients, norms, several steps, evaluation, and messages it refuses."""
+"""A group of stages against the whole model: gradients, norms, several steps, evaluation, and refused messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Gradients = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """As many threads as there are stages are enough."""
+    """Use one Torch thread, because each stage already has a thread of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a group is cut and what crosses its links."""
+    """The cuts of a group, and the format of its links."""
 
     cuts: tuple[int, ...] = (0, 1, 2, 3, 4)
     micro_batches: int = 4
@@ -71,7 +71,7 @@ class Setup:
 
 
 class Group:
-    """The stages of one replica, a thread each when they run, and the gradients they stepped with."""
+    """The stages of one replica, each in a thread when they run, and the gradients of their steps."""
 
     def __init__(self, setup: Setup, inner: InnerSettings = INNER) -> None:
         self.setup = setup
@@ -96,7 +96,7 @@ class Group:
         return StageWorker(stage, _worker_settings(self.setup), upstream, downstream)
 
     def _record(self, optimizer: InnerOptimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
-        """Keep the gradients of every step of this stage, as they are before clipping."""
+        """Keep the gradients of every step of this stage before clipping."""
         original = optimizer.step
         count = 0
         lock = threading.Lock()
@@ -113,7 +113,7 @@ class Group:
         optimizer.step = recorded  # type: ignore[method-assign]
 
     def together(self, work: Callable[[StageWorker], T]) -> list[T]:
-        """Run `work` for every stage at once; raises the first error."""
+        """Run `work` for every stage at once. Raise the first error."""
         outcomes: dict[int, T] = {}
         errors: list[BaseException] = []
 
@@ -134,7 +134,7 @@ class Group:
         return [outcomes[index] for index in range(len(threads))]
 
     def train(self, batches: Sequence[Tensor]) -> list[float]:
-        """Inner steps and the flush; the loss of each step."""
+        """Run inner steps and the flush. Return the loss of each step."""
 
         def work(worker: StageWorker) -> list[float | None]:
             losses = [
@@ -234,7 +234,7 @@ class Whole:
 def _assert_gradients_are_the_whole_models(group: Group, whole: Whole, tolerance: float) -> None:
     assert group.gradients[0].keys() == whole.named.keys()
     largest = max(p.grad.abs().max().item() for p in whole.named.values() if p.grad is not None)
-    assert largest > 1000 * tolerance  # or the comparison would show nothing
+    assert largest > 1000 * tolerance  # otherwise the comparison would show nothing
     for name, parameter in whole.named.items():
         torch.testing.assert_close(group.gradients[0][name], parameter.grad, atol=tolerance, rtol=0, msg=name)
 
@@ -299,7 +299,7 @@ def test_every_stage_steps_with_the_same_learning_rates() -> None:
 
 
 def test_a_second_round_goes_on_where_the_first_ended() -> None:
-    """A flush leaves no step behind and none is applied twice."""
+    """A flush applies every step, and no step is applied twice."""
     group, whole = Group(Setup()), Whole(Setup(cuts=(0, 4)))
     first, second = [_batch(0), _batch(1)], [_batch(2), _batch(3)]
     group.train(first)
@@ -319,7 +319,7 @@ def test_a_second_round_goes_on_where_the_first_ended() -> None:
 
 @pytest.mark.parametrize("setup", [Setup(), Setup(cuts=(0, 1, 2, 3, 4))], ids=str)
 def test_all_stages_hear_from_the_first_which_step_is_the_last(setup: Setup) -> None:
-    """None is told how many steps there are, and all stop after the same."""
+    """No other stage knows the number of steps, and all stop after the same one."""
     group, steps = Group(setup), 3
 
     def work(worker: StageWorker) -> list[bool]:
@@ -353,11 +353,11 @@ def test_compressed_it_is_one_graph_with_the_closed_formula(setup: Setup) -> Non
     name = "layers.0.attention.wv.weight"
     gradient = plain.named[name].grad
     assert gradient is not None
-    assert (group.gradients[0][name] - gradient).abs().max() > 1e-3  # compression does something
+    assert (group.gradients[0][name] - gradient).abs().max() > 1e-3  # compression changes the gradient
 
 
 class WholeInFewBits(Whole):
-    """One graph with the rounding of the wire at the cuts: codes, scales and the noise of gradients by their keys."""
+    """One graph with the rounding of the wire at the cuts: codes, scales, and the keyed noise of gradients."""
 
     def backward(self, tokens: Tensor) -> float:
         total = 0.0
@@ -380,7 +380,7 @@ class WholeInFewBits(Whole):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_few_bits_are_rounded_by_the_link_and_by_nothing_else(bits: int) -> None:
-    """Over two steps, so that the noise of each step is its own."""
+    """There are two steps, so that each has its own noise."""
     setup = Setup(rank=12, cuts=(0, 1, 3, 4), micro_batches=2, bits=bits)
     group, whole, exact = Group(setup), WholeInFewBits(setup), Whole(replace(setup, bits=None))
     batches = [_batch(0), _batch(1)]
@@ -412,7 +412,7 @@ def test_at_the_rank_of_the_width_compression_changes_nothing() -> None:
 
 
 def test_decay_of_the_embedding_in_a_compressed_group_stays_in_the_subspace() -> None:
-    """No gradient is large beside this weight decay, so TE - T_perp shrinks and T_perp stays."""
+    """Gradients are small beside this weight decay, so TE - T_perp shrinks and T_perp stays."""
     setup, inner = Setup(rank=4), INNER.model_copy(update={"weight_decay": 50.0, "warmup_steps": 0, "epsilon": 1e3})
     group = Group(setup, inner)
     before = group.parameters()[EMBEDDING].clone()
@@ -425,7 +425,7 @@ def test_decay_of_the_embedding_in_a_compressed_group_stays_in_the_subspace() ->
 
 @pytest.mark.parametrize("setup", [Setup(), Setup(cuts=(0, 3, 4)), Setup(rank=8), Setup(cuts=(0, 4))], ids=str)
 def test_evaluation_is_the_mean_over_rows(setup: Setup) -> None:
-    """The last batch is shorter; the loss is of all rows alike."""
+    """The last batch is shorter. Each row has the same weight."""
     group, whole = Group(setup), Whole(setup)
     batches = [_batch(seed, rows) for seed, rows in ((0, 2), (1, 2), (2, 1))]
     *others, last = group.evaluate(batches)
@@ -451,7 +451,7 @@ def test_an_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_a_bf16_wire_rounds_what_crosses_and_nothing_else() -> None:
-    """One hop at full rank: the loss is that of the hidden states rounded to bf16."""
+    """With one hop at full rank, the loss is that of the hidden states rounded to bf16."""
     setup = Setup(cuts=(0, 2, 4), dtype=torch.bfloat16)
     group, model = Group(setup), Whole(setup).model
     tokens = _batch(0, rows=2)
@@ -472,7 +472,7 @@ def test_a_bf16_wire_rounds_what_crosses_and_nothing_else() -> None:
 
 
 class Alone:
-    """One stage of two and the far end of its link, from which a test sends."""
+    """One of two stages and the far end of its link, from which a test sends."""
 
     def __init__(self, index: int, setup: Setup | None = None) -> None:
         self.setup = Setup(cuts=(0, 2, 4), micro_batches=1) if setup is None else setup
@@ -637,7 +637,7 @@ def test_a_flush_where_an_activation_was_due_and_the_other_way_round() -> None:
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
 def test_a_gradient_norm_that_is_no_norm(norm: float) -> None:
-    """design.md: a message that is malformed or non-finite is refused. A NaN here would become every weight."""
+    """A malformed or non-finite message is refused, as design.md says. Here, a NaN would spread to every weight."""
     last = Alone(1)
     last.far.send(_activation())
     last.step()
@@ -665,7 +665,7 @@ def test_a_step_must_not_be_lost_for_want_of_a_norm() -> None:
 
 
 def test_a_flush_must_bring_the_norm_that_a_step_waits_for() -> None:
-    """Taken as 0, it would let the step go through unclipped."""
+    """A missing norm that counts as 0 would leave the step unclipped."""
     last = Alone(1)
     last.far.send(_activation())
     last.step()
@@ -702,7 +702,7 @@ def test_numbers_beside_an_activation_are_checked(message: Message) -> None:
 
 
 def test_a_norm_of_all_stages_is_not_below_that_of_one() -> None:
-    """Or a neighbour could have this stage take a step that is not clipped."""
+    """Otherwise a neighbour could make this stage take an unclipped step."""
     last = Alone(1)
     last.far.send(_activation(torch.randn(BATCH, LENGTH, SHAPE.width, generator=torch.Generator().manual_seed(1))))
     last.step()
@@ -730,7 +730,10 @@ def test_the_last_step_is_marked_on_its_first_micro_batch_alone() -> None:
 
 
 def test_a_stage_blames_who_made_it_overflow_and_sends_nothing_on() -> None:
-    """Values that are finite, and become infinite here: its other neighbour would blame this stage for them."""
+    """Finite values of one neighbour become infinite here.
+
+    If they were sent on, the other neighbour would blame this stage.
+    """
     first = Alone(0)
     largest = torch.finfo(torch.float32).max
     first.far.send(_gradient(torch.full((BATCH, LENGTH, SHAPE.width), largest)))

@@ -1,4 +1,4 @@
-"""A round that is broken off anywhere is undone and trained again, to the bits of one that was not."""
+"""A round that is interrupted anywhere is undone and trained again, with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stages.worker import StageWorker
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """As many threads as there are stages are enough."""
+    """Use one Torch thread, because each stage already has a thread of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,7 +30,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that differ, fewer than three rounds read."""
+    """Return different documents, fewer than three rounds read."""
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(3):
         texts = [f"{chr(ord('A') + 8 * shard + number)}{number % 5} " * 23 for number in range(8)]
@@ -40,7 +40,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["store", "anchors", "stream"])
 def spec(request: pytest.FixtureRequest, corpus: Path, shards: Path) -> RunSpec:
-    """Runs with an encoded corpus, with anchors, and with a streamed corpus."""
+    """Return runs with an encoded corpus, with anchors, and with a streamed corpus."""
     if request.param == "store":
         return group_spec(str(corpus))
     if request.param == "anchors":
@@ -62,7 +62,7 @@ class _BrokenOff(Exception):
 
 
 class _Breaker:
-    """Counts the events of one stage, and breaks it off at one of them."""
+    """Counts the events of one stage, and interrupts the stage at one of them."""
 
     def __init__(self, worker: StageWorker, events: set[Action]) -> None:
         self.seen = 0
@@ -101,7 +101,7 @@ def _assert_equal(found: Outcome, expected: Outcome) -> None:
 
 
 def _break_off(group: StageMembers, breaker: _Breaker, event: int, round_: int) -> None:
-    """Break a stage off at one of its events, and undo the round."""
+    """Interrupt a stage at one of its events, and undo the round."""
     breaker.break_off_at(event)
     with pytest.raises(_BrokenOff):
         _trained(group, round_)
@@ -110,11 +110,14 @@ def _break_off(group: StageMembers, breaker: _Breaker, event: int, round_: int) 
 
 
 def test_broken_off_at_any_event_of_any_stage(spec: RunSpec, tmp_path: Path) -> None:
-    """Break off every stage at every seventh of its events, in the first round, which starts without moments, and in
-    the second. A round has three steps and an evaluation.
+    """Interrupt every stage at every seventh of its events, in rounds 1 and 2.
 
-    After every break the data, the parameters and the moments are those of the round's start. The round is trained
-    again after every third break, because what a break leaves elsewhere stays until then.
+    Round 1 starts without moments. A round has three steps and an evaluation.
+
+    After every interruption the data, the parameters and the moments are those of the round's start.
+
+    The round is trained again after every third interruption, because what an interruption leaves elsewhere stays until
+    then.
     """
     untouched, group = (StageMembers(spec, _fresh(spec), tmp_path) for _ in range(2))
     breakers = [_Breaker(member.worker, set(Action)) for member in group.members]
@@ -143,7 +146,7 @@ def test_broken_off_at_any_event_of_any_stage(spec: RunSpec, tmp_path: Path) -> 
 
 
 def test_a_wait_for_a_neighbour_that_says_nothing_ends_by_abort(spec: RunSpec, tmp_path: Path) -> None:
-    """As where a stage is gone: those beside it wait until they are told, then all take the round again."""
+    """A stage is gone. Its neighbours wait until they are told, then all train the round again."""
     untouched, group = (StageMembers(spec, _fresh(spec), tmp_path) for _ in range(2))
     expected = _trained(untouched, 1)
     gone = group.members[1]
@@ -162,7 +165,7 @@ def test_a_wait_for_a_neighbour_that_says_nothing_ends_by_abort(spec: RunSpec, t
 
 
 def test_moments_that_are_not_copied_stay_as_they_are(corpus: Path, tmp_path: Path) -> None:
-    """`states.undo: false`: parameters and data go back, moments do not."""
+    """With `states.undo: false`, parameters and data are restored, but moments are not."""
     spec = group_spec(str(corpus), states={"undo": False})
     group = StageMembers(spec, _fresh(spec), tmp_path)
     start = group.parameters()

@@ -1,4 +1,4 @@
-"""Files and texts of strangers: what is too deep, too large or not text is refused in one line."""
+"""Files and texts from strangers: those that are too deep, too large or no text are refused in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_pp.control_characters import without_controls
 
 
 def _doubled(levels: int) -> str:
-    """Ten aliases a level: 10 ** levels values in a few hundred bytes."""
+    """Return ten aliases per level: 10 ** levels values in a few hundred bytes."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Errors that cross processes."""
+"""Errors that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hetero_pp.errors import ConfigError
 
 
 def test_a_complaint_arrives_from_another_process_as_it_was() -> None:
-    """As a pool of workers sends it."""
+    """A pool of workers pickles its errors."""
     sent = ConfigError(("replicas", 1, "rank"), "found `x`, expected a number")
     arrived = pickle.loads(pickle.dumps(sent))
     assert isinstance(arrived, ConfigError)

@@ -1,4 +1,4 @@
-"""One key at several values, as --sweep and the YAML say it."""
+"""One key with several values, as `--sweep` and the YAML write it."""
 
 from __future__ import annotations
 
