@@ -1,4 +1,4 @@
-"""Clusters of windows: similar windows are together, each window is in one cluster, and every process finds the same."""
+"""Clusters of windows: similar windows share a cluster, each is in one, and every process finds the same."""
 
 from __future__ import annotations
 

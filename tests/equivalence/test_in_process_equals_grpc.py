@@ -142,7 +142,7 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
 
 
 def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
-    """Bytes agree exactly on stage links and about on exchange links, because the size of a blob depends on its values."""
+    """Stage links agree exactly. Exchange links agree about, because the size of a blob depends on its values."""
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}

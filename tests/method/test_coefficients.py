@@ -35,7 +35,7 @@ def test_the_wire_keeps_every_symbol(format_: CoefficientFormat) -> None:
 
 @pytest.mark.parametrize("width", STEP_OF_BITS)
 def test_activations_follow_the_definition(width: int) -> None:
-    """q = (clamp(floor(c / step), -L/2, L/2 - 1) + 1/2) step, with step = a s and s the rms to an eighth of an octave."""
+    """q = (clamp(floor(c / step), -L/2, L/2 - 1) + 1/2) step; step = a s; s is the rms to 1/8 octave."""
     coefficients, levels = _coefficients(), 1 << width
     decoded = Bits(width).coefficients(Bits(width).activation(coefficients))
     wanted = [

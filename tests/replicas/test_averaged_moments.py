@@ -1,4 +1,4 @@
-"""Inner moments that are averaged in each round: the vectorized trainer against an explicit mean, and invalid settings."""
+"""Inner moments averaged in each round: the vectorized trainer against an explicit mean, and invalid settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectorized trainer: AdamW DDP against one model, every method against stored results, and against a staged run."""
+"""The vectorized trainer: AdamW DDP against one model, every method against stored results and staged runs."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(
 
 
 def test_who_sends_a_zero_is_a_sender(corpus: Path, tmp_path: Path) -> None:
-    """In a dense contribution, a mean over senders is a mean over replicas, although the replicas saw different tokens."""
+    """If contributions are dense, a mean over senders is one over replicas, although they saw different tokens."""
     results = []
     for divides_by in ("senders", "replicas"):
         dense = {"density": 1.0, "value_bits": 32, "quantiser": "levels"}

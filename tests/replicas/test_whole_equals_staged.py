@@ -1,4 +1,4 @@
-"""A replica of the vectorized trainer and the same replica cut into stages: gradients of one step, for every boundary."""
+"""A replica of the vectorized trainer against the same replica cut into stages: gradients for every boundary."""
 
 from __future__ import annotations
 

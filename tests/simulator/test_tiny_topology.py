@@ -313,7 +313,7 @@ def _lined(simulate: dict[str, Any] | None = None, **top: Any) -> Prediction:
 
 
 def _outer_seconds(found: Prediction, up: float, down: float) -> float:
-    """Compute the outer seconds by hand: all blobs of one replica at these bits per second, and every blob's latency."""
+    """Return the outer seconds by hand: one replica's blobs at these bits per second, and every blob's latency."""
     one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
     bytes_ = one.sent_bytes * 8 / up + one.received_bytes * 8 / down
     return QUICK[3] + bytes_ + 2 * blobs * (3 + 0.1) + QUICK[4]

@@ -1,4 +1,4 @@
-"""Anchors, which are tables by token at a receiving stage: against their formula, torch's AdamW, and an undone round."""
+"""Anchors (tables by token at a receiving stage), against their formula, torch's AdamW and an undone round."""
 
 from __future__ import annotations
 

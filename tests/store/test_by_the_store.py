@@ -1,4 +1,4 @@
-"""Contributions that go through the store by HTTP: the exchange gets their metadata over gRPC, but none of their bytes."""
+"""Contributions that go through the store by HTTP: the exchange gets their metadata, but none of their bytes."""
 
 from __future__ import annotations
 
