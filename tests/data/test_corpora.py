@@ -139,7 +139,7 @@ def test_every_layout_of_text_in_parquet(tmp_path: Path, kind: str) -> None:
 def test_bytes_of_parquet_that_are_not_text_are_named(tmp_path: Path, kind: str) -> None:
     """Rows are counted from the start of the file, not of the chunk that is read at once."""
     column: pa.Array = pa.array([b"a"] * 3000 + [b"\xff"])
-    if kind != "binary":  # as writers leave it that do not check
+    if kind != "binary":  # some writers do not check strings
         column = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
     column = column.dictionary_encode() if kind == "dictionary" else column
     path = write_parquet(tmp_path / "a.parquet", text=column)

@@ -133,7 +133,7 @@ def test_one_file_and_a_pattern_of_json(c4: Path) -> None:
 def test_reading_from_the_middle_of_a_shard(
     c4: Path, dclm: Path, parquet: Path, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may start anywhere in the tables in which a file is read."""
+    """A file is read in tables of `rows` rows. Reading may start at any row of a table."""
     monkeypatch.setattr(hub, "_ROWS", rows)
     for folder, subset in ((c4, "en"), (dclm, None), (parquet, None)):
         shards = open_splits(settings_of(folder, stream={"subset": subset}))["train"]

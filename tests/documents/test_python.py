@@ -81,7 +81,7 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
 
 @pytest.mark.starts_processes
 def test_the_table_of_the_tutorial_is_trained(tmp_path: Path, corpus: Path) -> None:
-    """The scale takes seconds."""
+    """The test uses a scale that trains in seconds."""
     [table] = _blocks(TUTORIAL, "yaml")
     content = YAML(typ="safe").load(table)
     group, name = content["name"].split("/")

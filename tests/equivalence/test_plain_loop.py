@@ -49,7 +49,7 @@ def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: StoreBat
         tokens = batches.train(step)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        by_name = [parameter for _, parameter in sorted(model.named_parameters())]  # the norm's order
+        by_name = [parameter for _, parameter in sorted(model.named_parameters())]  # in the norm's order
         torch.nn.utils.clip_grad_norm_(by_name, 1.0)
         for group in adamw.param_groups:
             group["lr"] = InnerSettings(learning_rate=0.01, warmup_steps=3).learning_rate_at(step, H * ROUNDS)
@@ -96,7 +96,7 @@ def test_sgd_within_and_without_is_sgd_of_the_large_batch(config: RunConfig, tmp
             ),
             "outer": OuterSettings(rounds=5, method="diloco", learning_rate=1.0, momentum=0.0, nesterov=False),
             "replicas": [DatacenterReplica(name=name, kind="datacenter", batch_size=4) for name in ("a", "b")],
-            "exchange": {"magnitudes": {"scale": 1e9, "leave_out": 1e9}},  # gradients vary more than H steps
+            "exchange": {"magnitudes": {"scale": 1e9, "leave_out": 1e9}},  # single gradients vary more
         }
     )
     spec = RunSpec(plain, 256)

@@ -83,7 +83,7 @@ def _expired() -> Identity:
 
 
 def _early() -> Identity:
-    """Return an identity that a host with a clock one day late finds not yet valid."""
+    """Return an identity that becomes valid in a day, as a new one seems to a host whose clock is a day late."""
     with mock.patch("hetero_pp.rpc.certificates.CLOCKS_DIFFER", -24 * HOUR):
         return _signed(SECRET.authority, until=48 * HOUR)
 

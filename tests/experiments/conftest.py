@@ -44,7 +44,7 @@ claims:
 """
 
 Reproduce = Callable[..., tuple[int, str, str]]
-"""Runs `hetero-pp reproduce` with these arguments. Returns exit code, stdout and stderr."""
+"""A function that runs `hetero-pp reproduce` with these arguments and returns exit code, stdout and stderr."""
 
 
 @pytest.fixture

@@ -61,10 +61,9 @@ def test_one_seed_has_no_p() -> None:
 
 
 def test_levels_are_holms() -> None:
-    """The levels are 0.05 / 4, then / 3.
+    """The levels are 0.05 / 4, then 0.05 / 3.
 
-    As 0.03 > 0.05
-    2, all further claims get that level, even if they would pass their own.
+    As 0.03 exceeds 0.05 / 2, all further claims get that level, even if they would pass their own.
     """
     assert holm([0.04, 0.001, None, 0.016, 0.03]) == pytest.approx([0.025, 0.0125, None, 0.05 / 3, 0.025])
     assert holm([0.02, 0.04]) == pytest.approx([0.025, 0.05])

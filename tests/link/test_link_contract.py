@@ -22,7 +22,7 @@ from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
 
 SECONDS = 60.0
-"""Seconds that no step of these tests reaches."""
+"""Timeout in seconds, longer than any operation in these tests takes."""
 
 UNLIMITED = LinkShape()
 Pair = tuple[LinkEnd, LinkEnd]

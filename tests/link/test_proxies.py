@@ -52,7 +52,7 @@ def dead(environment: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def public(environment: pytest.MonkeyPatch) -> Iterator[str]:
-    """HOST:PORT of a gRPC server that counts as public."""
+    """Yield HOST:PORT of a gRPC server that counts as public."""
     environment.setattr(proxies, "is_private", lambda host: host != PUBLIC)
     server, port = make_server(f"{PUBLIC}:0", [], 1)
     yield f"{PUBLIC}:{port}"

@@ -1,4 +1,4 @@
-"""Links through the exchange's relay: the same messages. The relay can read none of them and buffers little."""
+"""Links through the exchange's relay carry the same messages. The relay can read none of them and buffers little."""
 
 from __future__ import annotations
 

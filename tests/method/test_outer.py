@@ -328,7 +328,7 @@ def test_sparseloco_that_sends_all_and_forgets_is_diloco_without_momentum() -> N
 
 
 def test_another_method_brings_its_own_cells() -> None:
-    """Cells of a section, such as a density, applied to the former method."""
+    """The former method's cells of a section, such as a density, are replaced."""
     outer = {"rounds": 3, "learning_rate": 0.9, "compression": {"density": 1 / 32, "tile": [8, 8]}}
     change_method(outer, "diloco")
     found = OuterSettings.model_validate(outer)

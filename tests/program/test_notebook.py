@@ -333,7 +333,7 @@ def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_between_a_look_for_one_and_the_sleep_ends_a_wait_at_the_gate() -> None:
-    """SA_RESTART makes a sleep continue after such an interrupt, so the sleep alone does not end."""
+    """With SA_RESTART, the sleep itself continues after such an interrupt. The wait must end nevertheless."""
     gate, main, began = Gate(["a"]), threading.main_thread().ident, threading.Event()
     assert main is not None
     signal.siginterrupt(signal.SIGINT, False)

@@ -306,7 +306,7 @@ def test_participants_at_a_site_share_its_line(tmp_path: Path, corpus: Path) -> 
     assert (site.line, len(site.members)) == ("fibre", 2)
     lines = {member: line.kind for line in RunSpec(config, 256).lines.values() for member in line.members}
     assert sorted(lines.values()) == ["dsl", "fibre", "fibre", "fibre"]
-    assert len({member.partition(".")[0] for member in site.members}) == 1  # which need no line to each other
+    assert len({member.partition(".")[0] for member in site.members}) == 1  # no line lies between them
     assert all(replica.link is None for replica in config.replicas)  # type: ignore[union-attr]
     told = CliRunner().invoke(app, ["plan", str(path), "--set", "plan.participants.1.line=dsl"])
     assert told.exit_code == 2

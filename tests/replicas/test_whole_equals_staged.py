@@ -36,7 +36,7 @@ BOUNDARIES = {
     "rank 16 in 4 bits with anchors": {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}},
 }
 COMPILES = pytest.mark.starts_processes
-"""The test starts a C++ compiler."""
+"""Mark of the tests that start a C++ compiler."""
 
 
 def _boundary(settings: BoundarySettings) -> Boundary:

@@ -127,7 +127,7 @@ def test_packets_that_take_turns_come_to_the_same(
 def test_lines_that_are_never_full_change_nothing(
     case: tuple[list[Machine], int, int, dict[str, float], float], bandwidth: float, steps: int
 ) -> None:
-    """Links behind much faster lines take the times of the recurrence."""
+    """If the lines are much faster than the links, the times are those of the recurrence."""
     groups = _groups(*case)
     groups = replace(groups, capacities=tuple(1e6 for _ in groups.capacities))
     limited = [

@@ -392,7 +392,7 @@ def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> 
 def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int) -> None:
     """Each micro-batch takes 10 D + 4 F numbers of 2 bytes per layer.
 
-    The one in its backward pass also takes 4 V numbers in fp32 for the head, or 2 D + 2 F for the gradients of a layer.
+    The one in its backward pass also takes 4 V numbers in fp32 for the head, or 2 D + 2 F for a layer's gradients.
 
     Parameters take 24 bytes each. T_perp takes 4 bytes a number, as does the followed embedding after the first stage.
     """
