@@ -163,7 +163,7 @@ ENTICED = 1.0
 def entice(target: Target, stretch: Stretch, in_tls: bool) -> None:
     """Be dialled in the place of the stage after: with another member's certificate, or by what speaks no TLS."""
     own = LinkCredentials(identity=target.guest.identity)
-    server = StageLinkServer(target.link, own, target.link.target, seed=1)
+    server = StageLinkServer(target.link, own, target.link.target, seed=1, expected=None)
     with socket.create_server(("127.0.0.1", 0)) as junk:
         junk.settimeout(ENTICED)
         port = server.listen("127.0.0.1:0") if in_tls else junk.getsockname()[1]

@@ -320,7 +320,7 @@ class Fuzzer:
 
 def far_end_main(parent: Connection, link: LinkSpec, own: Credentials) -> None:
     """A stage that listens for what its neighbour sends, whatever that is."""
-    server = StageLinkServer(link, own.of_link(link.name), link.target, seed=1)
+    server = StageLinkServer(link, own.of_link(link.name), link.target, seed=1, expected=None)
     parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     threading.Event().wait()
 

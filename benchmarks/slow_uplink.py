@@ -28,10 +28,11 @@ from typing import Any
 
 from chaos_run import YAML, ChaosRun
 from command_line import parse, save
+from google.protobuf.message import Message
 from kernel_namespace import namespace
 
 from hetero_pp.errors import HeteroPPError
-from hetero_pp.outer.exchange_service import Standing
+from hetero_pp.messages.messages_pb2 import BeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
@@ -70,18 +71,15 @@ class FarEnd:
     def __init__(self) -> None:
         self.is_over = threading.Event()
 
-    def join(self, *_: object) -> int:
-        return 1
-
-    def beat(self, *_: object) -> Standing:
-        return Standing()
+    def call(self, request: Message, _: object) -> Message:
+        return JoinReply(term=1) if isinstance(request, JoinRequest) else BeatReply()
 
     def upload_url(self, *_: object) -> None:
         return None
 
     def expect(self, *_: object) -> None: ...
 
-    def deposit(self, *_: object) -> None: ...
+    def deposit_blob(self, *_: object) -> None: ...
 
     def heard(self, *_: object) -> None: ...
 

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import Message
 
 from hetero_pp.faults import Faults, Phase
-from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.outer_round import Contributions
+from hetero_pp.messages.messages_pb2 import BlobHeader, RecordRequest
+from hetero_pp.outer.exchange_service import Caller, ExchangeService, ForwardedExchange
 
 
-class HeldBack:
-    """Delivers contributions of `faults.missed` rounds late, after the round record exists.
+class HeldBack(ForwardedExchange):
+    """Delivers contributions of `faults.missed` rounds late, after the round record exists."""
 
-    Implements Contributions.
-    """
-
-    def __init__(self, exchange: Contributions, faults: Faults) -> None:
-        self._exchange, self._faults = exchange, faults
+    def __init__(self, exchange: ExchangeService, faults: Faults) -> None:
+        super().__init__(exchange)
+        self._faults = faults
         self._contributed: int | None = None
-        self._held: list[tuple[str, BlobAddress, bytes, int | None, int]] = []
+        self._held: list[tuple[BlobHeader, bytes, Caller]] = []
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        if self._contributed != address.round:
-            self._contributed, self._held = address.round, []
-            self._faults.reached(Phase.CONTRIBUTING, address.round)
-        if address.round in self._faults.missed:
-            self._held.append((member, address, data, epoch, steps))
+    def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        if self._contributed != header.round:
+            self._contributed, self._held = header.round, []
+            self._faults.reached(Phase.CONTRIBUTING, header.round)
+        if header.round in self._faults.missed:
+            self._held.append((header, data, caller))
         else:
-            self._exchange.deposit(member, address, data, epoch, steps)
+            super().deposit_blob(header, data, caller)
 
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        if self._contributed == round_:
+    def call(self, request: Message, caller: Caller) -> Any:
+        if not isinstance(request, RecordRequest):
+            return super().call(request, caller)
+        if self._contributed == request.round:
             self._contributed = None
-            self._faults.reached(Phase.WAITING, round_)
-        record = self._exchange.record(round_, member)
+            self._faults.reached(Phase.WAITING, request.round)
+        record = super().call(request, caller)
         held, self._held = self._held, []
         for blob in held:
-            self._exchange.deposit(*blob)
+            super().deposit_blob(*blob)
         return record
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        return self._exchange.fetch(member, round_, replica, block)
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        self._exchange.confirm(member, round_, sha256)

@@ -10,7 +10,8 @@ from hetero_pp.errors import TermOver
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.links import Direction
-from hetero_pp.outer.exchange_service import Assignment, AvailableStates, ExchangeService
+from hetero_pp.messages.messages_pb2 import AssignReply
+from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from replica_groups.exchange.pulse import Pulse
 
 LedgerOf = tuple[str, Direction, Ledger]
@@ -20,7 +21,7 @@ LedgerOf = tuple[str, Direction, Ledger]
 class Links(Protocol):
     """Links of a member to the neighbouring stages, and their byte counts."""
 
-    def form(self, work: Assignment) -> LinkEnds:
+    def form(self, work: AssignReply) -> LinkEnds:
         """Return links of the assignment's generation. Raises LinkError."""
 
     def give_up(self, before: int, cause: str) -> None:
@@ -53,7 +54,7 @@ class Seat:
     def _join(self) -> None:
         self.exchange.join(self.member, self._address, self._available)
 
-    def ask(self, holds: int, trained: int = 0) -> Assignment:
+    def ask(self, holds: int, trained: int = 0) -> AssignReply:
         """Return the next assignment, for a member with theta after round `holds`; join again if the slot was lost.
 
         `trained` is the last round whose training the member has beyond theta (0: none), as in
@@ -66,7 +67,7 @@ class Seat:
                 self._epoch = None
                 self._join()
 
-    def form(self, work: Assignment) -> LinkEnds | None:
+    def form(self, work: AssignReply) -> LinkEnds | None:
         """Return new links for an assignment's generation; None if the current links belong to it. Raises LinkError.
 
         From now on a heartbeat's answer that this generation is over ends the links, also while they are formed.

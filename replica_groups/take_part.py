@@ -15,8 +15,9 @@ from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import exchange_link_name, stage_link_name
+from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.model import EMBEDDING
-from hetero_pp.outer.exchange_service import Assignment, ExchangeService
+from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -205,10 +206,11 @@ class _Links:
         self._member, self._connections, self._shaped = member, connections, shaped
         self._ends = LinkEnds()
 
-    def form(self, work: Assignment) -> LinkEnds:
-        holders = (work.upstream_holder, work.downstream_holder)
+    def form(self, work: AssignReply) -> LinkEnds:
+        upstream = work.upstream_holder if work.HasField("upstream_holder") else None
+        downstream = work.downstream_holder if work.HasField("downstream_holder") else None
         try:
-            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, holders)
+            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, (upstream, downstream))
         except Refused as error:  # the word of a neighbour alone must not end this member
             raise LinkClosed(str(error)) from error
         return self._ends

@@ -16,8 +16,7 @@ from hetero_pp.data.shares import Share
 from hetero_pp.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
 from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.learning_rates import LearningRates
-from hetero_pp.messages.messages_pb2 import MemberRound
-from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.messages.messages_pb2 import AssignReply, MemberRound
 from hetero_pp.outer.step import parameter_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import MOMENTUM
@@ -165,7 +164,7 @@ class TrainingLoop:
 
     # ---- where a round starts ----
 
-    def _reach(self, work: Assignment, snapshots_every: int) -> None:
+    def _reach(self, work: AssignReply, snapshots_every: int) -> None:
         """Bring the member to the start of the assigned round."""
         self.length.begin(work.elapsed)
         self._position = _Position.CATCHING_UP
@@ -238,7 +237,7 @@ class TrainingLoop:
 
     # ---- a round ----
 
-    def _train_round(self, work: Assignment, spec: RunSpec) -> None:
+    def _train_round(self, work: AssignReply, spec: RunSpec) -> None:
         round_ = work.round
         if self.gate is not None:
             self.reporter.flush()
@@ -266,7 +265,7 @@ class TrainingLoop:
             self.reporter.flush()  # a run that resumes from here has lost no report
             self._save_state(round_)
 
-    def _inner_loop_of(self, work: Assignment, spec: RunSpec) -> _InnerLoop:
+    def _inner_loop_of(self, work: AssignReply, spec: RunSpec) -> _InnerLoop:
         """Return the inner loop of the assigned round: the one trained ahead if it is valid, else a new one.
 
         The loop trained ahead is valid if all members of the replica have it, with the learning rates and share that

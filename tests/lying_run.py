@@ -24,9 +24,9 @@ from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import LAUNCHER
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import Happened, Report
+from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.spares import group_spares
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
@@ -123,7 +123,9 @@ class LyingRun:
         self._stack.callback(self.exchange.fail, "the test is over")
         self.address = f"127.0.0.1:{port}"
         self.credentials = {name: self._credentials_of(name) for name in self.spec.members}
-        self._stack.enter_context(mock.patch.object(ExchangeClient, "deposit", self._noting(ExchangeClient.deposit)))
+        self._stack.enter_context(
+            mock.patch.object(ExchangeClient, "deposit_blob", self._noting(ExchangeClient.deposit_blob))
+        )
         self._stack.enter_context(mock.patch.object(pulse, "SECONDS_BETWEEN_BEATS", 0.05))
         self._stack.enter_context(mock.patch.object(served_exchange, "LONGEST_WAIT", 1.0))
         return self
@@ -151,15 +153,13 @@ class LyingRun:
     def _noting(self, deposit: Callable[..., None]) -> Callable[..., None]:
         """Record what members deposit, before it is altered."""
 
-        def note(
-            client: ExchangeClient, member: str, address: BlobAddress, data: bytes, epoch: int = 0, steps: int = 0
-        ) -> None:
-            if member == HONEST[0] and address.round > self._waited_in:
-                self._waited_in = address.round
+        def note(client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
+            if caller.name == HONEST[0] and header.round > self._waited_in:
+                self._waited_in = header.round
                 self._wait_for_liars()
-            own = self.deposited[address.replica, address.round, address.block]
-            own.add((hashlib.sha256(data).digest(), steps))
-            deposit(client, member, address, data, epoch, steps)
+            own = self.deposited[header.replica, header.round, header.block]
+            own.add((hashlib.sha256(data).digest(), header.steps))
+            deposit(client, header, data, caller)
 
         return note
 

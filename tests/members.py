@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.exchange import Exchange
@@ -38,7 +38,7 @@ def begin(exchange: Exchange, snapshot: Snapshot) -> None:
     exchange.begin(snapshot)
 
 
-def assign_all(exchange: Exchange, holds: int = 0, members: Collection[str] | None = None) -> dict[str, Assignment]:
+def assign_all(exchange: Exchange, holds: int = 0, members: Collection[str] | None = None) -> dict[str, AssignReply]:
     """Let all members, or these, ask for work at once, because the members of a replica wait for each other."""
     asking = list(exchange.roster.members if members is None else members)
     found = [in_thread(partial(exchange.assign, member, holds)) for member in asking]

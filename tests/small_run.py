@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from members import FOR_EVER, TIMEOUT, assign_all, begin, in_thread
 
+from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.messages.messages_pb2 import Standing as Told
 from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
@@ -119,7 +120,7 @@ class Run:
         found = assign_all(self.exchange, holds, members or None)
         return {member: work.round for member, work in found.items()}
 
-    def ask_in_thread(self, member: str, holds: int) -> Future[Assignment]:
+    def ask_in_thread(self, member: str, holds: int) -> Future[AssignReply]:
         """Let a member ask for work that it has to wait for. Returns once it has asked."""
         asked = threading.Event()
 
@@ -157,9 +158,11 @@ class Run:
     def deposit(self, round_: int, *members: str, epoch: int | None = None, term: int | None = None) -> None:
         """Deposit all blobs of these members for a round."""
         for member in members:
+            replica = self.roster.members[member]
+            current = self.exchange.coordinator.replicas[replica].epoch
             for block in sorted(self.roster.blocks[member]):
-                address = BlobAddress("run", round_, self.roster.members[member], block)
-                self.exchange.deposit(member, address, self.blob(address), epoch, 7, term)
+                address = BlobAddress("run", round_, replica, block)
+                self.exchange.deposit(Caller(member, term), address, self.blob(address), epoch or current, 7)
 
     def counted(self, round_: int) -> dict[str, int]:
         """Return the replicas that a round includes -> their generations. Raises FileNotFoundError while it is open."""

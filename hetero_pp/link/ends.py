@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hetero_pp.link.protocol import LinkEnd
 
 Holders = tuple[int | None, int | None]
-"""Holder numbers of the previous and the next stage, as in Assignment."""
+"""Holder numbers of the previous and the next stage, as in AssignReply; None: unknown, or no stage."""
 NOT_KNOWN: Holders = (None, None)
 
 

@@ -1,19 +1,34 @@
-"""Interface of the exchange to a member of a run, over the network or in process."""
+"""Interface between the members of a run and the exchange: the messages of `service Exchange` in messages.proto.
+
+The exchange is called over the network (`rpc.exchange_client`) or in process (`replica_groups.exchange.exchange`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
 """Seconds before a waiting process reports it for the first time, and the longest time between two reports."""
+
+IsAsked = Callable[[], bool]
+"""Returns whether the caller still waits for the reply."""
+
+
+def always() -> bool:
+    """Return True: a caller that is a thread of this process waits for its reply."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -28,71 +43,74 @@ NO_STATES = AvailableStates()
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Next task of a member."""
+class Caller:
+    """Sender of a request, as far as the exchange knows it apart from the request."""
 
-    round: int
-    """Round to train, from theta after the previous round; 0: the run is over."""
-    epoch: int
-    """Generation (`epoch`) of the replica: number of times that it was formed. Links and contributions carry it."""
-    downstream: str = ""
-    """Address of the next stage, to dial; empty: that stage dials, or there is none."""
-    heals: bool = False
-    """Whether the member must recover: fetch theta from the log again, because its bits differ from the others'."""
-    is_first: bool = False
-    """Whether this is the first round since the run began or resumed."""
-    elapsed: float = 0.0
-    """Seconds since the round opened."""
-    upstream: str = ""
-    """Address of the previous stage, to dial; empty: that stage dials, or there is none."""
-    trained: int = 0
-    """Round beyond theta that every slot of the replica has trained; 0: none."""
-    upstream_holder: int | None = None
-    """Holder number of the previous stage (see Memberships); 0: no ticket; None: unknown, or there is no such stage."""
-    downstream_holder: int | None = None
-    """Holder number of the next stage, likewise."""
-    changed: int = 0
-    """Changes.mark of the run's changes, some of which the member may not know yet."""
+    name: str
+    term: int | None = None
+    """Incarnation (`term`) of the member; None: the current one, for a member in the exchange's process."""
+    holder: int = 0
+    """Number of the ticket's holder at this slot; 0 without a ticket."""
+    is_asked: IsAsked = always
+
+
+_PROCESS = Caller(EXCHANGE)
+"""The exchange's own process, and callers of requests that are answered alike for everybody."""
 
 
 class HeldBy(NamedTuple):
-    """Holder of a slot (`place`)."""
+    """Holder of a slot."""
 
     place: str
     holder: int
-    """Number of the ticket's holder at this place; 0 without a ticket."""
+    """Number of the ticket's holder at this slot; 0 without a ticket."""
     term: int
     """Incarnation of the member."""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Status of a member, as the exchange sees it."""
+class ExchangeService(ABC):
+    """The exchange of contributions, as its members see it.
 
-    is_over: bool = False
-    """Whether its incarnation (term) is over, so that it must join again."""
-    suspended: int | None = None
-    """Generation that is over, if the member must return to the start of the round."""
-    cause: str = ""
-
-
-class ExchangeService(Protocol):
-    """The exchange of contributions, as one member sees it.
+    An implementation has four methods: `call` for all requests that are one message and have one message as reply, and
+    three that move a snapshot or a blob, which stay tensors and bytes in process. A field that is added to a message
+    needs no change of any of them. The other methods build a request and make the call; `member` is the caller.
 
     Every call may raise Refused (the request is wrong) or RunFailed (the run is over). Every call after `join` may also
     raise TermOver: another process may hold this member's slot, so the member must join again.
     """
 
-    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
+    @abstractmethod
+    def call(self, request: Message, caller: Caller) -> Any:
+        """Return the reply to a request. Its type is the one that messages.proto gives for the request's type."""
+
+    @abstractmethod
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        """Return tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
+
+    @abstractmethod
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        """Deposit one blob of the replica's contribution to a round. May be repeated.
+
+        Raises Suspended if the replica is formed anew.
+        """
+
+    @abstractmethod
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        """Return one blob of a closed round."""
+
+    def agree(self, member: str | Caller, configuration: str, tokens: str = "") -> str:
         """Return the name of the run, for a member whose configuration is `configuration` (RunSpec.agreed).
 
         `tokens`: the digest of the tokens that the member reads (TokenStore.digest); empty if it reads none, or a
         stream. Raises Refused, with the keys that differ, if the configuration is another run's, or if other members
         read other tokens.
         """
+        request = pb.AgreeRequest(configuration=configuration, tokens=tokens)
+        reply: pb.AgreeReply = self.call(request, _caller(member))
+        return reply.run
 
     def join(
-        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+        self, member: str | Caller, address: str, available: AvailableStates = NO_STATES, process: str = ""
     ) -> int:
         """Take the slot of this name, and wait until it is vacant.
 
@@ -100,58 +118,127 @@ class ExchangeService(Protocol):
         holds. `process` names the caller, so that it may ask again. Returns the incarnation: how many times the slot
         was taken.
         """
+        rounds, damaged = sorted(available.rounds), available.damaged
+        request = pb.JoinRequest(address=address, rounds=rounds, damaged=damaged, process=process)
+        reply: pb.JoinReply = self.call(request, _caller(member))
+        return reply.term
 
     def last_round(self) -> int:
         """Return the last decided round, 0 if there is none. Waits until all members have joined and the run begins."""
+        reply: pb.LastRoundReply = self.call(pb.LastRoundRequest(), _PROCESS)
+        return reply.last_round
 
     def changes(self) -> Changes:
         """Return the keys that were changed when the run resumed. Waits as `last_round` does."""
+        reply: pb.ChangesReply = self.call(pb.ChangesRequest(), _PROCESS)
+        return Changes.from_json(reply.changes)
 
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """Return the round of the newest snapshot, and its tensors' names. Waits as `last_round` does."""
+        reply: pb.NewestSnapshotReply = self.call(pb.NewestSnapshotRequest(), _PROCESS)
+        return reply.round, list(reply.names)
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
-        """Return tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
+        """Return tensors of a snapshot (`read_snapshot`)."""
+        return self.read_snapshot(pb.SnapshotRequest(names=names, round=round_), _PROCESS)
 
-    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
+    def assign(self, member: str | Caller, holds: int, address: str = "", trained: int = 0) -> pb.AssignReply:
         """Return a member's next task, once all members of its replica ask for one.
 
         `holds`: the round after which the member holds theta. `address`: where it listens for the previous stage.
         `trained`: the last round that it has trained but no record has, because it was trained ahead or excluded; 0:
         none. It is used only if all members of the replica have trained that round.
         """
+        request = pb.AssignRequest(holds=holds, address=address, trained=trained)
+        return self.call(request, _caller(member))
 
     def beat(
-        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
-    ) -> Standing:
+        self,
+        member: str | Caller,
+        round_: int | None = None,
+        epoch: int = 0,
+        progress: int = 0,
+        computes: bool = False,
+    ) -> pb.BeatReply:
         """Send a heartbeat: the member is alive, what it trains, and its progress (another `progress` if it moved).
 
         `computes`: it is busy, and does not wait for another process.
         """
+        request = pb.BeatRequest(round=round_, epoch=epoch, progress=progress, computes=computes)
+        return self.call(request, _caller(member))
 
-    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
+    def broken(self, member: str | Caller, epoch: int, cause: str, blames: str = "") -> None:
         """Report that the member cannot reach a neighbour; a stage of its replica counts as missing from then on.
 
         `blames`: the neighbour that sent a malformed message; empty if the link only broke.
         """
+        self.call(pb.BrokenRequest(epoch=epoch, cause=cause, blames=blames), _caller(member))
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        """Deposit one blob of the replica's contribution to a round, after `steps` inner steps. May be repeated.
+    def died(self, member: str, cause: str, term: int | None = None) -> None:
+        """Report that a member's process has ended, and its incarnation if known; sent by its supervisor."""
+        self.call(pb.DiedRequest(member=member, cause=cause, term=term), _PROCESS)
 
-        Raises Suspended if the replica is formed anew.
+    def deposit(
+        self, member: str | Caller, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0
+    ) -> None:
+        """Deposit one blob after `steps` inner steps (`deposit_blob`). `epoch`: the replica's generation.
+
+        Without `epoch` it is the current one, which is only allowed in the exchange's process.
         """
+        header = pb.BlobHeader(
+            round=address.round,
+            replica=address.replica,
+            block=address.block,
+            size=len(data),
+            epoch=epoch or 0,
+            steps=steps,
+        )
+        self.deposit_blob(header, data, _caller(member))
 
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+    def record(self, round_: int, member: str | Caller | None = None) -> pb.RoundRecord:
         """Return the record of the contributions included in a round; waits until the round is closed.
 
         `member` names the waiting member, if it is one. Raises Suspended if its replica must train the round again.
         """
+        return self.call(pb.RecordRequest(round=round_), _caller(member or _PROCESS))
 
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+    def fetch(self, member: str | Caller, round_: int, replica: str, block: str) -> bytes:
         """Return one blob of a closed round."""
+        return self.fetch_blob(pb.FetchRequest(round=round_, replica=replica, block=block), _caller(member))
 
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+    def confirm(self, member: str | Caller, round_: int, sha256: Mapping[str, bytes]) -> None:
         """Send the hashes of the parameters held after a round."""
+        self.call(pb.HashReport(round=round_, sha256=sha256), _caller(member))
 
-    def report(self, reports: Sequence[Report]) -> None:
+    def report(self, reports: Sequence[pb.Report], member: str | Caller = _PROCESS) -> None:
         """Send reports of events."""
+        self.call(pb.ReportRequest(reports=reports), _caller(member))
+
+
+class ForwardedExchange(ExchangeService):
+    """An exchange behind another object that forwards every request. Subclasses change some of them."""
+
+    def __init__(self, exchange: ExchangeService) -> None:
+        self._exchange = exchange
+
+    def call(self, request: Message, caller: Caller) -> Any:
+        return self._exchange.call(request, caller)
+
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        return self._exchange.read_snapshot(request, caller)
+
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        self._exchange.deposit_blob(header, data, caller)
+
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        return self._exchange.fetch_blob(request, caller)
+
+
+def call_of(request: Message) -> MethodDescriptor:
+    """Return the call of the service that takes this type of request."""
+    methods = pb.DESCRIPTOR.services_by_name["Exchange"].methods
+    return next(one for one in methods if one.input_type is request.DESCRIPTOR)
+
+
+def _caller(member: str | Caller) -> Caller:
+    return member if isinstance(member, Caller) else Caller(member)

@@ -1,4 +1,4 @@
-"""Who calls the exchange, by the certificate of its connection, or by a token: never by what it says of itself."""
+"""Identifies callers of the exchange by the certificate of their connection or by a token, never by their claims."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ _STRANGER = "the exchange was started with another token"
 
 @dataclass(frozen=True)
 class Caller:
-    """Of one call."""
+    """Caller of one call."""
 
     name: str
-    """A member, or who has started some."""
+    """Name of a member, or of the launcher of members."""
     members: frozenset[str]
-    """Whose processes it has started, or is."""
+    """Members whose processes it has started, or that it is."""
     is_member: bool
     term: int | None
-    """Which it says that it holds of its place."""
+    """Incarnation of its slot that it claims."""
     run: str | None
-    """Of which it says that it is."""
+    """Name of the run that it claims."""
     holder: int = 0
-    """By how-manyeth invitation it holds its place; 0 for who was started with the run's secret."""
+    """Number of the invitation by which it holds its slot; 0 if it was started with the run's secret."""
     ticket: str | None = None
-    """Which it shows; it is nobody yet."""
+    """Ticket that it shows; it holds no slot yet."""
 
 
 class Guests(Protocol):
-    """Who was invited."""
+    """Ticket holders."""
 
     def require_in(self, place: str, number: int) -> None:
-        """Raise Refused for who does not hold a place, or not any more."""
+        """Raise Refused if this holder does not hold the slot, or not any more."""
 
     def require_open(self, ticket: str) -> None:
-        """Raise Refused for a ticket that lets nobody in."""
+        """Raise Refused for a ticket that admits nobody."""
 
 
 class Callers:
-    """Of one run: members, and who has started them."""
+    """Callers of one run: its members and their launchers."""
 
     def __init__(self, secret: Secret, roster: Roster, encrypted: bool = False, guests: Guests | None = None) -> None:
-        """Without guests nobody is let in by a ticket."""
+        """Without `guests`, no ticket is accepted."""
         self._secret, self._encrypted, self._guests = secret, encrypted, guests
         self._members = {LAUNCHER: frozenset(roster.members), EXCHANGE: frozenset[str]()}
         for member, replica in roster.members.items():
@@ -65,12 +65,13 @@ class Callers:
         self._roster = roster
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of possible callers."""
         return len(self._members)
 
     def let_in(self, context: grpc.ServicerContext) -> Caller:
-        """Who makes a call that begins. Raises WrongToken for who does not show it, Refused for a guest that is let in
-        no more.
+        """Return the caller of a new call.
+
+        Raises WrongToken for a caller without credentials, Refused for a ticket holder that is no longer admitted.
         """
         caller = self.of(context)
         if caller.ticket is not None or caller.holder:
@@ -78,7 +79,10 @@ class Callers:
         return caller
 
     def of(self, context: grpc.ServicerContext) -> Caller:
-        """Who makes a call that was let in. Raises WrongToken for who does not show it, Refused for one of no place."""
+        """Return the caller of a call that was admitted.
+
+        Raises WrongToken for a caller without credentials, Refused for one whose slot the run no longer has.
+        """
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         found, term = self._shown(context, told), told.get(_TERM, "")
         ticket = ticket_of(found.name)
@@ -99,7 +103,7 @@ class Callers:
             self._guests.require_in(caller.name, caller.holder)
 
     def _shown(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> Shown:
-        """What a caller shows to be. Raises WrongToken if it does not show it."""
+        """Return what a caller proves to be. Raises WrongToken if it proves nothing."""
         if self._encrypted:
             found = shown_by(context)
             if found is None:
@@ -112,14 +116,14 @@ class Callers:
 
 
 def shown_certificate(context: grpc.ServicerContext) -> bytes:
-    """Of the connection of a call that was made by TLS, as PEM."""
+    """Return the certificate, as PEM, of the TLS connection of a call."""
     (found,) = context.auth_context()["x509_pem_cert"]
     assert isinstance(found, bytes)
     return found
 
 
 def shown_by(context: grpc.ServicerContext) -> Shown | None:
-    """What the certificate says by which a call's connection was made; None for one without TLS 1.3."""
+    """Return what the certificate of a call's connection says; None for a connection without TLS 1.3."""
     found = context.auth_context()
     if found.get("ssl_tls_version") != [b"TLSv1.3"]:
         return None
@@ -127,11 +131,11 @@ def shown_by(context: grpc.ServicerContext) -> Shown | None:
 
 
 _read = lru_cache(maxsize=1024)(read_certificate)
-"""A connection shows the same one at every call."""
+"""Parses a certificate; cached, because a connection shows the same one at every call."""
 
 
 def shown(credentials: Credentials, run: str | None = None, term: int | None = None) -> Metadata:
-    """The metadata by which a call shows who makes it, in which term of which run."""
+    """Return the metadata with which a call shows its caller, the run and the incarnation."""
     found = [(_NAME, credentials.name)]
     found += [] if credentials.identity is not None else [(_TOKEN, credentials.token)]
     found += [] if run is None else [(_RUN, run)]
@@ -140,6 +144,6 @@ def shown(credentials: Credentials, run: str | None = None, term: int | None = N
 
 
 def claimed(context: grpc.ServicerContext) -> str:
-    """How a caller calls itself, and where it is: for a complaint about it."""
+    """Return the name that a caller claims and its address, for an error message."""
     name = dict(context.invocation_metadata()).get(_NAME, "")
     return f"{name if isinstance(name, str) and name else 'a stranger'} at {context.peer()}"

@@ -1,4 +1,4 @@
-"""Makes gRPC channels and servers: the one place where their options are decided."""
+"""Creates gRPC channels and servers; all their options are set here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 
 PROTOCOL_VERSION = 12
-"""Of calls and frames alike. Members with different versions do not talk to each other."""
+"""Version of calls and frames. Members with different versions refuse each other."""
 
 Options = list[tuple[str, int | str]]
 
@@ -60,10 +60,10 @@ _CALLS_A_WORKER = 4
 def make_channel(
     address: str, identity: Identity | None = None, peer: str = "", route: Route | None = None
 ) -> grpc.Channel:
-    """A channel to HOST:PORT; it connects when it is first used.
+    """Return a channel to HOST:PORT, which connects when it is first used.
 
-    With an identity by TLS, where each side shows who it is; and only to the process of this name, wherever it is.
-    Without a `route` it is decided here, which may take seconds where the environment names a proxy.
+    With an identity it uses TLS, each side authenticates, and only the process named `peer` is accepted at any address.
+    Without a `route` the route is chosen here, which may take seconds if the environment names a proxy.
     """
     options = [*_OPTIONS, *_CHANNEL_OPTIONS, *_options_of(route or route_to(address))]
     if identity is None:
@@ -74,15 +74,15 @@ def make_channel(
 
 
 def _options_of(route: Route) -> Options:
-    """gRPC would take a proxy from the environment for loopback addresses, too."""
+    """Return the channel options of a route. By default gRPC uses a proxy of the environment for loopback, too."""
     return [("grpc.enable_http_proxy", 0)] if route.proxy is None else [("grpc.http_proxy", route.proxy.url)]
 
 
 @contextmanager
 def readiness(channel: grpc.Channel) -> Iterator[grpc.Future]:
-    """A future that is done when the channel is connected; nothing looks at the channel once the block is left.
+    """Yield a future that is done when the channel is connected, and end its polling after the block.
 
-    Else gRPC goes on to ask a channel that is closed by then, and prints where that fails.
+    Otherwise gRPC would poll a closed channel, and print the failure.
     """
     ready = grpc.channel_ready_future(channel)
     try:
@@ -94,12 +94,10 @@ def readiness(channel: grpc.Channel) -> Iterator[grpc.Future]:
 def make_server(
     listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_workers: int, identity: Identity | None = None
 ) -> tuple[grpc.Server, int]:
-    """A started server on HOST:PORT and its port (PORT 0 takes any free one). OSError if it cannot be had.
+    """Start a server on HOST:PORT; return it and its port (PORT 0 takes any free one). Raises OSError if it is busy.
 
-    With an identity by TLS, for processes of the same run alone.
-
-    Every open stream holds a worker, so `max_workers` must exceed the number of stage links. The caller must
-    stop the server, or the process cannot end.
+    With an identity it uses TLS, for processes of the same run only. Every open stream occupies a worker, so
+    `max_workers` must exceed the number of stage links. The caller must stop the server, or the process cannot end.
     """
     pool = ThreadPoolExecutor(max_workers, thread_name_prefix="rpc")
     most = _CALLS_A_WORKER * max_workers  # others are turned away, and not kept until a worker is free
@@ -120,7 +118,7 @@ def make_server(
 
 
 def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """With the certificate that is kept whenever somebody connects, where it is renewed."""
+    """Return the newest certificate for every new connection, because it is renewed while the server runs."""
 
     def latest() -> grpc.ServerCertificateConfiguration:
         pair = identity.key.encode(), identity.latest.certificate.encode()

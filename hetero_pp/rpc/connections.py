@@ -1,4 +1,4 @@
-"""How a member that is a process of its own reaches the rest of its run: over gRPC."""
+"""Connections of a member that is a process of its own to the rest of its run, over gRPC."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hetero_pp.topology import ParticipantsReplica
 CONNECT_TIMEOUT = 120.0
 
 REMEMBERED_REPORTS = 20_000
-"""By which a report that comes again is known; more than an exchange tells again."""
+"""Number of reports that are remembered to drop repeated ones: more than an exchange repeats."""
 
 
 def reports_of(
     address: str, credentials: Credentials, on_silence: Callable[[bool], None] = lambda _: None
 ) -> Iterator[Report]:
-    """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch.
+    """Yield every report of a run from the exchange at an address, until the run is over.
 
-    An exchange that is gone is waited for: another may take its place, and begins in its own way. `on_silence` is told
-    when it is gone or does not answer, and when it does again.
+    An exchange that is gone is waited for, as another may take its place. `on_silence` is told when it is gone or does
+    not answer, and when it answers again.
     """
     with closing(ExchangeClient(address, credentials)) as exchange:
         exchange.wait_until_ready(CONNECT_TIMEOUT)  # on a busy machine the first attempt may fail
@@ -51,7 +51,7 @@ def reports_of(
 
 
 class _Once:
-    """Lets every report through once: an exchange that was out of reach, and is not another one, tells them again."""
+    """Passes every report once, because an exchange repeats its reports after an interruption."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, None] = {}
@@ -67,7 +67,7 @@ class _Once:
 
 
 def tell_died(address: str, credentials: Credentials, member: str, cause: str, term: int | None) -> None:
-    """Tell the exchange at an address that a member's process has ended; in vain if it is gone, too."""
+    """Report to the exchange that a member's process has ended. Does nothing if the exchange is gone, too."""
     client = ExchangeClient(address, credentials, timeout=CONNECT_TIMEOUT)
     with closing(client) as exchange, suppress(HeteroPPError):
         exchange.wait_until_ready(CONNECT_TIMEOUT)
@@ -82,10 +82,10 @@ def reports_to_members(
     on_wait: Callable[[float, bool], None],
     on_refused: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Report]:
-    """Yield what some members report, and what concerns everybody, until these members are through.
+    """Yield the reports of some members and those that concern all, until these members are through.
 
-    An exchange that is gone is waited for, as another may take its place. While none answers, `on_wait` is told at
-    growing intervals for how long, and whether one had answered before. `on_refused`: see
+    An exchange that is gone is waited for, as another may take its place. While none answers, `on_wait` receives at
+    growing intervals the seconds waited and whether one had answered before. `on_refused`: as in
     ExchangeClient.wait_until_ready.
 
     Raises LinkTimeout, Refused if the exchange is not of the run. If the exchange ends before these members are
@@ -117,7 +117,7 @@ def reports_to_members(
 
 
 class NetworkConnections:
-    """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
+    """Connections of a member to the exchange at `address` and to its neighbouring stages. Implements Connections."""
 
     def __init__(
         self,
@@ -129,15 +129,13 @@ class NetworkConnections:
         faults: Faults = NO_FAULTS,
         listen: str = "",
     ) -> None:
-        """`listen`: for the stages beside it, instead of where the configuration says."""
+        """`listen`: address for the neighbouring stages, instead of the configured one."""
         self.lines, self._faults, self._listen = lines, faults, listen
         stores, timeout = spec.config.store.origins(), spec.config.exchange.timeout
         self.exchange = ExchangeClient(address, credentials, timeout=timeout, stores=stores)
         self._spec, self._member, self._credentials = spec, member, credentials
         self._refusals = Refusals(self._report_refusal)
         self._before, self._after = self._neighbours(address)
-        for neighbour in self._both:
-            neighbour.server.expect(0, None)  # nobody, until the first assignment tells of somebody
         self._server: StageLinkServer | None = None
         self._local: LocalAddress | None = None
         self._ends = LinkEnds()
@@ -148,7 +146,7 @@ class NetworkConnections:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the links, or abort them with what went wrong; listen no more, and leave the exchange."""
+        """Close the links, or abort them with the error; stop listening, and leave the exchange."""
         if error is None:
             self._ends.close()
         else:
@@ -169,7 +167,6 @@ class NetworkConnections:
         return [neighbour for neighbour in (self._before, self._after) if neighbour is not None]
 
     def listen(self) -> str:
-        """See Connections."""
         replica, stage = self._member.replica, self._member.stage
         if not self._both or stage is None or not isinstance(replica, ParticipantsReplica):
             return ""
@@ -189,7 +186,6 @@ class NetworkConnections:
         return RELAYED if listen == RELAYED else found
 
     def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
-        """See Connections: dial who is to be dialled, and wait for the others."""
         for neighbour, holder in zip((self._before, self._after), holders, strict=True):
             if neighbour is not None:
                 neighbour.server.expect(epoch, holder)
@@ -209,12 +205,11 @@ class NetworkConnections:
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:
-        """See Connections."""
         for neighbour in self._both:
             neighbour.give_up(before, cause)
 
     def _neighbours(self, exchange: str) -> tuple[Neighbour | None, Neighbour | None]:
-        """The stage before and the one after."""
+        """Return the stages before and after."""
         replica, stage = self._member.replica, self._member.stage
         if stage is None:
             return None, None
@@ -228,12 +223,12 @@ class NetworkConnections:
         return before, None if stage.is_last else neighbour(stage.index, "forward")
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
-        """Say why, before the connection's end says only that this member is gone."""
+        """Report the cause, before the end of the connection tells only that this member is gone."""
         failure = Failure(cause=cause, consequence=is_consequence)
         with suppress(HeteroPPError):  # if the exchange is gone too, the launcher sees the exit code
             self.exchange.report([Report(member=self._member.name, failure=failure)])
 
     def _report_refusal(self, refusal: Refusal) -> None:
-        """So that what a stage did not let in is counted for the run."""
+        """Report a refusal of a neighbour, so that the run counts it."""
         with suppress(HeteroPPError):  # who is refused is no reason to fail
             self.exchange.report([Report(member=self._member.name, refusal=refusal)])

@@ -1,6 +1,4 @@
-"""By what a process shows who it is: a certificate, or on one machine a token. Both come from the run's secret, which
-only launchers have.
-"""
+"""Credentials of processes: a certificate, or on one machine a token. Both follow from the launchers' secret."""
 
 from __future__ import annotations
 
@@ -19,19 +17,19 @@ from hetero_pp.rpc.certificates import Authority, Identity
 
 @dataclass(frozen=True)
 class Credentials:
-    """Of one process. It can act for nobody else, as none can be made from another's."""
+    """Credentials of one process. They are valid for its name only."""
 
     name: str
-    """A member; a replica, of who has started all its members; `exchange` or `launcher`, of who has started these."""
+    """A member, a replica (launcher of its members), `launcher`, or `exchange`."""
     token: str = ""
-    """Where there is no identity."""
+    """Token, used without an identity."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """By stage link: what its two ends show each other, and nobody else knows, where there is no identity."""
+    """Link name -> token that only its two ends know, used without an identity."""
     identity: Identity | None = None
-    """By which it connects, where that is by TLS."""
+    """Key and certificate for TLS."""
 
     def of_link(self, link: str) -> LinkCredentials:
-        """By which this process shows that it is an end of a link."""
+        """Return the credentials of this process at one end of a link."""
         return LinkCredentials(self.links.get(link, ""), self.identity)
 
     def to_json(self) -> str:
@@ -45,33 +43,33 @@ class Credentials:
 
 @dataclass(frozen=True)
 class LinkCredentials:
-    """Of one end of a stage link."""
+    """Credentials of one end of a stage link."""
 
     token: str = ""
-    """The link's, which only its two ends know; of no use where they have an identity."""
+    """Token that only the two ends of the link know; unused if they have an identity."""
     identity: Identity | None = None
 
 
 class Secret:
-    """Of one run: who has it can make everybody's credentials."""
+    """Secret of one run, from which the credentials of all its processes follow."""
 
     def __init__(self, text: str) -> None:
         self.text, self._key = text, text.encode()
 
     @cached_property
     def authority(self) -> Authority:
-        """That signs certificates of the run."""
+        """Authority that signs the certificates of the run."""
         return Authority(self.text)
 
     def credentials(self, name: str, links: Iterable[LinkSpec] = (), encrypted: bool = False) -> Credentials:
-        """Of the process of this name, and of those of these links that end at it."""
+        """Return the credentials of a process, which include those of its ends of these links."""
         if encrypted:
             return Credentials(name, identity=self.authority.identity(name))
         own = {link.name: self._derived("link", link.name) for link in links if name in (link.source, link.target)}
         return Credentials(name, self._derived("name", name), own)
 
     def is_of(self, name: str, token: str) -> bool:
-        """Whether a token is that of a name. Takes as long for every wrong one."""
+        """Return whether a token belongs to a name, in constant time."""
         return hmac.compare_digest(self._derived("name", name).encode(), token.encode())
 
     def _derived(self, kind: str, name: str) -> str:
@@ -79,37 +77,35 @@ class Secret:
 
 
 class Keys(Protocol):
-    """What a launcher has, to let processes in that it starts."""
+    """Source of credentials for the processes that a launcher starts."""
 
     def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
-        """Of the process of this name, and of those of these links that end at it."""
+        """Return the credentials of a process, which include those of its ends of these links."""
 
 
 @dataclass(frozen=True)
 class SecretKeys:
-    """Of who has the run's secret: everybody's. Implements Keys."""
+    """Credentials of all processes, for a launcher with the run's secret."""
 
     secret: Secret
     encrypted: bool
-    """Whether processes reach each other by TLS."""
+    """Whether processes connect by TLS."""
 
     def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
-        """See Keys."""
         return self.secret.credentials(name, links, self.encrypted)
 
 
 @dataclass(frozen=True)
 class InvitedKeys:
-    """Of who holds one place by a ticket: its own. Implements Keys."""
+    """Credentials of one slot, for a launcher with a ticket."""
 
     credentials: Credentials
 
     def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
-        """See Keys."""
         assert name == self.credentials.name
         return self.credentials
 
 
 def new_secret() -> str:
-    """For a run that begins."""
+    """Return a new secret, for a run that begins."""
     return secrets.token_hex(16)

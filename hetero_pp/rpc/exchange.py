@@ -1,7 +1,7 @@
-"""The exchange over gRPC: a server for any ExchangeService; its client is in exchange_client.
+"""Server of an exchange over gRPC; its client is in exchange_client.
 
-Control messages are protobuf; blobs and snapshots are a header and raw frames. Errors cross as status codes and are
-raised again as the errors they were.
+Blobs and snapshots are sent as a header and raw frames, all else as one message. Errors cross as status codes, and the
+client raises them again as the errors they were.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
-from hetero_pp.outer.exchange_service import Assignment, AvailableStates, HeldBy, Standing
-from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
+from hetero_pp.outer.exchange_service import Caller, HeldBy, IsAsked, always
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc.admission import MOST_BLAMED, Admission, Host, Lobby, Places, Told
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
@@ -44,30 +44,30 @@ from hetero_pp.run.spec import Roster
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
 
 MOST_UNREAD = 50_000
-"""Reports that who watches has not read, and is cut: it may watch again."""
+"""Unread reports at which a stream of reports is cut; its reader may open another."""
 
 REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
-"""Of one caller, and at once; who tells more waits."""
+"""Reports that one caller may send per second and at once; calls with more wait."""
 
 JOINS_A_MINUTE, JOINS_AT_ONCE = 10.0, 20
-"""How often one member may join: each time its group is formed anew, and the log keeps a file."""
+"""Joins of one member per minute and at once, because each reforms its group and adds a file to the run log."""
 
 STATES_MAX = 1_000
 """Saved states that a member may name when it joins."""
 
 SNAPSHOTS_IN_MEMORY_MAX = 3
-"""Rounds whose snapshots are sent at the same time, to any number of members."""
+"""Number of rounds whose snapshots are sent at the same time, to any number of members."""
 
 LONGEST_WAIT = 20.0
-"""Seconds that a call waits for something to happen; who wants to know asks again."""
+"""Seconds after which a call that waits ends; the caller repeats it."""
 
 MOST_OPEN = 16
-"""Calls of one caller at once. A member has five at most: it stays, beats, reports, waits, and sends or fetches."""
+"""Open calls of one caller. A member has at most five: stay, heartbeat, report, one that waits, one with a payload."""
 _SPARE = 8
-"""Threads that refuse strangers while everybody has all its calls open."""
+"""Threads that refuse strangers while all callers have all their calls open."""
 
 MOST_OF_A_NAME = 80
-"""Characters of how a caller calls itself."""
+"""Characters of the name that a caller claims."""
 
 _MOST_OPEN_OF_A_TICKET = 2
 
@@ -75,145 +75,87 @@ MOST_OPEN_OF_TICKETS = 32
 """Calls by tickets at once, of each of their two kinds: each call has a thread, and there may be many tickets."""
 
 MOST_OF_AN_ADDRESS = 300
-"""Characters: a host's name has at most 253."""
-
-IsAsked = Callable[[], bool]
+"""Characters of an address; a host name has at most 253."""
 
 
 @dataclass(frozen=True)
 class OpenHouse:
-    """Of a run that who shows a ticket may join."""
+    """Parts of a run that ticket holders may join."""
 
     host: Host
     places: Places
     told: Told
     lobby: Lobby
     unnamed: Collection[str] | None = None
-    """The slots that a ticket may take which names none; None: all of them."""
+    """Slots that a ticket without a slot may take; None: all."""
 
 
 class WatchedExchange(Protocol):
-    """The exchange, as the server asks it for all members: see ExchangeService. `term`: which the caller holds.
+    """The exchange as the server calls it, for all members: an ExchangeService and what members cannot call.
 
-    What waits for long may ask whether its caller is still there, and is woken when that changes.
+    A call that waits asks `caller.is_asked` whether its caller is still there, and is woken when that changes.
     """
 
     run: str
     roster: Roster
 
-    def agree(self, member: str, configuration: str, tokens: str) -> str: ...
+    def call(self, request: Message, caller: Caller) -> Any: ...
 
-    def join(
-        self,
-        member: str,
-        address: str,
-        available: AvailableStates,
-        process: str | None,
-        is_asked: IsAsked,
-        is_guest: bool = False,
-    ) -> int: ...
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]: ...
 
-    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
-        """A member was dialled where it says that it listens; None: it was not, as that is not of its own machine."""
+    def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
+        """Raise Refused, before any of it is kept, for a blob that the member may not send."""
 
-    def last_round(self, is_asked: IsAsked) -> int: ...
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None: ...
 
-    def changes(self, is_asked: IsAsked) -> Changes: ...
+    def upload_url(self, request: pb.Upload, caller: Caller) -> str | None:
+        """Return where a member may put a blob into the store itself.
 
-    def newest_snapshot(self, is_asked: IsAsked) -> tuple[int, Sequence[str]]: ...
+        None if the store has no such URLs; empty if the blob need not be sent.
+        """
 
-    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
+    def uploaded(self, request: pb.Upload, caller: Caller) -> None:
+        """Take a blob that a member has put there, as `deposit_blob` otherwise."""
 
-    def assign(
-        self,
-        member: str,
-        holds: int,
-        address: str,
-        trained: int,
-        term: int | None,
-        is_asked: IsAsked,
-        holder: int = 0,
-    ) -> Assignment: ...
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes: ...
 
-    def beat(
-        self,
-        member: str,
-        round_: int | None = None,
-        epoch: int = 0,
-        progress: int = 0,
-        computes: bool = False,
-        term: int | None = None,
-    ) -> Standing: ...
+    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
+        """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
 
-    def link_broke(self, member: str, epoch: int, cause: str, blames: str, term: int | None = None) -> Sequence[HeldBy]:
+    def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
         """As ExchangeService.broken. Return both ends of a link with a malformed message, if it has any."""
 
     def guests_beside(self, member: str) -> Sequence[HeldBy]:
         """Return the other members of a member's group that have a ticket."""
 
-    def died(self, member: str, cause: str, term: int | None = None) -> None:
-        """Who started a member's process knows that it has ended."""
+    def died(self, member: str, cause: str, term: int | None = None) -> None: ...
 
-    def expect(self, member: str, address: BlobAddress, size: int) -> None:
-        """A member is about to send a blob of so many bytes. Raises Refused, before any of it is kept."""
+    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
+        """Note that a member was reached where it says that it listens, or not.
 
-    def deposit(
-        self,
-        member: str,
-        address: BlobAddress,
-        data: bytes,
-        epoch: int | None = None,
-        steps: int = 0,
-        term: int | None = None,
-    ) -> None: ...
-
-    def upload_url(
-        self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None = None, term: int | None = None
-    ) -> str | None:
-        """Where a member may put a blob into the store itself; None if there is none, empty if it need not be sent."""
-
-    def uploaded(
-        self,
-        member: str,
-        address: BlobAddress,
-        sha256: bytes,
-        epoch: int | None = None,
-        steps: int = 0,
-        term: int | None = None,
-    ) -> None:
-        """A member has put a blob there; as `deposit` otherwise."""
-
-    def record(self, round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> pb.RoundRecord: ...
+        None: it was not dialled, because the address is not of its own machine.
+        """
 
     def wake(self) -> None:
-        """A caller is gone."""
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes: ...
-
-    def stored(self, member: str, round_: int, replica: str, block: str) -> pb.StoredBlob | None:
-        """Where a member may read a blob from the store itself; None if there is no such place."""
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None: ...
-
-    def report(self, reports: Sequence[pb.Report], term: int | None = None) -> None: ...
+        """Note that a caller is gone."""
 
     def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
-        """Every report, until the run is over; of some members only theirs, and what concerns everybody.
+        """Yield every report until the run is over; with `members` only theirs, and those that concern all members.
 
-        Raises TooMuch for who has not read so many of them.
+        Raises TooMuch for a caller that leaves so many of them unread.
         """
 
     def heard(self, member: str, term: int | None = None) -> None:
-        """Something came from a member, or reached it; which term it holds, if it says so."""
+        """Note a sign of life of a member, and the incarnation that it says it has."""
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """Count a message that was not let in."""
+        """Count a message that was refused."""
 
     def stay(self, member: str) -> None:
-        """A member is there. Wait until it has left, or every member is through."""
+        """Note that a member is there. Wait until it has left, or every member is through."""
 
     def left(self, member: str, node: str = "", term: int | None = None) -> None:
-        """A member's connection has ended, or that of one of its nodes."""
+        """Note that the connection of a member, or of one of its nodes, has ended."""
 
 
 def serve_exchange(
@@ -224,10 +166,10 @@ def serve_exchange(
     encrypted: bool = False,
     open_house: OpenHouse | None = None,
 ) -> tuple[grpc.Server, int]:
-    """Serve an exchange at HOST:PORT to those whose credentials are of the secret; the server and the port it got.
+    """Serve an exchange at HOST:PORT to callers with credentials of the secret; return the server and its port.
 
-    Of each caller at most so many calls are open. `encrypted`: by TLS, and with an open house for who shows a ticket,
-    too. Raises OSError if the port is busy.
+    `most_open`: calls that one caller may have open. `encrypted`: use TLS. `open_house`: also serve ticket holders,
+    which needs TLS. Raises OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
@@ -256,7 +198,7 @@ def serve_exchange(
 
 
 class _Servicer(ExchangeServicer):
-    """One method per call."""
+    """The calls of the service, and what each is checked for before the exchange answers it."""
 
     def __init__(
         self,
@@ -266,7 +208,7 @@ class _Servicer(ExchangeServicer):
         reach: Reach | None = None,
         guests: Host | None = None,
     ) -> None:
-        """With `reach` members are dialled where they say that they listen. `guests`: members with a ticket."""
+        """`reach`: dials members where they say that they listen. `guests`: members with a ticket."""
         self.exchange, self.callers, self._most_open, self._reach = exchange, callers, most_open, reach
         self._guests = guests
         self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
@@ -274,16 +216,16 @@ class _Servicer(ExchangeServicer):
         self._stalls = StreamWatch()
         self._counting = threading.Lock()
         self._sent: dict[int, list[grpc.ServicerContext]] = {}
-        """By round, the calls that send its snapshot."""
+        """Round -> calls that send its snapshot."""
         self.process = secrets.token_hex(8)
-        """Names this process: one that takes its place knows only what it is told itself."""
+        """Name of this process. Another one in its place does not know what members told this one."""
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For `make_server`."""
+        """Return the handler of all calls, for `make_server`."""
         return service_handler(SERVICE, self, self, self._most_open)
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """See Door. Refused are a stranger, who is of another run, and what is not the caller's to ask."""
+        """Return the caller's name. Raises Refused for strangers, members of other runs, and forbidden calls."""
         try:
             caller = self.callers.let_in(context)
         except WrongToken as error:
@@ -306,17 +248,30 @@ class _Servicer(ExchangeServicer):
         return caller.name
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """See Door."""
+        """Count a refusal, with bounds on the texts that the caller chose."""
         self.exchange.refuse(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
 
     def _member(self, context: grpc.ServicerContext) -> str:
         return self.callers.of(context).name
 
-    def _term(self, context: grpc.ServicerContext) -> int | None:
-        return self.callers.of(context).term
+    def _caller(self, context: grpc.ServicerContext, waits: bool = False) -> Caller:
+        """Return the caller. `waits`: ask whether it is there, so that lost callers do not keep all threads."""
+        found = self.callers.of(context)
+        return Caller(found.name, found.term, found.holder, self._is_asked(context) if waits else always)
+
+    def _answer(self, request: Message, context: grpc.ServicerContext) -> Any:
+        """Answer a request that needs no check beside the permission of its caller."""
+        return self.exchange.call(request, self._caller(context))
+
+    def _answer_later(self, request: Message, context: grpc.ServicerContext) -> Any:
+        """The same for a request whose reply may have to be waited for."""
+        return self.exchange.call(request, self._caller(context, waits=True))
+
+    Agree = Confirm = _answer
+    LastRound = Changes = NewestSnapshot = _answer_later
 
     def _end_revoked(self, member: str) -> None:
-        """End the incarnation of each place of a member's group that was revoked, so that its links are cut at once."""
+        """End the incarnations of a member's group whose tickets were revoked, so that their links are cut at once."""
         if self._guests is None:
             return
         for place, holder, term in self.exchange.guests_beside(member):
@@ -326,7 +281,7 @@ class _Servicer(ExchangeServicer):
                 self.exchange.died(place, str(error).removeprefix(f"{place}: "), term)
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
-        """Whether a call's caller is there. Else who comes and goes on a bad line would leave all threads waiting."""
+        """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
         context.add_callback(self.exchange.wake)
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
@@ -338,9 +293,6 @@ class _Servicer(ExchangeServicer):
             self.exchange.heard(member)
             yield frame
 
-    def Agree(self, request: pb.AgreeRequest, context: grpc.ServicerContext) -> pb.AgreeReply:
-        return pb.AgreeReply(run=self.exchange.agree(self._member(context), request.configuration, request.tokens))
-
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:
             raise Refused(
@@ -351,29 +303,21 @@ class _Servicer(ExchangeServicer):
             raise MalformedMessage(f"found more than {STATES_MAX} states in a request to join")
         if (seconds := self._joins.refused_for(self._member(context))) > 0:
             raise TooMuch(f"{self._member(context)} joins too often; it may try again in {seconds:.0f} s")
-        available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
-        process = request.process or None
-        caller, is_asked = self.callers.of(context), self._is_asked(context)
-        address = self._listens(context, request.address, is_new=True)
-        term = self.exchange.join(caller.name, address, available, process, is_asked, caller.holder > 0)
-        return pb.JoinReply(term=term)
+        request.damaged[:] = map(plain, request.damaged)
+        caller = self._caller(context, waits=True)
+        request.address = self._listens(context, request.address, is_new=True)
+        return self.exchange.call(request, caller)
 
     def _listens(self, context: grpc.ServicerContext, address: str, is_new: bool = False) -> str:
-        """Where a member says that it listens, once the exchange knows whether it is reached there."""
+        """Return where a member says that it listens. The exchange then knows whether the member is reached there."""
         member, address = self._member(context), plain(address, MOST_OF_AN_ADDRESS)
         if self._reach is not None:
             is_reached = self._reach.of(member, address, context.peer(), is_new)
             self.exchange.dialled(member, address, is_reached)
         return address
 
-    def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
-        return pb.LastRoundReply(last_round=self.exchange.last_round(self._is_asked(context)))
-
-    def Changes(self, request: pb.ChangesRequest, context: grpc.ServicerContext) -> pb.ChangesReply:
-        return pb.ChangesReply(changes=self.exchange.changes(self._is_asked(context)).to_json())
-
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
-        """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
+        """Wait with a member until the run is over. Tell the exchange if the member is gone before."""
         caller = self.callers.of(context)
         member, term = caller.name, caller.term
         if context.add_callback(lambda: self.exchange.left(member, request.node, term)):
@@ -383,68 +327,42 @@ class _Servicer(ExchangeServicer):
         return pb.StayReply()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
-        member, is_asked = self._member(context), self._is_asked(context)
-        address = self._listens(context, request.address)
-        caller = self.callers.of(context)
-        work = self.exchange.assign(
-            member, request.holds, address, request.trained, caller.term, is_asked, caller.holder
-        )
-        return pb.AssignReply(
-            round=work.round,
-            epoch=work.epoch,
-            downstream=work.downstream,
-            heals=work.heals,
-            is_first=work.is_first,
-            elapsed=work.elapsed,
-            upstream=work.upstream,
-            trained=work.trained,
-            upstream_holder=work.upstream_holder,
-            downstream_holder=work.downstream_holder,
-            changed=work.changed,
-        )
+        caller = self._caller(context, waits=True)
+        request.address = self._listens(context, request.address)
+        return self.exchange.call(request, caller)
 
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:
         self._end_revoked(self._member(context))
-        round_ = request.round if request.HasField("round") else None
-        found = self.exchange.beat(
-            self._member(context), round_, request.epoch, request.progress, request.computes, self._term(context)
-        )
-        return pb.BeatReply(is_over=found.is_over, suspended=found.suspended, cause=found.cause)
+        return self._answer(request, context)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
-        caller, cause = self.callers.of(context), plain(request.cause)
-        ends = self.exchange.link_broke(caller.name, request.epoch, cause, plain(request.blames), caller.term)
-        for place, holder, term in ends:
+        request.cause, request.blames = plain(request.cause), plain(request.blames)
+        for place, holder, term in self.exchange.link_broke(request, self._caller(context)):
             if holder and self._guests is not None and self._guests.blame(place, holder):
-                why = f"its ticket was revoked after {MOST_BLAMED} malformed messages: {cause}"
+                why = f"its ticket was revoked after {MOST_BLAMED} malformed messages: {request.cause}"
                 self.exchange.died(place, why, term)
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:
         require_process(self.callers.of(context), request.member)
-        self.exchange.died(request.member, plain(request.cause), request.term if request.HasField("term") else None)
-        return pb.DiedReply()
-
-    def NewestSnapshot(
-        self, request: pb.NewestSnapshotRequest, context: grpc.ServicerContext
-    ) -> pb.NewestSnapshotReply:
-        round_, names = self.exchange.newest_snapshot(self._is_asked(context))
-        return pb.NewestSnapshotReply(round=round_, names=names)
+        request.cause = plain(request.cause)
+        return self._answer(request, context)
 
     def Snapshot(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        is_newest = not request.HasField("round")
-        round_ = self.exchange.newest_snapshot(self._is_asked(context))[0] if is_newest else request.round
-        with self._sending(round_, context):
-            yield from self._snapshot(request.names, round_, context)
+        if not request.HasField("round"):
+            newest: pb.NewestSnapshotReply = self._answer_later(pb.NewestSnapshotRequest(), context)
+            request.round = newest.round
+        with self._sending(request.round, context):
+            yield from self._snapshot(request, context)
 
     @contextmanager
     def _sending(self, round_: int, context: grpc.ServicerContext) -> Iterator[None]:
-        """Note a snapshot that is being sent, as each round's is a whole model in memory.
+        """Note a snapshot that is being sent, because each round's is a whole model in memory.
 
-        If too many rounds are, cut the streams of the oldest one: a slow reader keeps nobody from a newer snapshot.
-        Raises TooMuch if this round is older than all of them.
+        If there are too many rounds, cut the streams of the oldest one: a slow reader keeps nobody from a newer
+        snapshot. Raises TooMuch if this round is older than all of them.
         """
         with self._counting:
             if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_IN_MEMORY_MAX:
@@ -461,10 +379,11 @@ class _Servicer(ExchangeServicer):
                 if left:
                     self._sent[round_] = left
 
-    def _snapshot(self, names: Sequence[str], round_: int, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _snapshot(self, request: pb.SnapshotRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        names = request.names
         if len(names) != len(set(names)):
             raise MalformedMessage("found a tensor named twice, expected unique names")
-        tensors = self.exchange.snapshot(names, round_)
+        tensors = self.exchange.read_snapshot(request, self._caller(context))
         header = pb.SnapshotHeader(names=names)
         for name in names:
             header.tensors.add(dtype=pb.FP32, shape=tensors[name].shape)
@@ -474,51 +393,40 @@ class _Servicer(ExchangeServicer):
     def Deposit(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.DepositReply:
-        member = self._member(context)
+        caller = self._caller(context)
 
         def announced(header: pb.BlobHeader) -> int:
-            self.exchange.expect(member, self._address(header), header.size)
+            self.exchange.expect(header, caller)
             return header.size
 
         header, data = read_frames(self._moving(frames, context), pb.BlobHeader, announced, MAX_BLOB_BYTES)
-        address = self._address(header)
-        self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, self._term(context))
+        self.exchange.deposit_blob(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
 
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
-        address, epoch = self._address(request.blob), request.blob.epoch
-        url = self.exchange.upload_url(self._member(context), address, request.sha256, epoch, self._term(context))
-        return pb.UploadUrlReply(url=url)
+        return pb.UploadUrlReply(url=self.exchange.upload_url(request, self._caller(context)))
 
     def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
-        address, epoch, steps = self._address(request.blob), request.blob.epoch, request.blob.steps
-        self.exchange.uploaded(self._member(context), address, request.sha256, epoch, steps, self._term(context))
+        self.exchange.uploaded(request, self._caller(context))
         return pb.DepositReply(exchange=self.process)
-
-    def _address(self, header: pb.BlobHeader) -> BlobAddress:
-        return BlobAddress(self.exchange.run, header.round, header.replica, header.block)
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         if request.exchange not in ("", self.process):
             raise ExchangeLost(
                 "this exchange does not have the contributions that the previous one received; sending them again"
             )
-        return self.exchange.record(request.round, self._member(context), self._term(context), self._is_asked(context))
+        return self._answer_later(request, context)
 
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        member, which = self._member(context), (request.round, request.replica, request.block)
-        stored = self.exchange.stored(member, *which) if request.reaches_store else None
-        data = b"" if stored is not None else self.exchange.fetch(member, *which)
+        caller = self._caller(context)
+        stored = self.exchange.stored(request, caller) if request.reaches_store else None
+        data = b"" if stored is not None else self.exchange.fetch_blob(request, caller)
         header = pb.BlobHeader(
             round=request.round, replica=request.replica, block=request.block, size=len(data), stored=stored
         )
         yield from self._moving(header_and_payload_frames(header, [data]), context)
-
-    def Confirm(self, request: pb.HashReport, context: grpc.ServicerContext) -> pb.HashReply:
-        self.exchange.confirm(self._member(context), request.round, dict(request.sha256), self._term(context))
-        return pb.HashReply()
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         caller = self.callers.of(context)
@@ -527,15 +435,16 @@ class _Servicer(ExchangeServicer):
             is_gone = threading.Event()
             context.add_callback(is_gone.set)
             is_gone.wait(seconds)
-        told, failed = list[pb.Report](), list[pb.Report]()
         for report in request.reports:
             require_report(report, caller.name, self.exchange.roster)
             report.member = caller.name
             report.DiscardUnknownFields()  # reports are remembered, whatever is in them
             make_plain(report)
-            (failed if caller.holder and report.HasField("failure") else told).append(report)
-        self.exchange.report(told, caller.term)
-        for report in failed:  # who was invited ends no run but its own part
+        failed = [one for one in request.reports if caller.holder and one.HasField("failure")]
+        if failed:
+            request = pb.ReportRequest(reports=[one for one in request.reports if not one.HasField("failure")])
+        self.exchange.call(request, self._caller(context))
+        for report in failed:  # a member with a ticket does not end the run, only its own part
             self.exchange.died(caller.name, report.failure.cause, caller.term)
         return pb.ReportReply()
 
@@ -543,7 +452,7 @@ class _Servicer(ExchangeServicer):
         yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)
 
     def _is_let_in(self, context: grpc.ServicerContext) -> IsAsked:
-        """Whether a call's caller is there, and still let in: who is not any more is refused, within a second or so."""
+        """Return a check that a call's caller is there; it raises Refused once the caller is not admitted any more."""
         due = 0.0
 
         def is_let_in() -> bool:

@@ -1,4 +1,4 @@
-"""The exchange at an address, as one member sees it: the client of the calls that rpc.exchange serves."""
+"""Client of the exchange at an address, for one member: makes the calls that rpc.exchange serves."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import torch
+from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import (
     AskAgain,
     ExchangeLost,
@@ -30,16 +30,9 @@ from hetero_pp.errors import (
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
-from hetero_pp.outer.exchange_service import (
-    FIRST_TOLD,
-    MOST_BETWEEN,
-    NO_STATES,
-    Assignment,
-    AvailableStates,
-    Standing,
-)
+from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN, Caller, ExchangeService, call_of
 from hetero_pp.proxies import route_to
-from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
@@ -51,33 +44,33 @@ from hetero_pp.store.presigned import download, is_of, upload, without_signature
 from hetero_pp.units import format_seconds
 
 STANDSTILL = 60.0
-"""Seconds after which an upload or a download of which nothing moves is given up."""
+"""Seconds without progress after which an upload or a download is given up."""
 
 ANSWER_SECONDS = LONGEST_WAIT + 10.0
-"""A call that is not answered in this time is made again: the exchange waits no longer than LONGEST_WAIT itself."""
+"""Seconds after which an unanswered call is repeated. The exchange itself waits at most LONGEST_WAIT."""
 
 STREAM_SECONDS = 6 * 3600.0
-"""Within which a contribution or a snapshot has crossed, however slow the line."""
+"""Seconds within which a contribution or a snapshot has to cross, on any line."""
 
 AGAIN_SECONDS = 0.1
-"""Between two attempts, where an exchange is there and ends the call at once."""
+"""Pause between two attempts if an exchange ends the call at once."""
 
 _AT_ONCE = 1.0
-"""Seconds within which a connection is made that is possible."""
+"""Seconds to connect before looking for the reason why there is no connection."""
 
 SECONDS_BETWEEN_LOOKS = 30.0
-"""At most, while the exchange is waited for, between two looks at whether another run answers at its address."""
+"""Longest time between two checks whether another run answers at the address of an exchange that is waited for."""
 
 BEAT_TIMEOUT = 5.0
-"""Seconds after which a beat that is not answered counts as lost: the next one may get through."""
+"""Seconds after which an unanswered heartbeat counts as lost; the next one may get through."""
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Answer = TypeVar("Answer")
 
 
-class ExchangeClient:
-    """The exchange at an address, as one member sees it. Implements ExchangeService."""
+class ExchangeClient(ExchangeService):
+    """The exchange at an address, as one member sees it. The credentials name the caller, whatever `caller` says."""
 
     def __init__(
         self,
@@ -87,113 +80,75 @@ class ExchangeClient:
         timeout: float | None = None,
         stores: Sequence[str] = (),
     ) -> None:
-        """`run` is the caller's idea of which run this is, which the exchange compares with its own.
+        """`run`: the run that the caller expects, which the exchange compares with its own.
 
-        `stores`: where the URLs that the exchange signs may lead, as SCHEME://HOST[:PORT]; without any, contributions
-        pass through the exchange. `timeout`: seconds that `agree` and `join` wait for the exchange to come up; by
-        default without a bound.
+        `stores`: allowed targets of the URLs that the exchange signs, as SCHEME://HOST[:PORT]; without any,
+        contributions pass through the exchange. `timeout`: seconds that `agree` and `join` wait for the exchange to
+        come up; None: no limit.
         """
         self.address = address
         self._timeout = timeout
         self._credentials, self._run = credentials, run
         self._wires = _Wires(address, credentials)
         self._was_trusted = False
-        """Whether the exchange has shown once that it is of this process's run."""
+        """Whether the exchange has ever proved to be of this process's run."""
         self._term: int | None = None
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
         self._stores = stores
         self._reaches_store = bool(stores)
-        """As far as is known; what cannot be had from there, or brought there, goes by the exchange."""
+        """Whether blobs go by the store; False once the store failed or the exchange signs no URLs."""
         self._told: set[str] = set()
-        """The exchange's processes that have noted something since the last record was asked for."""
+        """Exchange processes that took a deposit since the last request for a record."""
         self._closed = threading.Event()
 
     @property
     def has_joined(self) -> bool:
-        """Whether the exchange has let this member in."""
+        """Whether the exchange has admitted this member."""
         return self._stay is not None
 
     def close(self) -> None:
-        """End the connection; calls under way fail."""
+        """Close the connections; calls in progress fail."""
         self._closed.set()
         if self._stay is not None:
             self._stay.cancel()
         self._wires.close()
 
-    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
-        """See ExchangeService. Waits for the exchange to come up; the run is named in every later call.
-
-        Raises LinkTimeout if it does not come up in time.
-        """
-        request = pb.AgreeRequest(configuration=configuration, tokens=tokens)
-        self._run = self._ask(lambda calls: calls.Agree, request, wait=True).run
-        return self._run
-
     @property
     def _metadata(self) -> Metadata:
-        """Of every call."""
+        """Metadata of every call."""
         return shown(self._credentials, self._run, self._term)
 
-    def join(
-        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
-    ) -> int:
-        """See ExchangeService. Waits for the exchange to come up, and from then on is known to be there.
+    def call(self, request: Message, caller: Caller) -> Any:
+        """Make a call as this client's member, and repeat it until an exchange that is gone for a while has answered.
 
-        Raises LinkTimeout if it does not come up in time.
+        `agree` and `join` also wait for an exchange that has never answered; they raise LinkTimeout if it does not come
+        up in time. A heartbeat is sent once: it raises LinkClosed if the exchange does not answer at once.
         """
-        request = pb.JoinRequest(
-            version=PROTOCOL_VERSION,
-            address=address,
-            rounds=sorted(available.rounds),
-            damaged=available.damaged,
-            process=process or self._process,
-        )
-        self._term = term = self._ask(lambda calls: calls.Join, request, wait=True).term
-        self.stay()
-        return term
+        match request:
+            case pb.BeatRequest():
+                return self._beat(request)
+            case pb.RecordRequest():
+                return self._record(request)
+            case pb.JoinRequest():
+                request.version, request.process = PROTOCOL_VERSION, request.process or self._process
+                joined: pb.JoinReply = self._ask(request, wait=True)
+                self._term = joined.term
+                self.stay()
+                return joined
+            case pb.AgreeRequest():
+                agreed: pb.AgreeReply = self._ask(request, wait=True)
+                self._run = agreed.run
+                return agreed
+        return self._ask(request)
 
     def stay(self, node: str = "") -> None:
-        """From now on, be known to be there; with `node`, as a host beside the one that has joined for the member."""
+        """Show from now on that this process is there; `node`: as a host beside the one that has joined."""
         if self._stay is not None:
             self._stay.cancel()
         self._stay = self._wires.calls.Stay.future(pb.StayRequest(node=node), metadata=self._metadata)
 
-    def last_round(self) -> int:
-        """See ExchangeService."""
-        return self._ask(lambda calls: calls.LastRound, pb.LastRoundRequest()).last_round
-
-    def changes(self) -> Changes:
-        """See ExchangeService."""
-        return Changes.from_json(self._ask(lambda calls: calls.Changes, pb.ChangesRequest()).changes)
-
-    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
-        """See ExchangeService."""
-        reply = self._ask(lambda calls: calls.NewestSnapshot, pb.NewestSnapshotRequest())
-        return reply.round, list(reply.names)
-
-    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
-        """See ExchangeService."""
-        reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address, trained=trained))
-        return Assignment(
-            reply.round,
-            reply.epoch,
-            downstream=reply.downstream,
-            heals=reply.heals,
-            is_first=reply.is_first,
-            elapsed=reply.elapsed,
-            upstream=reply.upstream,
-            trained=reply.trained,
-            upstream_holder=reply.upstream_holder if reply.HasField("upstream_holder") else None,
-            downstream_holder=reply.downstream_holder if reply.HasField("downstream_holder") else None,
-            changed=reply.changed,
-        )
-
-    def beat(
-        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
-    ) -> Standing:
-        """See ExchangeService. Raises LinkClosed if the exchange does not answer at once."""
-        request = pb.BeatRequest(round=round_, epoch=epoch, progress=progress, computes=computes)
+    def _beat(self, request: pb.BeatRequest) -> pb.BeatReply:
         try:
             reply = self._wires.calls.Beat(request, metadata=self._metadata, timeout=BEAT_TIMEOUT)
         except grpc.RpcError as error:
@@ -202,48 +157,29 @@ class ExchangeClient:
             raise self._translate(error) from None
         if self._stay is not None and self._stay.done() and not self._closed.is_set():
             self.stay()  # the exchange was gone, and is there again
-        return Standing(reply.is_over, reply.suspended if reply.HasField("suspended") else None, reply.cause)
+        return reply
 
-    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
-        """See ExchangeService."""
-        self._ask(lambda calls: calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause, blames=blames))
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        return self._again(lambda: self._read_snapshot(request))
 
-    def died(self, member: str, cause: str, term: int | None = None) -> None:
-        """Tell that the process of a member has ended, as who started it knows; and which term it held."""
-        self._ask(lambda calls: calls.Died, pb.DiedRequest(member=member, cause=cause, term=term))
-
-    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
-        """See ExchangeService."""
-        return self._again(lambda: self._read_snapshot(names, round_))
-
-    def _read_snapshot(self, names: Sequence[str], round_: int | None) -> dict[str, Tensor]:
-        frames = self._stream(self._wires.snapshot, pb.SnapshotRequest(names=names, round=round_), STREAM_SECONDS)
+    def _read_snapshot(self, request: pb.SnapshotRequest) -> dict[str, Tensor]:
+        frames = self._stream(self._wires.snapshot, request, STREAM_SECONDS)
         tensors: dict[str, Tensor] = {}
 
         def room_for(header: pb.SnapshotHeader) -> Iterator[memoryview]:
-            if list(header.names) != list(names):
-                raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(names)}")
+            if header.names != request.names:
+                raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(request.names)}")
             tensors.update(_empty(header))
             return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
 
         read_into(frames, pb.SnapshotHeader, room_for)
         return tensors
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        """See ExchangeService."""
-        header = pb.BlobHeader(
-            round=address.round,
-            replica=address.replica,
-            block=address.block,
-            size=len(data),
-            epoch=epoch or 0,
-            steps=steps,
-        )
-
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._told.add(self._again(lambda: self._upload(header, data) or self._send(header, data)).exchange)
 
     def _upload(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply | None:
-        """Hand in a blob by way of the store; None if that cannot be done."""
+        """Deposit a blob by way of the store; return None if that cannot be done."""
         if not self._reaches_store:
             return None
         request = pb.Upload(blob=header, sha256=hashlib.sha256(data).digest())
@@ -268,7 +204,7 @@ class ExchangeClient:
             raise StoreError(f"found {without_signature(url)}, expected a URL of {' or '.join(self._stores)}")
 
     def _do_without(self, error: StoreError) -> None:
-        """From now on blobs go by the exchange: the store is where this member does not reach."""
+        """Send blobs to the exchange from now on, because this member does not reach the store."""
         self._reaches_store = False
         print(f"{error}; contributions are sent through the exchange from now on", file=sys.stderr, flush=True)
 
@@ -279,14 +215,15 @@ class ExchangeClient:
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
-    def record(self, round_: int, member: str | None = None) -> pb.RoundRecord:
-        """See ExchangeService. Raises ExchangeLost once an exchange that was gone meanwhile is there again: it may have
-        to hear again what was deposited.
+    def _record(self, request: pb.RecordRequest) -> pb.RoundRecord:
+        """Wait for a record. Raises ExchangeLost if the exchange was gone meanwhile, once it is there again.
+
+        The deposits of the round may then have to be repeated.
         """
         told, self._told = self._told, set()
         if len(told) > 1:
-            raise ExchangeLost(f"the exchange at {self.address} disconnected during round {round_}")
-        request = pb.RecordRequest(round=round_, exchange="".join(told))
+            raise ExchangeLost(f"the exchange at {self.address} disconnected during round {request.round}")
+        request.exchange = "".join(told)
         while True:
             try:
                 return self._wires.calls.Record(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
@@ -297,33 +234,23 @@ class ExchangeClient:
             if not isinstance(found, AskAgain):
                 raise found
 
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangeService."""
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        return self._again(lambda: self._fetch(request, self._reaches_store))
 
-        def read(by_store: bool) -> bytes:
-            request = pb.FetchRequest(round=round_, replica=replica, block=block, reaches_store=by_store)
-            frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
-            header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
-            if not header.HasField("stored"):
-                return bytes(data)
-            try:
-                self._require_store(header.stored.url)
-                return _downloaded(header.stored)
-            except StoreError as error:
-                self._do_without(error)
-            except FileNotFoundError:
-                pass  # the exchange says why
-            return read(by_store=False)
-
-        return self._again(lambda: read(self._reaches_store))
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangeService."""
-        self._ask(lambda calls: calls.Confirm, pb.HashReport(round=round_, sha256=sha256))
-
-    def report(self, reports: Sequence[pb.Report]) -> None:
-        """See ExchangeService."""
-        self._ask(lambda calls: calls.Report, pb.ReportRequest(reports=reports))
+    def _fetch(self, request: pb.FetchRequest, by_store: bool) -> bytes:
+        request.reaches_store = by_store
+        frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
+        header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
+        if not header.HasField("stored"):
+            return bytes(data)
+        try:
+            self._require_store(header.stored.url)
+            return _downloaded(header.stored)
+        except StoreError as error:
+            self._do_without(error)
+        except FileNotFoundError:
+            pass  # the exchange says why
+        return self._fetch(request, by_store=False)
 
     def wait_until_ready(
         self,
@@ -331,11 +258,11 @@ class ExchangeClient:
         on_wait: Callable[[float], None] = lambda _: None,
         on_refused: Callable[[str], None] = lambda cause: print(cause, file=sys.stderr, flush=True),
     ) -> None:
-        """Wait for the connection to the exchange; `on_wait` is told at growing intervals for how long already.
+        """Wait for the connection to the exchange. `on_wait` gets the seconds waited so far, at growing intervals.
 
-        Raises LinkTimeout; Refused if the two cannot connect, as they are not of one run. Once the exchange has been
-        trusted, only `on_refused` is told at first, and Refused is raised after `seconds`: whoever can answer at the
-        address of the exchange must not be able to end a member.
+        Raises LinkTimeout, or Refused if the two are not of one run. Once the exchange has been trusted, `on_refused`
+        gets the reason and Refused is raised only after `seconds`, so that another server at the exchange's address
+        cannot end a member.
         """
         with readiness(self._wires.control) as ready:
             self._wait_for(ready, seconds, on_wait, on_refused)
@@ -369,7 +296,7 @@ class ExchangeClient:
         raise refused or self._does_not_answer(seconds)
 
     def _refusal(self) -> Refused | None:
-        """Why a connection to the exchange does not come about, if that can be seen; connects once to find out."""
+        """Return why no connection to the exchange is possible, if one attempt shows it."""
         identity = self._credentials.identity
         try:
             require_trust(self.address, None if identity is None else identity.latest, self._wires.route)
@@ -387,26 +314,22 @@ class ExchangeClient:
         return LinkTimeout(f"the exchange at {self.address} did not answer within {within}; giving up")
 
     def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
-        """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
+        """Yield every report until the run is over; with `members` only theirs, and those that concern all members."""
         return self._stream(self._wires.calls.Watch, pb.WatchRequest(members=members))
 
-    def _ask(
-        self,
-        call: Callable[[ExchangeStub], grpc.UnaryUnaryMultiCallable[Request, Reply]],
-        request: Request,
-        wait: bool = False,
-    ) -> Reply:
-        """`wait`: for an exchange that has never answered. One that has is waited for until it is there again."""
+    def _ask(self, request: Message, wait: bool = False) -> Any:
+        """Make a call. `wait`: also wait for an exchange that has never answered."""
+        name = call_of(request).name
         limit = self._timeout if wait and self._timeout is not None else math.inf
         until = time.monotonic() + limit
         if wait:
             self.wait_until_ready(limit)
 
-        def ask() -> Reply:
+        def ask() -> Any:
             if (left := until - time.monotonic()) <= 0:
                 raise self._does_not_answer(limit)
             try:
-                ask_once, seconds = call(self._wires.calls), min(left, ANSWER_SECONDS)
+                ask_once, seconds = getattr(self._wires.calls, name), min(left, ANSWER_SECONDS)
                 return ask_once(request, metadata=self._metadata, wait_for_ready=wait, timeout=seconds)
             except grpc.RpcError as error:
                 raise self._translate(error) from None
@@ -414,7 +337,7 @@ class ExchangeClient:
         return self._again(ask)
 
     def _again(self, ask: Callable[[], Answer]) -> Answer:
-        """What may be asked twice, as often as it takes: the exchange may be gone for a while, and come back."""
+        """Repeat a call until it is answered, because the exchange may be gone for a while and come back."""
         while True:
             try:
                 return ask()
@@ -425,11 +348,11 @@ class ExchangeClient:
                 self.pause()
 
     def pause(self) -> None:
-        """A moment, before what failed is asked again."""
+        """Pause before a failed call is repeated."""
         self._closed.wait(AGAIN_SECONDS)
 
     def _await_return(self, lost: ExchangeLost) -> None:
-        """Wait until the exchange is there again. Raises what was `lost` if it never was, or is not wanted any more."""
+        """Wait until the exchange is there again. Raises `lost` if it never was there, or the client is closed."""
         if not self.has_joined or self._closed.is_set():
             raise lost
         if self._wires.are_outdated:
@@ -463,16 +386,16 @@ class ExchangeClient:
 
 
 class _Wires:
-    """The two connections to an exchange, and the calls that cross them."""
+    """The two connections to an exchange, and their calls."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._identity = None if credentials.identity is None else credentials.identity.latest
         self.route = route_to(address)
         self.control = make_channel(address, self._identity, EXCHANGE, self.route)
         self.calls = ExchangeStub(self.control)
-        # A connection of their own for what is large: on a slow line it would lie in front of everything else.
+        # A second connection for payloads, which would delay everything else on a slow line.
         self.bulk = bulk = make_channel(address, self._identity, EXCHANGE, self.route)
-        # The stub would take frames for messages; without a serializer they are bytes, and stay them.
+        # The stub would parse frames as messages; without a serializer they stay bytes.
         self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
             call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
         )
@@ -485,11 +408,11 @@ class _Wires:
 
     @property
     def are_outdated(self) -> bool:
-        """Whether the certificate was renewed by which they were made: once they break they stay so."""
+        """Whether the connections use a certificate that was renewed since, so that they cannot be restored."""
         return self._identity is not None and self._identity.latest != self._identity
 
     def close(self) -> None:
-        """Calls under way fail."""
+        """Close both connections; calls in progress fail."""
         self.control.close()
         self.bulk.close()
 
@@ -504,7 +427,7 @@ def _downloaded(stored: pb.StoredBlob) -> bytes:
 
 
 def _empty(header: pb.SnapshotHeader) -> dict[str, Tensor]:
-    """Room for the tensors of a snapshot: as large as the model, which is what the exchange is trusted with."""
+    """Return empty tensors for a snapshot, as large as the exchange says: it is trusted with the model's size."""
     if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.names) != len(header.tensors):
         raise MalformedMessage("a snapshot holds named tensors in fp32")
     return {name: torch.empty(*tensor.shape) for name, tensor in zip(header.names, header.tensors, strict=True)}

@@ -39,7 +39,7 @@ Header = TypeVar("Header", bound=Protobuf)
 
 
 def header_and_payload_frames(header: Protobuf, buffers: Iterable[memoryview | bytes]) -> Iterator[bytes]:
-    """The frames of a header and of buffers that form one payload. Copies once, as frames are asked for."""
+    """Yield the frames of a header and of buffers that form one payload. Copies once, when frames are taken."""
     head = header.SerializeToString()
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(f"found a header of {len(head)} bytes, expected at most {MAX_HEADER_BYTES}")
@@ -58,12 +58,12 @@ def header_and_payload_frames(header: Protobuf, buffers: Iterable[memoryview | b
 
 
 def encode(message: Message) -> Iterator[bytes]:
-    """The frames of a sealed message."""
+    """Return the frames of a sealed message."""
     return header_and_payload_frames(message.header, (_bytes_of(tensor) for tensor in message.tensors))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """A dense tensor's bytes, without a copy if it is on the CPU. By way of uint8: numpy knows no bf16."""
+    """Return a dense tensor's bytes, without a copy if it is on the CPU. Views uint8, because numpy has no bf16."""
     return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -91,7 +91,7 @@ class _Payload:
 
 
 def _split(frame: bytes, header_type: type[Header]) -> tuple[Header, int, memoryview]:
-    """A first frame's header, that header's length, and the payload behind it."""
+    """Return the header of a first frame, the header's length, and the payload after it."""
     if not PREFIX_BYTES <= len(frame) <= FRAME_BYTES:
         raise MalformedMessage(f"found a first frame of {len(frame)} bytes, expected {PREFIX_BYTES} to {FRAME_BYTES}")
     (length,) = _LENGTH.unpack_from(frame)
@@ -146,14 +146,14 @@ def _next(frames: Iterator[bytes]) -> bytes:
 
 
 class BufferPool:
-    """Buffers for received messages: fresh memory costs as much as the copy into it."""
+    """Buffers for received messages, reused because fresh memory costs as much as the copy into it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: deque[Tensor] = deque(maxlen=_KEPT_BUFFERS)
 
     def take(self, n_bytes: int) -> Tensor:
-        """A uint8 buffer of this size, rounded up: one that was given back, or a new one."""
+        """Return a uint8 buffer of this size, rounded up: a returned one, or a new one."""
         size = -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             for index, buffer in enumerate(self._free):
@@ -163,25 +163,25 @@ class BufferPool:
         return torch.empty(size, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
-        """Keep a buffer for another message; the oldest is dropped when there are many."""
+        """Keep a buffer for another message; drop the oldest one if there are many."""
         with self._lock:
             self._free.append(buffer)
 
     def recycle(self, message: Message) -> None:
-        """Use a message's buffer again. Does nothing for a message that has none or was recycled before."""
+        """Reuse a message's buffer. Does nothing for a message without one, or one that was recycled before."""
         if isinstance(message, ReceivedMessage) and message.lease:
             self.give(message.lease.pop())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceivedMessage(Message):
-    """A message whose tensors lie in a buffer of a pool, for as long as `lease` holds it."""
+    """Return a message whose tensors are in a buffer of a pool until `lease` returns it."""
 
     lease: list[Tensor] = field(default_factory=list, repr=False)
 
 
 class Decoder:
-    """Makes messages of frames. Not for several threads, but `recycle` may be called from any."""
+    """Assembles messages from frames. Not thread-safe, except `recycle`."""
 
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES, buffers: BufferPool | None = None) -> None:
         self._max = max_message_bytes
@@ -194,7 +194,7 @@ class Decoder:
         return self._payload is None
 
     def feed(self, frame: bytes) -> Message | None:
-        """Take the next frame; returns the message that it completes. Useless after MalformedMessage."""
+        """Take the next frame; return the message that it completes. Unusable after MalformedMessage."""
         if self._payload is None:
             header, header_bytes, part = _split(frame, LinkHeader)
             self._message, segments = self._allocate(header)
@@ -208,11 +208,11 @@ class Decoder:
         return message
 
     def recycle(self, message: Message) -> None:
-        """See BufferPool."""
+        """Take back the buffer of a message (BufferPool.recycle)."""
         self._pool.recycle(message)
 
     def _allocate(self, header: LinkHeader) -> tuple[ReceivedMessage, list[memoryview]]:
-        """A message with room for the tensors of this header, and that room in the order of the payload."""
+        """Return a message with memory for the tensors of this header, and that memory in the payload's order."""
         if len(header.tensors) > MAX_TENSORS:
             raise MalformedMessage(f"found {len(header.tensors)} tensors, expected at most {MAX_TENSORS}")
         sizes = [_tensor_bytes(tensor.dtype, tensor.shape, self._max) for tensor in header.tensors]
@@ -230,7 +230,7 @@ class Decoder:
 
 
 def _tensor_bytes(dtype: DType, shape: Iterable[int], max_bytes: int) -> int:
-    """The size of a tensor with this header; MalformedMessage if torch could not make it."""
+    """Return the size of a tensor with this header. Raises MalformedMessage if torch could not create it."""
     sizes = tuple(shape)
     if dtype not in WIRE_DTYPES:
         raise MalformedMessage(f"found a tensor of dtype {dtype}, expected one of {sorted(WIRE_DTYPES)}")

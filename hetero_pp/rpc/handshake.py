@@ -1,4 +1,4 @@
-"""Why a connection does not come about, in words: gRPC says only that it does not."""
+"""Explains why a connection fails, because gRPC says only that it does."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""One end of a stage link over the network, which goes on where its stream breaks and another takes its place.
+"""One end of a stage link over the network, which continues on a new stream when its stream breaks.
 
-In each direction of a stream go, behind a hello (see link_hello),
+Each direction of a stream carries, after a hello (see link_hello),
 
     frames of messages (see framing) ... | END
-    ACK, between two messages: so many have come whole
+    ACK, between two messages: the number of messages that have arrived whole
 
-Messages are counted over all streams of a link, and an END as one of them. What the other end has not said to have is
-held, and sent again on the next stream. An end that has sent END and has that of its peer is done once both have
-arrived.
+Messages are numbered over all streams of a link, and an END counts as one. Messages that the other end has not
+acknowledged are kept, and sent again on the next stream. An end is done once its END and its peer's END have arrived.
 """
 
 from __future__ import annotations
@@ -30,20 +29,21 @@ from hetero_pp.rpc.link_stream import LinkStream, Outgoing
 
 CLOSE_SECONDS = 5.0
 STOP_SECONDS = 1.0
-"""How long a link that has ended here may take to tell its peer why."""
+"""Seconds that an ended link may take to tell its peer why."""
 HELD_BYTES = 4 << 20
-"""The peer hears of what has come whole once it is so much, or ACKNOWLEDGED_EVERY messages: no sooner, as every word
-costs both ends time."""
+"""Received bytes after which they are acknowledged, or ACKNOWLEDGED_EVERY messages. Not each message, because an
+acknowledgement costs both ends time.
+"""
 
 OnRefusal = Callable[[str, str, Kind], None]
-"""Told of every refusal: (sender, reason, kind)."""
+"""Receives every refusal: (sender, reason, kind)."""
 
 _END = b"\x04"
 _ACK = b"\x06"
 
 
 class GrpcLinkEnd:
-    """One end; implements LinkEnd. gRPC's threads send, one thread of a stream's own receives."""
+    """One end of a link. gRPC's threads send; one thread for each stream receives."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class GrpcLinkEnd:
         patience: float,
         on_refusal: OnRefusal | None = None,
     ) -> None:
-        """Sends in `direction`. `lines`: those of the member at this end, which all its links share.
+        """Create the end that sends in `direction`. `lines`: the member's access lines, which all its links share.
 
-        Without a stream for longer than `patience` seconds the peer counts as gone.
+        After `patience` seconds without a stream the peer counts as gone.
         """
         opposite: Direction = "backward" if direction == "forward" else "forward"
         self.ledger = ledger
         self.session = session
         self.over: str | None = None
-        """Why it is of no use any more."""
+        """Why the link is over."""
         self.failure: str | None = None
         """Why it was aborted here."""
         self._accusation: PeerAtFault | None = None
-        """What the peer sent that no honest stage sends."""
+        """Error that names the peer, if the peer sent what no honest stage sends."""
         self.streams = 0
-        """That have been attached."""
+        """Number of attached streams."""
         self._last_stream = 0
         self._at_over: Callable[[], None] = lambda: None
         self._peer = spec.target if direction == "forward" else spec.source
@@ -84,7 +84,7 @@ class GrpcLinkEnd:
         self._stream: LinkStream | None = None
         self._timer: threading.Timer | None = None
         self._outbox: Outbox[tuple[Message, list[int]] | None] = Outbox()
-        """Messages and what their frames take on the wire; None stands for END."""
+        """Unacknowledged messages, and the wire bytes of their frames; None stands for END."""
         self._received = self._told = self._untold_bytes = 0
         self._has_ended = self._peer_closed = self._is_delivered = False
 
@@ -149,22 +149,22 @@ class GrpcLinkEnd:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a stream."""
+        """Whether a stream is attached."""
         with self._changed:
             return self._stream is not None
 
     @property
     def received(self) -> int:
-        """Messages that have come whole."""
+        """Number of messages that have arrived whole."""
         with self._changed:
             return self._received
 
     def new_stream(self) -> LinkStream:
-        """One on which nothing goes out before it is attached."""
+        """Return a stream that sends nothing before it is attached."""
         return LinkStream(self._leaving(), self._buffers)
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Call this once it is over, whyever; at once if it is."""
+        """Call this once the link is over for any reason; at once if it is already."""
         with self._changed:
             self._at_over = call
             is_over = self.over is not None
@@ -172,10 +172,10 @@ class GrpcLinkEnd:
             call()
 
     def attach(self, stream: LinkStream, number: int, arrived: int) -> int:
-        """Go on over stream `number`, in place of one before it; the peer has received so many messages.
+        """Continue on stream `number`; the peer has received `arrived` messages so far.
 
-        Returns how many this end has. Raises LinkClosed if it is over, or at a later stream, MalformedMessage if there
-        cannot be so many.
+        Returns the number that this end has received. Raises LinkClosed if the link is over or at a later stream,
+        MalformedMessage if there cannot be so many.
         """
         with self._changed:
             if self.over is not None:
@@ -201,7 +201,7 @@ class GrpcLinkEnd:
         return received
 
     def cut(self, stream: LinkStream, cause: str) -> None:
-        """This stream is broken: wait for another one, unless all has arrived on both sides."""
+        """Note that a stream is broken: wait for another one, unless everything has arrived on both sides."""
         with self._changed:
             if stream is self._stream and self._is_done:
                 self._finish()
@@ -217,7 +217,7 @@ class GrpcLinkEnd:
         stream.hang_up_after(STOP_SECONDS)
 
     def lost(self, cause: str) -> None:
-        """The link is over; what a peer sent before it closed can still be received."""
+        """End the link; what the peer sent before it closed can still be received."""
         with self._changed:
             is_first, self.over = self.over is None, self.over or cause
             at_over = self._at_over
@@ -235,14 +235,14 @@ class GrpcLinkEnd:
             at_over()
 
     def _finish(self) -> None:
-        """Both sides have everything; what is still inside, that this end has it, goes out."""
+        """End the stream, after the last acknowledgement, because both sides have everything."""
         stream, self._stream = self._stream, None
         self.lost(PEER_CLOSED)
         if stream is not None:
             stream.hang_up_after(STOP_SECONDS)
 
     def _wait(self, cause: str) -> None:
-        """For another stream, for as long as there is patience."""
+        """Wait for another stream for at most `patience` seconds."""
 
         def give_up() -> None:
             with self._changed:
@@ -254,7 +254,7 @@ class GrpcLinkEnd:
         self._timer.start()
 
     def wait_until_delivered(self, stream: LinkStream) -> str | None:
-        """Wait until the peer has everything, or not by this stream; returns why this end failed, if it did."""
+        """Wait until the peer has everything, or this stream is replaced; return why this end failed, if it did."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_delivered or self._stream is not stream)
             return self.failure
@@ -275,7 +275,7 @@ class GrpcLinkEnd:
     # ---- what comes ----
 
     def _take(self, stream: LinkStream, frame: bytes) -> None:
-        """One frame from the peer."""
+        """Take one frame from the peer."""
         if stream.decoder.between_messages and 0 < len(frame) < PREFIX_BYTES:
             self._take_control(stream, frame)
             return
@@ -314,12 +314,12 @@ class GrpcLinkEnd:
                 raise MalformedMessage(f"found the control byte {frame!r} in the wrong state")
 
     def _tell(self, stream: LinkStream) -> None:
-        """Say how many messages have come whole."""
+        """Acknowledge the messages that have arrived whole."""
         self._told, self._untold_bytes = self._received, 0
         stream.put_control(_ACK + low_bytes(self._received))
 
     def _put_end(self, stream: LinkStream) -> None:
-        """END, unless the peer has it; it is the last that goes out if the peer's is here."""
+        """Send END, unless the peer has it; it is the last frame if the peer's END is here."""
         if self._outbox:
             stream.put_control(_END)
         self._is_delivered = not self._outbox
@@ -327,7 +327,7 @@ class GrpcLinkEnd:
             stream.close()
 
     def _fail(self, stream: LinkStream, error: grpc.RpcError) -> None:
-        """gRPC says that a stream is broken; or the peer that it has aborted, which no other stream mends."""
+        """Note that gRPC reports a broken stream, or that the peer has aborted, which no other stream repairs."""
         if not isinstance(error, grpc.Call):
             self.cut(stream, "the peer closed the stream")
         elif error.code() is not grpc.StatusCode.ABORTED:

@@ -1,4 +1,4 @@
-"""The first frame of each direction of a stage link: who is there, and whether they belong here."""
+"""Hello of a stage link: the first frame of each direction, which says and checks who is at the other end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKEN = "token"
 
 
 class Complaint(NamedTuple):
-    """Why not to talk to somebody."""
+    """Reason to refuse the other end of a link."""
 
     kind: Kind
     reason: str
@@ -30,7 +30,7 @@ class Complaint(NamedTuple):
 
 @dataclass(frozen=True)
 class Introduction:
-    """Who a member is on one of its links, and who it expects at the other end."""
+    """A member's name on one of its links, and the neighbour that it expects."""
 
     credentials: LinkCredentials
     link: str
@@ -39,7 +39,7 @@ class Introduction:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """By which a call shows that it is the neighbour's, before anything of it is read."""
+        """Return whether a call proves to be the neighbour's, before anything of it is read."""
         return ((_TOKEN, self.credentials.token),) if self.credentials.identity is None else ()
 
     def holder_of(self, context: grpc.ServicerContext) -> int | None:
@@ -55,7 +55,7 @@ class Introduction:
         return hmac.compare_digest(token.encode(), self.credentials.token.encode())
 
     def hello(self, epoch: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
-        """What this member says first on a stream, when it has received so many messages of the link."""
+        """Return this member's hello for a stream, after `received` messages of the link."""
         return LinkHello(
             version=PROTOCOL_VERSION,
             token=self.credentials.token,
@@ -69,7 +69,7 @@ class Introduction:
         )
 
     def read(self, frame: bytes) -> tuple[LinkHello, Complaint | None]:
-        """Who says hello by this frame, and why not to talk to them; see `judge`."""
+        """Parse a hello; return it, and the reason to refuse its sender (see `judge`)."""
         if len(frame) > _MAX_HELLO_BYTES:
             reason = f"found a hello of {len(frame)} bytes, expected at most {_MAX_HELLO_BYTES}"
             return LinkHello(), Complaint(Kind.STRANGER, reason)
@@ -80,7 +80,7 @@ class Introduction:
         return hello, self.judge(hello)
 
     def judge(self, hello: LinkHello) -> Complaint | None:
-        """Why not to talk to who says this (None: they are who we wait for). Epochs are not looked at."""
+        """Return the reason to refuse the sender of a hello; None for the neighbour. Ignores the generation."""
         if not self._is_token(hello.token):
             return Complaint(Kind.STRANGER, "found another token than the link's")  # and is told no more
         wanted = {"version": PROTOCOL_VERSION, "link": self.link, "sender": self.peer}
@@ -91,7 +91,7 @@ class Introduction:
 
 
 def first_frame(frames: Iterator[bytes], timeout: float, cancel: Callable[[], object]) -> bytes:
-    """The first frame of a stream, which is cancelled if that does not come in time (grpc.RpcError)."""
+    """Return the first frame of a stream. If it does not come in time, cancel the stream, which raises RpcError."""
     timer = threading.Timer(timeout, cancel)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""One gRPC stream of a stage link, at one of its ends: what is to go out on it, and the message that comes in."""
+"""One end of one gRPC stream of a stage link: outgoing frames, and the message that is being received."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ Outgoing = ShapedQueue[Iterator[bytes]] | StreamQueue[Iterator[bytes]]
 
 
 class LinkStream:
-    """gRPC's threads take frames out, and hand those that come to the link's end."""
+    """Frames of one stream. gRPC's threads take outgoing ones, and pass received ones to the link's end."""
 
     def __init__(self, outgoing: Outgoing, buffers: BufferPool) -> None:
         self.decoder = Decoder(buffers=buffers)
         self.hang_up: Callable[[], object] = lambda: None
-        """Breaks the stream."""
+        """Cancels the stream."""
         self._outgoing = outgoing
 
     def put(self, message: Message, frames: Sequence[int]) -> None:
-        """A sealed message, behind all before it; `frames` are the bytes that its frames take on the wire."""
+        """Queue a sealed message; `frames` are the wire bytes of its frames."""
         parts = encode(message)
         for size in frames:
             self._outgoing.put(parts, [size])
 
     def put_control(self, control: bytes) -> None:
-        """A frame that takes no time on a shaped link."""
+        """Queue a frame that takes no time on a shaped link."""
         self._outgoing.put(iter([control]))
 
     def close(self) -> None:
-        """Nothing more goes out than what is inside."""
+        """End the stream after what is queued."""
         self._outgoing.close()
 
     def frames(self) -> Iterator[bytes]:
-        """What goes out, when it is due.
+        """Yield frames when they are due.
 
-        An item in the queue stands for the next frame of a message's iterator, so that tensors become bytes
-        here, in gRPC's thread, and no earlier than they must.
+        An item in the queue stands for the next frame of a message's iterator, so that tensors become bytes in gRPC's
+        thread, and no earlier than needed.
         """
         with suppress(LinkClosed):
             while True:
                 yield next(self._outgoing.get())
 
     def stop(self, cause: str) -> None:
-        """Nothing more goes out."""
+        """Drop what is queued, and end the stream."""
         self._outgoing.abort(cause)
 
     def hang_up_after(self, grace: float) -> None:
-        """Break the stream if it is not over by then."""
+        """Cancel the stream if it is not over by then."""
         timer = threading.Timer(grace, self.hang_up)
         timer.daemon = True
         timer.start()

@@ -1,4 +1,4 @@
-"""Memory that was freed: kept for frames that come soon, or given back to the system. With glibc only."""
+"""Allocator settings: whether freed memory is kept for the next frames or returned to the system (glibc only)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep what is freed, for the whole process; returns whether it could (glibc only).
+    """Let the allocator keep freed memory, for the whole process; return whether that is possible (glibc only).
 
-    gRPC and Python take fresh memory for every frame several times over. By default glibc hands much of it back to
-    the system at once, and getting it again page by page slows a link: .50 instead of .81 GB/s at 4 MiB, and nothing
-    at 512 KiB (medians of five alternating runs). For a program to call when it starts.
+    gRPC and Python allocate memory for every frame several times. By default glibc returns much of it to the system at
+    once, and page faults then slow a link: .50 instead of .81 GB/s at 4 MiB, and no difference at 512 KiB (medians of
+    five alternating runs). To be called when a program starts.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -26,9 +26,9 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def giving_freed_memory_back(every: float) -> Iterator[None]:
-    """Meanwhile nothing is kept that has been free for so many seconds.
+    """Return freed memory to the system at this interval, in seconds, while the block runs.
 
-    For who serves others: thousands of strangers who connect, and are turned away, else leave hundreds of megabytes.
+    For servers: thousands of refused connections would otherwise leave hundreds of megabytes.
     """
     is_over = threading.Event()
     if platform.libc_ver()[0] == "glibc":

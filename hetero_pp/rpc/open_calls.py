@@ -1,4 +1,4 @@
-"""How many calls of one caller are open at once: a bounded number, so that nobody takes the threads of others."""
+"""Bounds the open calls of each caller, so that no caller occupies the threads of others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hetero_pp.errors import TooMuch
 
 
 class OpenCalls:
-    """Of one server."""
+    """Open calls on one server."""
 
     def __init__(self, most: int, what: str = "calls") -> None:
-        """`most`: how many each caller may have open; `what`: their plural in error messages."""
+        """`most`: open calls of each caller; `what`: their plural in error messages."""
         self._most, self._what = most, what
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @contextmanager
     def one_more(self, caller: str) -> Iterator[None]:
-        """While the block runs. Raises TooMuch."""
+        """Count one more call while the block runs. Raises TooMuch."""
         with self._lock:
             if self._open[caller] >= self._most:
                 raise TooMuch(f"{caller} has {self._most} {self._what} open, expected no more")

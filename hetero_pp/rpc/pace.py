@@ -10,16 +10,16 @@ from hetero_pp.errors import TooMuch
 
 
 class Pace:
-    """Of each caller a bucket that fills at a rate, up to a burst. Safe to use from many threads."""
+    """A bucket for each caller that fills at a rate, up to a burst. Thread-safe."""
 
     def __init__(self, a_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._burst, self._clock = a_second, burst, clock
         self._lock = threading.Lock()
         self._empty_until: dict[str, float] = {}
-        """By caller, when its bucket had been empty, or will be: since then it fills."""
+        """Caller -> time at which its bucket was or will be empty; it fills from then on."""
 
     def due_in(self, caller: str, count: int) -> float:
-        """Seconds to wait before so much is taken in. Raises TooMuch for more than a burst."""
+        """Return the seconds to wait before `count` more are allowed. Raises TooMuch for more than a burst."""
         if count > self._burst:
             raise TooMuch(f"{caller} has sent {count} at once, expected at most {self._burst}")
         with self._lock:
@@ -49,6 +49,6 @@ class Pace:
         return now - self._burst / self._rate
 
     def _forget_full(self, now: float) -> None:
-        """Forget callers whose buckets are full: they are as good as new."""
+        """Forget callers whose buckets are full, which are like new ones."""
         full = self._full_since(now)
         self._empty_until = {caller: since for caller, since in self._empty_until.items() if since > full}

@@ -1,4 +1,4 @@
-"""Who may make which call of the exchange, and what of it has to be the caller's own: one table."""
+"""Permissions: which caller may make which call of the exchange, and what it may report. One table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.run.spec import Roster
 
 
 class Whose(Enum):
-    """What a caller needs."""
+    """Property that a caller needs."""
 
     RUN = "belongs to the run"
     TICKET = "shows a ticket"
@@ -49,8 +49,9 @@ CALLS: Mapping[str, Whose] = {
     "Status": Whose.RUN,
     "Carry": Whose.PLACE,
 }
-"""Whose each call is. Which blocks, rounds and parameters are a member's own, the exchange knows; which
-links, the relay."""
+"""Permission of each call. The exchange checks that blocks, rounds and parameters are the member's own; the relay
+checks the links.
+"""
 
 
 def _own_replica(report: Report, member: str, roster: Roster) -> bool:
@@ -77,11 +78,11 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
     "refusal": _anything,
     "finished": _anything,
 }
-"""What a member may tell, and whether that is of itself. What is not here the exchange alone tells."""
+"""Events that a member may report, and the check that they are its own. All others come from the exchange only."""
 
 
 def require_call(call: str, caller: Caller) -> None:
-    """Raise Forbidden if a call is not the caller's to make."""
+    """Raise Forbidden if the caller may not make a call."""
     whose = CALLS[call]
     if (whose is Whose.TICKET) != (caller.ticket is not None):
         raise Forbidden(f"{call} is not allowed {'with' if caller.ticket else 'without'} a ticket")
@@ -94,13 +95,13 @@ def require_call(call: str, caller: Caller) -> None:
 
 
 def require_process(caller: Caller, member: str) -> None:
-    """Raise Forbidden for who neither is a member's process nor has started it."""
+    """Raise Forbidden unless the caller is a member's process or its launcher."""
     if member not in caller.members:
         raise Forbidden(f"{caller.name} did not start {member}, so it cannot act for it")
 
 
 def require_report(report: Report, member: str, roster: Roster) -> None:
-    """Raise Forbidden for what is not a member's to tell."""
+    """Raise Forbidden for an event that the member may not report."""
     event = report.WhichOneof("event")
     is_own = REPORTS.get(event or "")
     if is_own is None or not is_own(report, member, roster):

@@ -1,4 +1,4 @@
-"""Text that others have sent, made fit for a terminal: short, in one line, and without control characters."""
+"""Makes text from others fit for a terminal: short, on one line, and without control characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_CHARACTERS = 2_000
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
-    """At most so many characters of it, all of them printable: others as their escapes, white space as blanks."""
+    """Return at most `most` characters, all printable: white space as blanks, other characters as their escapes."""
     cut = text[:most] + ("…" if len(text) > most else "")
     if cut.isprintable():
         return cut
@@ -19,7 +19,7 @@ def plain(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def make_plain(message: Message) -> None:
-    """Every text in a message, however deep."""
+    """Apply `plain` to every text in a message, at any depth."""
     for field, value in message.ListFields():
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             for one in [value] if isinstance(value, Message) else value:

@@ -1,4 +1,4 @@
-"""Whether the exchange reaches members where they say that they listen: who cannot be dialled does the dialling."""
+"""Reachability: dials members where they say that they listen. A member that is not reached has to dial instead."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel, readiness
 
 DIAL_SECONDS = 4.0
-"""In which a member is to answer."""
+"""Seconds within which a member has to answer."""
 
 
 class Reach:
-    """Of one run's members, which are dialled by TLS: only who shows to be that member has been reached."""
+    """Members of one run, dialled by TLS: only a process that proves to be the member counts as reached."""
 
     def __init__(self, identity: Identity) -> None:
         """`identity`: the exchange's."""
         self._identity = identity
         self._lock = threading.Lock()
         self._found: dict[str, tuple[str, bool]] = {}
-        """By member, where it was dialled last and whether it answered."""
+        """Member -> where it was dialled last, and whether it answered."""
 
     def of(self, member: str, address: str, peer: str, is_new: bool) -> bool | None:
-        """Whether a member answers at HOST:PORT; one that `is_new` is dialled again, and else what was found stands.
+        """Return whether a member answers at HOST:PORT. The last result is reused unless the member `is_new`.
 
-        `peer`: from where it calls, as gRPC says it. None for an address that is not there: nobody learns by this what
-        else the exchange reaches.
+        `peer`: the address from which it calls, as gRPC names it. Returns None for an address on another machine, so
+        that no caller can use the exchange to learn what else it reaches.
         """
         with self._lock:
             known = self._found.get(member)
@@ -56,7 +56,7 @@ class Reach:
 
 
 def _of(address: str, peer: str) -> str | None:
-    """A HOST:PORT by number, if it is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+    """Return a numeric HOST:PORT, if it is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
     host, _, port = address.rpartition(":")
     family, _, caller = peer.partition(":")
     if family not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -72,7 +72,7 @@ def _of(address: str, peer: str) -> str | None:
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Of a numeric host; the IPv4 one, where that is written as IPv6."""
+    """Return a numeric address; the IPv4 one if it is written as IPv6."""
     try:
         found = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""The relay: carries what the two ends of a stage link say to each other, where neither can be dialled.
+"""Relay of stage links, for two ends of which neither can be dialled. It is part of the exchange's server.
 
-Both dial the exchange. What is carried is a connection of their own, by TLS from end to end: it can be cut here, and
-neither read nor changed. Nothing is kept but what is on its way, which is bounded: an end says only what it has credit
-for. What nobody read would else be kept by gRPC, tens of megabytes a call.
+Both ends dial the exchange. The relayed bytes are a TLS connection from end to end, so that the exchange can cut it but
+neither read nor change it. Only bytes in transit are kept, and these are bounded: an end sends only as much as it has
+credit for. Otherwise gRPC would keep unread bytes, tens of megabytes a call.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ from hetero_pp.rpc.services import Door
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
 LINK = "link"
-"""The key of a call's metadata that says what it carries."""
+"""Metadata key that names the link of a call."""
 
 CARRIED_BYTES = 128 << 10
-"""In one frame, at most."""
+"""Largest frame in bytes."""
 
 CREDIT = 2 << 20
-"""Bytes that an end may have said which the other one has not taken."""
+"""Bytes that an end may have sent and the other end has not read."""
 
 TAKEN_BYTES = 256 << 10
-"""Told to who said them by an empty frame, which is credit for as many more. The first are told when both ends met."""
+"""Bytes of credit that an empty frame grants to their sender. The first are granted when both ends have met."""
 
 LEAST_COST = 1 << 10
-"""Of a frame in bytes of credit, as small ones take memory, too."""
+"""Bytes of credit that a small frame costs, because it takes memory, too."""
 
 MOST_CARRIED = 8
-"""Calls of one member at once: of each of its links what is in use, what is left of those before, and one to come."""
+"""Open calls of one member: for each link one in use, remains of former ones, and one to come."""
 
 LONGEST_WAIT = 20.0
-"""Seconds that a call waits for the other end; who wants to be found asks again."""
+"""Seconds that a call waits for the other end; its caller then repeats it."""
 
 LOOK_SECONDS = 1.0
-"""After which it is looked again whether who sends is let in."""
+"""Interval in seconds at which it is checked whether the sender is still admitted."""
 
 _MOST_WAITING = 4
-"""Calls of one link that wait: of a machine that was cut off some may not be known to be gone."""
+"""Waiting calls of one link: a machine that was cut off may have left some that are not known to be gone."""
 
 _LAST_WORD_SECONDS = 1.0
-"""In which who said too much is told so; then its call is cut, if it reads nothing."""
+"""Seconds for the error to reach an end that exceeded its credit; then its call is cut."""
 
 _LAST_FRAMES_SECONDS = 10.0
-"""In which an end is to read what is on its way, if the other has gone."""
+"""Seconds for an end to read what is in transit, once the other end has gone."""
 
 
 def cost_of(frame: bytes) -> int:
-    """Bytes of credit."""
+    """Return the credit in bytes that a frame costs."""
     return max(len(frame), LEAST_COST)
 
 
 class Relay(RelayServicer):
-    """Of one run."""
+    """Relay of one run."""
 
     def __init__(self, callers: Callers, counts: Mapping[tuple[str, str], str], door: Door) -> None:
-        """`counts`: (link, direction) -> member that sends there; see Roster."""
+        """`counts`: (link, direction) -> member that sends there (Roster.counts)."""
         self.carried: Counter[str] = Counter()
-        """By link, bytes in both directions."""
+        """Link -> relayed bytes in both directions."""
         self._callers, self._counts, self._door = callers, counts, door
         self._changed = threading.Condition()
         self._waiting: Mapping[str, deque[_Half]] = defaultdict(deque)
 
     def carried_for(self, member: str) -> int:
-        """Bytes in both directions, of all links of which it is an end."""
+        """Return the relayed bytes, in both directions, of all links of a member."""
         links = {link for (link, _), sender in self._counts.items() if sender == member}
         with self._changed:
             return sum(self.carried[link] for link in links)
@@ -83,7 +83,7 @@ class Relay(RelayServicer):
     def Carry(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """Raises Forbidden for who is no end of the link, AskAgain if the other end does not come."""
+        """Relay a call. Raises Forbidden for a caller that is no end of the link, AskAgain if the other is away."""
         caller, link, dials = self._which(context)
         half = _Half(caller, link, context.cancel)
         if not context.add_callback(partial(self._is_over, half)):
@@ -98,9 +98,9 @@ class Relay(RelayServicer):
             raise half.complaint
 
     def _which(self, context: grpc.ServicerContext) -> tuple[str, str, bool]:
-        """Who makes a call, the link that it is for, and whether the caller is the one that dials.
+        """Return the caller, the link of its call, and whether the caller is the end that dials.
 
-        Here that is the stage before: which of the two is a server to the other is all the same to who carries it.
+        Here the stage before is the one that dials; the relay works alike for both.
         """
         caller = self._callers.of(context).name
         link = dict(context.invocation_metadata()).get(LINK, "")
@@ -110,7 +110,7 @@ class Relay(RelayServicer):
         return caller, str(link), caller == dialler
 
     def _be_found(self, half: _Half) -> None:
-        """Wait for who dials."""
+        """Wait for the end that dials."""
         with self._changed:
             waiting = self._waiting[half.link]
             waiting.append(half)
@@ -124,7 +124,7 @@ class Relay(RelayServicer):
                 raise half.complaint or AskAgain(f"no member dialled {half.link}")
 
     def _find(self, half: _Half) -> None:
-        """Meet who waits to be dialled: the last that came is the likeliest to be there."""
+        """Meet an end that waits to be dialled: the newest one, which is the likeliest to be there."""
         with self._changed:
             waiting = self._waiting[half.link]
             self._changed.wait_for(lambda: waiting or half.is_closed, LONGEST_WAIT)
@@ -142,7 +142,7 @@ class Relay(RelayServicer):
         half.forget()
 
     def _end(self, half: _Half) -> None:
-        """Nothing more goes to it, nor to the other end."""
+        """End a connection for both ends."""
         with self._changed:
             for end in (half, half.peer):
                 if end is not None:
@@ -152,7 +152,7 @@ class Relay(RelayServicer):
             self._changed.notify_all()
 
     def _of_who_is_let_in(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The same, until their sender was taken back."""
+        """Yield the same frames until their sender's ticket is revoked."""
         due = time.monotonic() + LOOK_SECONDS
         for frame in frames:
             if time.monotonic() >= due:
@@ -161,9 +161,9 @@ class Relay(RelayServicer):
             yield frame
 
     def _read(self, frames: Iterator[bytes], context: grpc.ServicerContext, half: _Half) -> None:
-        """Pass on what an end says, until it has gone, the other one has, or it says what it may not.
+        """Pass on the frames of an end until one end is gone or the sender exceeds its credit.
 
-        It is always read: what waits, waits where it is counted.
+        Frames are always read, so that they wait only where their bytes are counted.
         """
         try:
             for frame in self._of_who_is_let_in(frames, context):
@@ -185,7 +185,7 @@ class Relay(RelayServicer):
 
 
 class _Half:
-    """One end of a connection, and what goes to it."""
+    """One end of a relayed connection, and the frames on their way to it."""
 
     def __init__(self, caller: str, link: str, cut: Callable[[], object]) -> None:
         """`cut` ends its call."""
@@ -193,15 +193,15 @@ class _Half:
         self.peer: _Half | None = None
         self.is_closed = False
         self.is_over = threading.Event()
-        """Its call."""
+        """Ends its call."""
         self.complaint: Refused | None = None
-        """Of what it has said."""
+        """Bytes in transit that it has sent."""
         self._frames: deque[bytes] = deque()
         self._held, self._taken, self._due = 0, 0, 0
         self._changed = threading.Condition()
 
     def say(self, frame: bytes) -> bool:
-        """Pass on what it says; returns False if the other end is gone. Raises MalformedMessage."""
+        """Pass a frame to the other end; return False if that is gone. Raises MalformedMessage."""
         if not 0 < len(frame) <= CARRIED_BYTES:
             raise MalformedMessage(f"found a frame of {len(frame)} bytes, expected 1 to {CARRIED_BYTES}")
         peer = self.peer
@@ -212,7 +212,7 @@ class _Half:
         return peer.put(frame)
 
     def put(self, frame: bytes) -> bool:
-        """Keep a frame for it; returns False if it is gone. Raises MalformedMessage beyond the sender's credit."""
+        """Keep a frame for this end; return False if it is gone. Raises MalformedMessage beyond the sender's credit."""
         with self._changed:
             if self._held + cost_of(frame) > CREDIT:
                 raise MalformedMessage(f"found more than {CREDIT} bytes at once, expected at most the credit")
@@ -223,13 +223,13 @@ class _Half:
             return not self.is_closed
 
     def earn(self, frames: int) -> None:
-        """Credit for it, by so many empty frames."""
+        """Grant credit to this end, by so many empty frames."""
         with self._changed:
             self._due += frames
             self._changed.notify_all()
 
     def frames(self) -> Iterator[bytes]:
-        """As they come, until it is closed, and those that are on their way."""
+        """Yield frames as they come until the end is closed, and then those in transit."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.is_closed or self._frames or self._due)
@@ -245,7 +245,7 @@ class _Half:
                 self._take(cost_of(frame))
 
     def _take(self, cost: int) -> None:
-        """It has got a frame."""
+        """Note that this end has received a frame."""
         with self._changed:
             self._held -= cost
             full, self._taken = divmod(self._taken + cost, TAKEN_BYTES)
@@ -254,12 +254,12 @@ class _Half:
             peer.earn(full)
 
     def forget(self) -> None:
-        """What goes to it: both ends keep each other, and else megabytes, until Python looks."""
+        """Drop the references between both ends, which would keep megabytes until the garbage collector runs."""
         with self._changed:
             self._frames.clear()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close this end: no frame follows."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()

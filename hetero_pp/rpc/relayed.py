@@ -1,7 +1,7 @@
-"""How the two ends of a stage link reach each other through the relay of the exchange: both dial it, and nobody else.
+"""Stage links through the relay of the exchange: both ends dial the exchange, and no port is open.
 
-gRPC dials and is dialled by addresses. So the stage that dials does so at a socket of this machine, and what is said
-there goes to the relay, as far as there is credit for it; the other has what comes from it dial where it listens.
+gRPC connects to addresses. So the dialling stage connects to a socket of its own machine, whose bytes go to the relay
+as far as there is credit; at the other stage, the bytes from the relay go to a connection to its listener.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hetero_pp.rpc.services import call_path
 from hetero_pp.sockets import socket_folder
 
 _AGAIN_SECONDS = 0.5
-"""After which a relay that is gone is asked again."""
+"""Pause in seconds before a relay that is gone is called again."""
 _UNIX = "unix:"
 
 
 class _Call(Iterator[bytes], Protocol):
-    """What comes through the relay."""
+    """Frames from the relay."""
 
     def cancel(self) -> bool: ...
 
 
 class LocalAddress:
-    """Of this machine, for gRPC: a socket in a folder of its own, into which only its owner can look."""
+    """A Unix socket for gRPC, in a folder that only its owner can open."""
 
     def __init__(self) -> None:
         self._folder = socket_folder()
@@ -46,16 +46,16 @@ class LocalAddress:
 
     @property
     def path(self) -> str:
-        """Of the socket."""
+        """Path of the socket."""
         return str(self._folder / "link")
 
     def close(self) -> None:
-        """It is needed no more."""
+        """Remove the socket."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Relayed:
-    """Of one member to one neighbour: what its two kinds have in common."""
+    """Relayed link of one member to one neighbour: what both ends have in common."""
 
     def __init__(self, exchange: str, credentials: Credentials, link: str) -> None:
         """`exchange`: HOST:PORT; `credentials`: the member's, with an identity."""
@@ -68,7 +68,7 @@ class Relayed:
         self._is_closed = threading.Event()
 
     def close(self) -> None:
-        """Cut what is carried, and carry nothing more."""
+        """Cut the connections, and relay nothing more."""
         self._is_closed.set()
         self._channel.close()
 
@@ -77,7 +77,7 @@ class Relayed:
 
 
 class RelayedDialler(Relayed):
-    """Of the stage that dials, at `address`."""
+    """End of the stage that dials, at `address`."""
 
     def __init__(self, exchange: str, credentials: Credentials, link: str) -> None:
         super().__init__(exchange, credentials, link)
@@ -89,11 +89,11 @@ class RelayedDialler(Relayed):
 
     @property
     def address(self) -> str:
-        """Of this machine."""
+        """Address of this machine to dial."""
         return str(self._address)
 
     def close(self) -> None:
-        """See Relayed."""
+        """Close the listener as well."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._socket.close()
@@ -112,10 +112,10 @@ class RelayedDialler(Relayed):
 
 
 class RelayedListener(Relayed):
-    """Of the stage that is dialled."""
+    """End of the stage that is dialled."""
 
     def __init__(self, exchange: str, credentials: Credentials, link: str, listens: str) -> None:
-        """`listens`: where on this machine, as a LocalAddress or HOST:PORT."""
+        """`listens`: address on this machine, as a LocalAddress or HOST:PORT."""
         super().__init__(exchange, credentials, link)
         self._listens = listens
         threading.Thread(target=self._listen, name=f"relay {link}", daemon=True).start()
@@ -132,7 +132,7 @@ class RelayedListener(Relayed):
             threading.Thread(target=self._join, args=(relayed,), name="relayed", daemon=True).start()
 
     def _join(self, relayed: _Connection) -> None:
-        """Have what comes dial this member."""
+        """Connect each relayed connection to this member's listener."""
         try:
             connection = _connected(self._listens)
         except OSError:
@@ -143,17 +143,17 @@ class RelayedListener(Relayed):
 
 
 class _Connection:
-    """One through the relay."""
+    """One connection through the relay."""
 
     def __init__(self, carry: Callable[[Iterator[bytes]], _Call]) -> None:
         self._changed = threading.Condition()
         self._credit, self._is_cut = 0, False
         self._connection: Future[socket.socket] = Future()
-        """Of this machine, whose words it carries."""
+        """Connection on this machine whose bytes are relayed."""
         self._frames = carry(self._said())
 
     def meet(self) -> None:
-        """Wait for the other end. Raises grpc.RpcError, and StopIteration, if it does not come."""
+        """Wait for the other end. Raises grpc.RpcError or StopIteration if it does not come."""
         try:
             next(self._frames)
             self._earn()
@@ -162,7 +162,7 @@ class _Connection:
             raise
 
     def join(self, connection: socket.socket) -> None:
-        """Pass on what comes through the relay and what is said on a connection, until either is cut."""
+        """Pass on bytes in both directions until either side is cut."""
         self._connection.set_result(connection)
         try:
             for frame in self._frames:
@@ -178,7 +178,7 @@ class _Connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """It is over."""
+        """Cut both sides."""
         with self._changed:
             self._is_cut = True
             self._changed.notify_all()
@@ -191,14 +191,14 @@ class _Connection:
             self._changed.notify_all()
 
     def _said(self) -> Iterator[bytes]:
-        """On the connection, until it is cut, as there is credit for it."""
+        """Yield the bytes of the connection, as far as there is credit, until it is cut."""
         with suppress(OSError, CancelledError):
             connection = self._connection.result()
             while (said := connection.recv(CARRIED_BYTES)) and self._spend(cost_of(said)):
                 yield said
 
     def _spend(self, cost: int) -> bool:
-        """Wait for so much credit; returns False once it is cut."""
+        """Wait for so much credit; return False once the connection is cut."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_cut or self._credit >= cost)
             self._credit -= cost
@@ -206,7 +206,7 @@ class _Connection:
 
 
 def _connected(address: str) -> socket.socket:
-    """A connection to an address of this machine. Raises OSError."""
+    """Return a connection to an address of this machine. Raises OSError."""
     if address.startswith(_UNIX):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address.removeprefix(_UNIX))

@@ -50,6 +50,10 @@ class Expected(NamedTuple):
     """Number of its ticket's holder; 0: no ticket; None: not known."""
 
 
+NOBODY = Expected(0, None)
+"""Expectation before the first assignment: generations begin at 1."""
+
+
 class StageLinkDialer:
     """Reaches the stage after this one, by a link for each epoch; or the one before, if it sends backward."""
 
@@ -146,9 +150,12 @@ class StageLinkServer:
         patience: float = 0.0,
         sends: Direction = "backward",
         ledger: Ledger | None = None,
+        expected: Expected | None = NOBODY,
     ) -> None:
-        """For `patience` seconds a link that is cut off waits; then the neighbour counts as gone. `ledger`: see
-        StageLinkDialer.
+        """Create a server that accepts `expected` until `expect` is called; None: the neighbour in any generation.
+
+        For `patience` seconds a link that is cut off waits; then the neighbour counts as gone. `ledger`: bytes sent to
+        the neighbour, by other links as well.
         """
         self.refusals = 0
         peer = spec.source if sends == "backward" else spec.target
@@ -157,7 +164,7 @@ class StageLinkServer:
         self._introduction = Introduction(credentials, spec.name, member, peer)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
-        self._expected: Expected | None = None
+        self._expected = expected
         self._lock = threading.Lock()
         self._server: grpc.Server | None = None
 
@@ -192,7 +199,7 @@ class StageLinkServer:
     def expect(self, epoch: int, holder: int | None) -> None:
         """Accept no generation after this one, and in this one only the neighbour with this holder number (None: any).
 
-        Both are what the exchange told. Without this call every generation is accepted, which tests do.
+        Both are what the exchange told.
         """
         self._expected = Expected(epoch, holder)
 

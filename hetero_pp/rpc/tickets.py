@@ -1,4 +1,4 @@
-"""A ticket: what one process needs to be let in to a run, as a text that is sent by a way that both sides trust."""
+"""Tickets: what one process needs to be admitted to a run, as a text to be sent over a trusted channel."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from hetero_pp.errors import Refused
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
 
 PREFIX = "hpp1."
-"""Of every ticket; the number is that of what it holds."""
+"""Prefix of every ticket, with the version of its content."""
 _CHECK_BYTES = 4
 MOST_CHARACTERS = 20_000
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
-"""What gRPC takes for another kind of address than HOST:PORT."""
+"""Prefixes of addresses that gRPC does not take as HOST:PORT."""
 _NAME = "ticket."
 _OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")
-"""No stage of a replica that is called `ticket` has so high a number."""
+"""A number that no stage of a replica named `ticket` has."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """To a run. Who has it takes a place, once: it is a secret."""
+    """Ticket to a run. Its bearer takes a slot, once, so it is a secret."""
 
     run: str
-    """Its name."""
+    """Name of the run."""
     address: str
     """HOST:PORT of the exchange."""
     identity: Identity
-    """By which the exchange is asked for a certificate; of no use for anything else."""
+    """Key and certificate with which the exchange is asked for a slot, and nothing else."""
     good_for: str = ""
-    """The slots that it is good for, in words; empty in tickets of older versions. The exchange decides, not this."""
+    """Slots that it admits to, in words; empty in tickets of older versions. The exchange decides, not this text."""
 
     store: str = ""
-    """The URL of the run's store, if the exchange signs URLs of it; members follow signed URLs nowhere else."""
+    """URL of the run's store, if the exchange signs URLs of it; members follow signed URLs to no other store."""
 
     def to_text(self) -> str:
-        """In one line, of letters, digits, `-` and `_`."""
+        """Return the ticket on one line of letters, digits, `-` and `_`."""
         data = zlib.compress(json.dumps(asdict(self)).encode(), 9)
         checked = hashlib.sha256(data).digest()[:_CHECK_BYTES] + data
         return PREFIX + base64.urlsafe_b64encode(checked).decode().rstrip("=")
 
     @classmethod
     def from_text(cls, text: str) -> Ticket:
-        """Raises Refused for a text that is no ticket, or not whole."""
+        """Parse a ticket. Raises Refused for a text that is no ticket, or not whole."""
         text = "".join(text.split())
         if not text.startswith(PREFIX) or len(text) > MOST_CHARACTERS:
             raise Refused(f"found {text[:12]!r}..., expected a ticket, which begins with {PREFIX}")
@@ -69,9 +69,9 @@ class Ticket:
 
     @classmethod
     def _of(cls, found: Any) -> Ticket:
-        """Of a ticket's JSON. It names no file of the host that reads it, whatever it says of its identity.
+        """Parse a ticket's JSON. The identity can name no file of the host that reads it.
 
-        Raises ValueError, KeyError or TypeError for what is no ticket.
+        Raises ValueError, KeyError or TypeError for JSON that is no ticket.
         """
         identity = found["identity"]
         texts = [found["run"], found["address"], *(identity[key] for key in ("certificate", "key", "authority"))]
@@ -85,7 +85,7 @@ class Ticket:
 
     @property
     def id(self) -> str:
-        """By which the exchange knows it. Raises ValueError for a certificate that is no ticket's."""
+        """Id of the ticket. Raises ValueError for a certificate that is no ticket's."""
         found = ticket_of(self.identity.shown.name)
         if found is None:
             raise ValueError("not issued for a ticket")
@@ -93,11 +93,11 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether it lets nobody in any more."""
+        """Whether it has expired."""
         return time.time() > self.identity.shown.until
 
     def require_good(self) -> None:
-        """Raise Refused for one that is over."""
+        """Raise Refused if it has expired."""
         if self.is_over:
             raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
 
@@ -105,18 +105,18 @@ class Ticket:
 def make_ticket(
     run: str, address: str, authority: Authority, ticket: str, until: float, good_for: str = "", store: str = ""
 ) -> Ticket:
-    """The ticket of this id, which is good until then."""
+    """Return a ticket with this id that is valid until `until`."""
     key = new_key()
     certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
     return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for, store)
 
 
 def ticket_of(name: str) -> str | None:
-    """The id of the ticket that a certificate of this name is of; None for a member's."""
+    """Return the ticket's id that a certificate's name contains; None for a member's."""
     found = _OF_A_TICKET.fullmatch(name)
     return None if found is None else found[1]
 
 
 def _inflated(data: bytes) -> bytes:
-    """No more than a ticket holds, whatever a text unpacks to."""
+    """Decompress a ticket, up to the largest size that a ticket has."""
     return zlib.decompressobj().decompress(data, MOST_CHARACTERS)

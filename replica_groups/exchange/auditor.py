@@ -1,4 +1,4 @@
-"""Holds theta beside the exchange by replaying the log: an independent check of every round, and the snapshots."""
+"""Auditor: replays the run log beside the exchange to check every round, and writes the snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replica_groups.exchange.retention import Retention
 
 
 class Auditor:
-    """Replays each round as it closes, compares its hashes with the members', writes snapshots now and then."""
+    """Replays each round as it closes, compares its hashes with the members' hashes, and writes snapshots."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Auditor:
         self.snapshot_every = snapshot_every
         self._retention = retention or Retention(exchange.log)
         self._unpruned: list[int] = []
-        """Rounds that are audited, and of which blobs that were not counted may be left."""
+        """Audited rounds whose excluded blobs may not be removed yet."""
         self._start = snapshot
         self._basis = snapshot.basis
         self._optimizer = optimizer or OuterOptimizer(exchange.settings)
@@ -44,15 +44,15 @@ class Auditor:
         self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
 
     def start(self) -> None:
-        """Write the snapshot that the run begins or goes on with, and begin to follow the rounds.
+        """Write the snapshot from which the run begins or resumes, and start to follow the rounds.
 
-        Waits for a disk that does not take it. Raises RunFailed.
+        Waits while the disk refuses it. Raises RunFailed.
         """
         self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(self._start))
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the last round is replayed, or the run has failed; for so long at most."""
+        """Wait until the last round is replayed or the run has failed, for at most `seconds`."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -88,6 +88,6 @@ class Auditor:
     def _save(self, round_: int) -> None:
         snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.state)
         self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(snapshot))
-        self.exchange.snapshot_kept(round_)
+        self.exchange.snapshots.kept(round_)
         with suppress(StoreError):
             self._retention.kept_snapshot(round_)

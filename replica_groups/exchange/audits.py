@@ -1,4 +1,4 @@
-"""What the auditor came to after each round, in the store: whoever replays the log later is held against it.
+"""Results of the auditor after each round, in the store, with which a later replay of the log is compared.
 
 audited/round-000007.json
 """
@@ -17,26 +17,26 @@ FOLDER = "audited"
 
 
 class Audit(BaseModel):
-    """Digests in hexadecimal digits."""
+    """Digests of one round, as hexadecimal digits."""
 
     round: int
     record_sha256: str
-    """Of the record that was replayed."""
+    """sha256 of the record that was replayed."""
     parameters_sha256: str
-    """Of theta after it, over sorted (name, sha256) of all parameters."""
+    """sha256 of theta after the round: over sorted (name, sha256) of all parameters."""
     sha256: str = ""
-    """Over the rest: an audit that is read again is held to it."""
+    """sha256 over the other fields, checked when the audit is read."""
 
     def sealed(self) -> Audit:
-        """The same, with its digest."""
+        """Return a copy with its digest."""
         text = f"{self.round} {self.record_sha256} {self.parameters_sha256}"
         return self.model_copy(update={"sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
 def write_audit(store: Store, round_: int, record: bytes, parameters: bytes) -> None:
-    """Keep what was come to, by sha256 of the record and of the parameters.
+    """Write the digests of a round's record and of the parameters after it.
 
-    Raises HeteroPPError if it was once something else: then numbers are not what they are on another machine.
+    Raises HeteroPPError if an earlier audit differs, because arithmetic then differs between two machines.
     """
     audit = Audit(round=round_, record_sha256=record.hex(), parameters_sha256=parameters.hex()).sealed()
     if store.create(audit_key(round_), audit.model_dump_json(indent=1).encode()):
@@ -50,7 +50,7 @@ def write_audit(store: Store, round_: int, record: bytes, parameters: bytes) -> 
 
 
 def read_audit(store: Store, round_: int) -> Audit:
-    """FileNotFoundError if the round was not audited; DamagedFile if it is not what was written."""
+    """Read a round's audit. Raises FileNotFoundError if there is none, DamagedFile if it was altered."""
     where, data = store.url(audit_key(round_)), store.get(audit_key(round_))
     try:
         audit = Audit.model_validate_json(data)
@@ -62,11 +62,11 @@ def read_audit(store: Store, round_: int) -> Audit:
 
 
 def audited(store: Store) -> set[int]:
-    """Which rounds were audited."""
+    """Return the audited rounds."""
     found = (re.fullmatch(r"round-(\d{6,12})\.json", name) for name in store.names(FOLDER))
     return {int(match[1]) for match in found if match}
 
 
 def audit_key(round_: int) -> str:
-    """Of a round's audit."""
+    """Return the key of a round's audit."""
     return f"{FOLDER}/round-{round_:06d}.json"

@@ -1,4 +1,4 @@
-"""Replays a log from its first snapshot on, and holds every object of it against what else is known of it."""
+"""Verification of a run log: replays it from its first snapshot and checks every object in it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckedRound:
-    """What was found of a round, and of the snapshot after it."""
+    """Findings for a round, and for the snapshot after it."""
 
     round: int
     replicas: tuple[str, ...]
-    """That were counted."""
+    """Included replicas."""
     late: tuple[str, ...]
     sha256: str | None
-    """Of the parameters after it; None if they cannot be come to."""
+    """sha256 of the parameters after the round; None if they cannot be computed."""
     is_audited: bool
-    """Whether the run's auditor had come to the same."""
+    """Whether the run's auditor computed the same."""
     has_snapshot: bool
-    """Whether a snapshot holds the same."""
+    """Whether a snapshot has the same parameters."""
     damaged: tuple[str, ...]
-    """What is damaged or lost, or is something else than it should be, each in a line."""
+    """Damaged, missing or differing objects, one line each."""
 
 
 class LogCheck:
-    """A pass over the log of one run. What is damaged ends nothing: the next sound snapshot is gone on from."""
+    """A pass over the log of one run. After damage it continues from the next undamaged snapshot."""
 
     def __init__(
         self, log: ContributionLog, run: str, optimizer_for: Callable[[Tensor | None], RoundOptimizer]
@@ -54,7 +54,7 @@ class LogCheck:
         self._damaged: list[str] = []
 
     def rounds(self, last: int) -> Iterator[CheckedRound]:
-        """Every round from the first snapshot to `last`, as it is checked.
+        """Yield every round from the first snapshot to `last` as it is checked.
 
         Raises FileNotFoundError if there is no such snapshot.
         """
@@ -77,14 +77,14 @@ class LogCheck:
             )
 
     def snapshot(self, round_: int) -> Snapshot | None:
-        """theta after the last round that was checked; None if it cannot be come to."""
+        """theta after the last checked round; None if it cannot be computed."""
         if self._theta is None or self._optimizer is None:
             return None
         return Snapshot(round_, self._theta, self._basis, self._optimizer.state if round_ else {})
 
     @torch.no_grad()
     def _apply(self, round_: int) -> RoundRecord | None:
-        """A round's record. theta is lost if it cannot be applied."""
+        """Read and apply a round's record. theta is lost if it cannot be applied."""
         theta, self._theta = self._theta, None
         record = self._noting(lambda: self._log.read_record(round_))
         if record is None:
@@ -139,7 +139,7 @@ class LogCheck:
         return len(self._damaged) == before
 
     def _noting(self, read: Callable[[], T]) -> T | None:
-        """What is read, or None with what is wrong noted."""
+        """Return what `read` returns, or note the error and return None."""
         try:
             return read()
         except FileNotFoundError as error:

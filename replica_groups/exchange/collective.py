@@ -1,122 +1,72 @@
-"""One member's exchange for all ranks of its replica: the first asks, and all get the answer or fail with it."""
+"""One member's exchange for all ranks of its replica: the first rank calls, and all get the reply or the error."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from typing import Any
 
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import ExchangeLost, HeteroPPError, RunFailed, Stopped, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, ExchangeService, Standing
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller, ExchangeService, call_of
 from replica_groups.ranks import Ranks
 
 _ANSWER = b"\0"
 _ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, TermOver, Suspended, ExchangeLost, Stopped)
-"""What all ranks have to go on from in the same way; any other error of the first is RunFailed to the others."""
+"""Errors that all ranks have to handle alike; any other error of the first rank is RunFailed on the others."""
 
 
-class CollectiveExchange:
-    """Implements ExchangeService on every rank; only the first has an `exchange`.
+class CollectiveExchange(ExchangeService):
+    """The exchange on every rank of a replica; only the first rank has an `exchange`.
 
-    What has an answer is asked by all ranks together; what has none is done by the first alone.
+    All ranks make a call together if they need its reply. The first rank alone sends heartbeats, blobs, hashes and
+    reports.
     """
 
     def __init__(self, exchange: ExchangeService | None, ranks: Ranks) -> None:
         self._exchange = exchange
         self._ranks = ranks
         self._deferred: HeteroPPError | None = None
-        """What went wrong with a deposit, of which the other ranks do not know yet."""
+        """Error of a deposit, which the other ranks have not heard of yet."""
 
-    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
-        """See ExchangeService. All ranks were started with one configuration, and read one text."""
-        return self._ask(lambda exchange: exchange.agree(member, configuration, tokens).encode()).decode()
+    def call(self, request: Message, caller: Caller) -> Any:
+        reply = GetMessageClass(call_of(request).output_type)
+        if isinstance(request, pb.BeatRequest | pb.HashReport | pb.ReportRequest):
+            return reply() if self._exchange is None else self._exchange.call(request, caller)
+        deferred = None
+        if isinstance(request, pb.RecordRequest):
+            deferred, self._deferred = self._deferred, None
 
-    def join(
-        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
-    ) -> int:
-        """See ExchangeService. The first rank speaks for all: they see one file system."""
-        return int(self._ask(lambda exchange: str(exchange.join(member, address, available, process)).encode()))
+        def ask(exchange: ExchangeService) -> bytes:
+            if deferred is not None:
+                raise deferred
+            found: Message = exchange.call(request, caller)
+            return found.SerializeToString()
 
-    def last_round(self) -> int:
-        """See ExchangeService."""
-        return int(self._ask(lambda exchange: str(exchange.last_round()).encode()))
+        return reply.FromString(self._ask(ask))
 
-    def changes(self) -> Changes:
-        """See ExchangeService."""
-        return Changes.from_json(self._ask(lambda exchange: exchange.changes().to_json().encode()).decode())
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        """Return the tensors, each broadcast alone, because a large model would be twice in memory otherwise."""
+        return {name: self._tensor(name, request, caller) for name in request.names}
 
-    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
-        """See ExchangeService."""
-        round_, names = json.loads(self._ask(lambda exchange: json.dumps(exchange.newest_snapshot()).encode()))
-        return round_, names
+    def _tensor(self, name: str, request: pb.SnapshotRequest, caller: Caller) -> Tensor:
+        one = pb.SnapshotRequest(names=[name], round=request.round if request.HasField("round") else None)
+        return load(self._ask(lambda exchange: save(exchange.read_snapshot(one, caller))))[name]
 
-    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
-        """See ExchangeService. Tensor by tensor, as all of a large model would be twice in memory."""
-        return {name: self._tensor(name, round_) for name in names}
-
-    def _tensor(self, name: str, round_: int | None) -> Tensor:
-        return load(self._ask(lambda exchange: save(exchange.snapshot([name], round_))))[name]
-
-    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
-        """See ExchangeService."""
-        answer = self._ask(
-            lambda exchange: json.dumps(asdict(exchange.assign(member, holds, address, trained))).encode()
-        )
-        return Assignment(**json.loads(answer))
-
-    def beat(
-        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
-    ) -> Standing:
-        """See ExchangeService. Asked by the first rank alone, beside what all of them do."""
-        return Standing() if self._exchange is None else self._exchange.beat(member, round_, epoch, progress, computes)
-
-    def broken(self, member: str, epoch: int, cause: str, blames: str = "") -> None:
-        """See ExchangeService."""
-
-        def tell(exchange: ExchangeService) -> bytes:
-            exchange.broken(member, epoch, cause, blames)
-            return b""
-
-        self._ask(tell)
-
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        """See ExchangeService. Called by the first rank alone; all hear from `record` if the round is trained again."""
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        """Deposit a blob on the first rank. The next call for the record raises its error on all ranks."""
         if self._exchange is not None:
             try:
-                self._exchange.deposit(member, address, data, epoch, steps)
+                self._exchange.deposit_blob(header, data, caller)
             except (TermOver, Suspended, Stopped) as error:
                 self._deferred = error
 
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        """See ExchangeService."""
-
-        def ask(exchange: ExchangeService) -> bytes:
-            error, self._deferred = self._deferred, None
-            if error is not None:
-                raise error
-            return exchange.record(round_, member).SerializeToString()
-
-        return RoundRecord.FromString(self._ask(ask))
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangeService."""
-        return self._ask(lambda exchange: exchange.fetch(member, round_, replica, block))
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangeService."""
-        if self._exchange is not None:
-            self._exchange.confirm(member, round_, sha256)
-
-    def report(self, reports: Sequence[Report]) -> None:
-        """See ExchangeService."""
-        if self._exchange is not None:
-            self._exchange.report(reports)
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        return self._ask(lambda exchange: exchange.fetch_blob(request, caller))
 
     def _ask(self, question: Callable[[ExchangeService], bytes]) -> bytes:
         answer, failure = None, None

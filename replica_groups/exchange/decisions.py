@@ -1,6 +1,6 @@
-"""Runs the rules: tells the coordinator what happens, does in the store what it asks for, and wakes whom it answers.
+"""Runs the rules: passes events to the coordinator, carries out its effects in the store, and wakes waiting calls.
 
-Nothing is decided here. What the coordinator answers to members lies ready for their calls, which wait for it.
+Nothing is decided here. The coordinator's answers to members are kept for their calls, which wait for them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeVar
 from hetero_pp.errors import AskAgain, DamagedFile, HeteroPPError, Refused, RunFailed, StoreError, Suspended, TermOver
 from hetero_pp.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.outer.exchange_service import IsAsked, always
 from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
@@ -28,20 +29,13 @@ T = TypeVar("T")
 
 _LONGEST_SLEEP = 1.0
 _OVERSLEPT = 3.0
-"""Seconds of sleep beyond which this process was itself frozen."""
+"""Seconds of oversleeping that show that this process was itself frozen."""
 
 OnEffect = Callable[[e.Effect], None]
-IsAsked = Callable[[], bool]
-"""Whether the caller of something that waits is still there."""
-
-
-def always() -> bool:
-    """Of a caller that is a thread of this process."""
-    return True
 
 
 class Decisions:
-    """One coordinator, its clock and its store. Safe to call from many threads; none may hold the lock when it does."""
+    """One coordinator, its clock and its store. Thread-safe; callers must not hold the lock."""
 
     def __init__(
         self,
@@ -54,9 +48,9 @@ class Decisions:
         trains_on: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_effect` is told of every effect, in order, with the lock held. `goes_on`: see Coordinator.
+        """`on_effect` receives every effect in order, with the lock held. `goes_on`: as in Coordinator.
 
-        Without `magnitudes` contributions may be as large as they like; `trains_on`: see magnitudes.bound.
+        Without `magnitudes` contributions may be of any size; `trains_on`: as in magnitudes.bound.
         """
         self.log = log
         self.changed = threading.Condition()
@@ -67,7 +61,7 @@ class Decisions:
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
         self.limits: ContributionLimits | None = None
-        """What bounds contributions beside others and their own history, once the run has begun."""
+        """Limits that follow from the configuration, once the run has begun."""
         self._welcomed: dict[tuple[str, str], int] = {}
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
@@ -76,13 +70,13 @@ class Decisions:
         self._writing = threading.Lock()
         self._halted = False
         self._written = 0
-        """The round of the last record that was written here; the coordinator learns of it a moment later."""
+        """Round of the last record that was written here. The coordinator hears of it a moment later."""
         self._timer: threading.Thread | None = None
 
-    # ---- what happens ----
+    # ---- events and effects ----
 
     def tell(self, event: e.Event) -> Sequence[e.Effect]:
-        """Have the coordinator take note, and do what that makes necessary; its answers."""
+        """Pass an event to the coordinator, carry out the effects, and return the coordinator's answers."""
         answers = self._step(event)
         self._start_clock()
         todo = list(answers)
@@ -93,7 +87,7 @@ class Decisions:
         return answers
 
     def presume(self) -> None:
-        """See Coordinator.presume."""
+        """Take the holders of slots under an earlier coordinator as present (Coordinator.presume)."""
         with self.changed:
             self.coordinator.presume(self._clock())
             self.changed.notify_all()
@@ -109,11 +103,11 @@ class Decisions:
             return effects
 
     def _is_known(self, effect: e.Effect) -> bool:
-        """Whether a member is told again what it has not heard, or not acted upon, yet."""
+        """Return whether a member was told this already, and has not acted on it yet."""
         return isinstance(effect, e.Suspended) and self._suspended.get((effect.place, effect.term)) == effect
 
     def _note(self, effect: e.Effect) -> None:
-        """What calls wait for."""
+        """Keep what calls wait for."""
         match effect:
             case e.Welcome(place, process, term):
                 self._welcomed = {key: value for key, value in self._welcomed.items() if key[0] != place}
@@ -130,7 +124,7 @@ class Decisions:
                 self.fail(cause)
 
     def _do(self, effect: e.Effect) -> e.Event | None:
-        """What has to be done in the store, and what came of it. Called without the lock."""
+        """Carry out an effect in the store, and return the event that follows. Called without the lock."""
         match effect:
             case e.Claim(place, term, process):
                 return self._claim(place, term, process)
@@ -173,7 +167,7 @@ class Decisions:
         return self._recorded(kept)
 
     def _before(self, round_: int) -> Iterator[RoundRecord]:
-        """Return the records that a round's contributions are held against, as far as the log has them."""
+        """Yield the earlier records with which a round's contributions are compared, as far as the log has them."""
         for earlier in remembered_before(round_):
             with contextlib.suppress(DamagedFile, FileNotFoundError):
                 record = self._records.get(earlier) or self.log.read_record(earlier)
@@ -195,11 +189,11 @@ class Decisions:
         return e.Recorded(from_message(kept))
 
     def kept(self, round_: int) -> RoundRecord:
-        """The record of a round that was closed a moment ago."""
+        """Return the record of a round that was closed a moment ago."""
         return self._records[round_]
 
     def patiently(self, do: Callable[[], T]) -> T:
-        """Do what needs the store, and again for as long as that cannot be reached. Raises RunFailed."""
+        """Do what needs the store, and retry while the store cannot be reached. Raises RunFailed."""
         pause, operation = FIRST_PAUSE, object()
         try:
             while True:
@@ -217,7 +211,7 @@ class Decisions:
     # ---- what calls wait for ----
 
     def fail(self, cause: str) -> None:
-        """Every call that waits, and every later one, raises RunFailed."""
+        """Let every call that waits, and every later one, raise RunFailed."""
         with self.changed:
             self.failure = self.failure or cause
             self.changed.notify_all()
@@ -228,9 +222,9 @@ class Decisions:
             raise RunFailed(self.failure)
 
     def wait_until(self, condition: Callable[[], bool], is_asked: IsAsked = always) -> None:
-        """Wait for it, with the lock held while it is asked, as long as somebody asks.
+        """Wait until a condition holds, which is checked with the lock held.
 
-        Raises RunFailed, AskAgain once nobody does.
+        Raises RunFailed, or AskAgain once the caller is gone.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or condition() or not is_asked())
@@ -239,12 +233,12 @@ class Decisions:
                 raise AskAgain("the caller disconnected, or has waited for the longest time of a call")
 
     def wake(self) -> None:
-        """Who has asked may be gone."""
+        """Wake all waiting calls, because a caller may be gone."""
         with self.changed:
             self.changed.notify_all()
 
     def wait_for_term(self, place: str, process: str, is_asked: IsAsked = always) -> int:
-        """Until a process that has applied for a place holds it: the term. Raises Refused if another has since."""
+        """Wait until an applicant holds a slot; return its incarnation. Raises Refused if another has applied since."""
         own = self.coordinator.places[place]
         with self.changed:
             self.wait_until(
@@ -255,7 +249,7 @@ class Decisions:
             return self._welcomed[place, process]
 
     def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
-        """Until a member that has asked is told what to train. Raises TermOver."""
+        """Wait for the assignment of a member that has asked for work. Raises TermOver."""
         with self.changed:
             self.wait_until(
                 lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term), is_asked
@@ -266,10 +260,10 @@ class Decisions:
     def wait_for_record(
         self, round_: int, place: str | None = None, term: int | None = None, is_asked: IsAsked = always
     ) -> RoundRecord:
-        """Until a round is decided.
+        """Wait until a round is decided, and return its record.
 
-        For a member: raises TermOver, and Suspended if its replica has to train the round again.
-        Of a round that only the log has: DamagedFile, FileNotFoundError.
+        For a member: raises TermOver, and Suspended if its replica has to train the round again. For a round that only
+        the log has: raises DamagedFile, FileNotFoundError.
         """
 
         def is_due() -> bool:
@@ -286,32 +280,32 @@ class Decisions:
         return self.patiently(lambda: self.log.read_record(round_))
 
     def elapsed(self, round_: int) -> float:
-        """Seconds since a round opened, if it is the open one."""
+        """Return the seconds since a round opened; 0 if it is not the open one."""
         open_round = self.coordinator.open
         return self._clock() - open_round.opened_at if open_round is not None and open_round.number == round_ else 0.0
 
     def suspension(self, place: str, term: int) -> e.Suspended | None:
-        """Whether a member has been told to return to the start of the round, and has not asked for work since."""
+        """Return the order to return to the start of the round, if the member has not asked for work since."""
         with self.changed:
             return self._suspended.get((place, term))
 
     def asks(self, place: str, term: int) -> None:
-        """A member has returned, and asks for work."""
+        """Note that a member has returned, and asks for work."""
         with self.changed:
             self._suspended.pop((place, term), None)
             self._assigned.pop((place, term), None)
 
     def require_term(self, place: str, term: int) -> None:
-        """Raise TermOver if a term does not act any more."""
+        """Raise TermOver if an incarnation is over."""
         if not self.coordinator.holds(place, term):
             raise TermOver(f"{place}: another process holds this slot now (incarnation {term} has ended)")
 
     # ---- time ----
 
     def halt(self) -> int:
-        """Close no further round, and return the last closed one; its record can still be asked for.
+        """Close no further round, and return the last closed one; its record can still be read.
 
-        Returns after a record under way is written. Members that stop then save their states after the same round.
+        Returns after a record in progress is written, so that members that stop save their states after the same round.
         """
         with self._writing:
             self._halted = True

@@ -1,4 +1,4 @@
-"""What members hand in for the open round: let in, decoded, kept in the log, and only then told to the rules."""
+"""Deposits of members for the open round: checked, decoded, written to the log, and only then told to the rules."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hetero_pp.errors import MalformedContribution, Refused, Suspended
-from hetero_pp.messages.messages_pb2 import BlobEntry
+from hetero_pp.errors import MalformedContribution, Suspended
+from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Upload
 from hetero_pp.model import Shapes
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
 from hetero_pp.refusals import Kind
-from hetero_pp.run.spec import Roster
-from replica_groups.exchange.decisions import Decisions
-from replica_groups.exchange.log import blob_key
+from replica_groups.exchange.log import ContributionLog, blob_key
+from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import take_upload, upload_url
 from replica_groups.protocol import events as e
 
@@ -23,7 +23,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class Offer:
-    """A blob that a member has for a round, whichever way it comes."""
+    """A blob that a member has for a round, before it is sent or uploaded."""
 
     member: str
     term: int
@@ -34,34 +34,37 @@ class Offer:
 
     @property
     def key(self) -> str:
-        """Where the log keeps it."""
+        """Key of the blob in the log."""
         own = self.address
         return blob_key(own.round, own.replica, self.epoch, own.block, self.sha256)
 
 
 class Deposits:
-    """Of one run. Safe to call from many threads; every call raises Refused, RunFailed, TermOver, Suspended."""
+    """Deposits of one run. Thread-safe; every call raises Refused, RunFailed, TermOver, Suspended."""
 
-    def __init__(
-        self,
-        run: str,
-        roster: Roster,
-        compression: CompressionSettings,
-        decisions: Decisions,
-        refused: Callable[[str, str, Kind], Refused],
-    ) -> None:
-        """`refused` counts and tells what was not let in of whom, and why."""
-        self._run, self._roster, self._compression = run, roster, compression
-        self._decisions, self._log, self._refused = decisions, decisions.log, refused
+    def __init__(self, state: RunState, log: ContributionLog, compression: CompressionSettings) -> None:
+        self._state, self._log, self._compression = state, log, compression
+        self._decisions = state.decisions
         self._shapes: Mapping[str, Shapes] = {}
         self._being_kept: set[tuple[BlobAddress, int]] = set()
 
     def begin(self, shapes: Mapping[str, Shapes]) -> None:
-        """What the parameters are from now on, by block."""
+        """Take the shapes of all parameters, by block."""
         self._shapes = shapes
 
-    def hand_in(self, offer: Offer, data: bytes) -> None:
-        """A blob as it came. It is decoded before it is kept, so that no receiver meets a malformed one."""
+    def expect(self, header: BlobHeader, caller: Caller) -> None:
+        """Raise Refused for a blob that is not a member's, or larger than any of its shapes comes to."""
+        self._require_begun(caller)
+        address = self._address(header)
+        self._expect_address(caller.name, address)
+        most = most_bytes(address, self._shapes[address.block], self._compression)
+        if header.size > most:
+            reason = f"`{address.block}`: found {header.size} bytes, expected at most {most}"
+            raise self._state.refused(caller.name, reason, Kind.MALFORMED)
+
+    def take(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        """Take a blob. It is decoded before it is kept, so that no receiver meets a malformed one."""
+        offer = self._offer(header, hashlib.sha256(data).digest(), caller)
 
         def keep() -> BlobEntry:
             entry = self._checked(offer, data)
@@ -70,38 +73,53 @@ class Deposits:
 
         self._take(offer, keep)
 
-    def upload_url(self, offer: Offer) -> str | None:
-        """Where a member may put the blob; None if the store has no such URLs, empty if it need not be sent: it is
-        counted already, or counts no more.
+    def upload_url(self, request: Upload, caller: Caller) -> str | None:
+        """Return where a member may put a blob into the store.
+
+        None if the store has no such URLs; empty if the blob need not be sent, because it is included or late.
         """
+        offer = self._offer(request.blob, request.sha256, caller)
         self._expect_own(offer)
         if not self._is_awaited(offer) or self._is_counted(offer):
             return ""
         return self._decisions.patiently(lambda: upload_url(self._log, offer.key))
 
-    def uploaded(self, offer: Offer) -> None:
-        """A member says that the blob is in the store."""
-
+    def uploaded(self, request: Upload, caller: Caller) -> None:
+        """Take a blob that a member has put into the store."""
+        offer = self._offer(request.blob, request.sha256, caller)
         most = most_bytes(offer.address, self._shapes.get(offer.address.block, {}), self._compression)
 
         def keep() -> BlobEntry:
             try:
                 data = self._decisions.patiently(lambda: take_upload(self._log, offer.key, offer.sha256, most))
             except MalformedContribution as error:
-                raise self._refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
+                raise self._state.refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
             except FileNotFoundError:
-                raise self._refused(
-                    offer.member, f"`{offer.address.block}` was not uploaded", Kind.UNEXPECTED
-                ) from None
+                raise self._state.refused(offer.member, f"`{offer.address.block}` was not uploaded") from None
             return self._checked(offer, data)
 
         self._take(offer, keep)
 
+    def _require_begun(self, caller: Caller) -> None:
+        self._state.expect_member(caller.name)
+        self._state.require_begun(caller.name)
+
+    def _address(self, header: BlobHeader) -> BlobAddress:
+        return BlobAddress(self._state.run, header.round, header.replica, header.block)
+
+    def _offer(self, header: BlobHeader, sha256: bytes, caller: Caller) -> Offer:
+        """Return a member's offer. In the exchange's process, generation 0 is the current one."""
+        self._require_begun(caller)
+        epoch = header.epoch
+        if caller.term is None and not epoch:
+            epoch = self._state.coordinator.replicas[self._state.roster.members[caller.name]].epoch
+        return Offer(caller.name, self._state.term(caller), self._address(header), epoch, sha256, header.steps)
+
     def _take(self, offer: Offer, keep: Callable[[], BlobEntry]) -> None:
-        """It counts once it is kept. That is waited for by who hands it in, and by nobody else."""
+        """Write a blob, then tell the rules. Only the caller waits for it."""
         self._expect_own(offer)
-        if (complaint := self._decisions.coordinator.rules.complaint_of_steps(offer.steps)) is not None:
-            raise self._refused(offer.member, f"`{offer.address.block}`: {complaint}", Kind.UNEXPECTED)
+        if (complaint := self._state.coordinator.rules.complaint_of_steps(offer.steps)) is not None:
+            raise self._state.refused(offer.member, f"`{offer.address.block}`: {complaint}")
         if not self._is_awaited(offer):
             self._decisions.tell(_deposited(offer, None))  # what comes late is learnt from: how long to wait next
         elif self._begins_to_keep(offer):
@@ -112,47 +130,37 @@ class Deposits:
                     self._being_kept.discard((offer.address, offer.epoch))
                     self._decisions.changed.notify_all()
 
-    def expect(self, member: str, address: BlobAddress, size: int) -> None:
-        """Raise Refused for a blob that is not a member's, or larger than any of its shapes comes to."""
-        self._expect_address(member, address)
-        most = most_bytes(address, self._shapes[address.block], self._compression)
-        if size > most:
-            reason = f"`{address.block}`: found {size} bytes, expected at most {most}"
-            raise self._refused(member, reason, Kind.MALFORMED)
-
     def _expect_own(self, offer: Offer) -> None:
         self._expect_address(offer.member, offer.address)
         if len(offer.sha256) != DIGEST_BYTES:
             reason = f"found a digest of {len(offer.sha256)} bytes, expected {DIGEST_BYTES}"
-            raise self._refused(offer.member, reason, Kind.MALFORMED)
+            raise self._state.refused(offer.member, reason, Kind.MALFORMED)
 
     def _expect_address(self, member: str, address: BlobAddress) -> None:
-        if self._roster.members[member] != address.replica or address.block not in self._roster.blocks[member]:
-            raise self._refused(
-                member, f"`{address.block}` of {address.replica} does not belong to this member", Kind.FORBIDDEN
-            )
-        if address.run != self._run:
-            raise self._refused(member, "a contribution to another run", Kind.UNEXPECTED)
+        roster = self._state.roster
+        if roster.members[member] != address.replica or address.block not in roster.blocks[member]:
+            reason = f"`{address.block}` of {address.replica} does not belong to this member"
+            raise self._state.refused(member, reason, Kind.FORBIDDEN)
 
     def _is_awaited(self, offer: Offer) -> bool:
-        """Whether a blob may still count: False in a round that is closed, where its sender finds that it was late."""
+        """Return whether a blob may still be included; if not, the record tells the sender that it was late."""
         replica, round_ = offer.address.replica, offer.address.round
         with self._decisions.changed:
             self._decisions.require_alive()
             self._decisions.require_term(offer.member, offer.term)
-            coordinator = self._decisions.coordinator
+            coordinator = self._state.coordinator
             last_round, current = coordinator.last_round, coordinator.replicas[replica].epoch
         if not 1 <= round_ <= last_round + 1:
             reason = f"found round {round_}, expected {last_round + 1}"
-            raise self._refused(offer.member, reason, Kind.UNEXPECTED)
+            raise self._state.refused(offer.member, reason)
         if round_ > last_round and offer.epoch != current:
             raise Suspended(f"{replica} has a new generation")
         return round_ > last_round
 
     def _begins_to_keep(self, offer: Offer) -> bool:
-        """Whether the blob is new, and the caller the only one who keeps it; False if it is counted already.
+        """Return whether the caller has to keep the blob; False if it is included already.
 
-        Waits for another deposit of the same blob: until that is over, it is not known whether it counts.
+        Waits for another deposit of the same blob, because the blob is only included if that one succeeds.
         """
         key = (offer.address, offer.epoch)
         with self._decisions.changed:
@@ -163,15 +171,15 @@ class Deposits:
         return False
 
     def _is_counted(self, offer: Offer) -> bool:
-        """Raises Refused if another blob is."""
+        """Return whether the blob is included already. Raises Refused if another blob is included in its place."""
         address = offer.address
         with self._decisions.changed:
-            open_round = self._decisions.coordinator.open
+            open_round = self._state.coordinator.open
             own = None if open_round is None else open_round.deposits.get(address.replica)
             known = None if own is None or own.epoch != offer.epoch else own.blobs.get(address.block)
         if isinstance(known, BlobEntry) and known.sha256 != offer.sha256:
             reason = f"a second, different `{address.block}` for round {address.round}"
-            raise self._refused(offer.member, reason, Kind.UNEXPECTED)
+            raise self._state.refused(offer.member, reason)
         return known is not None
 
     def _checked(self, offer: Offer, data: bytes) -> BlobEntry:
@@ -180,7 +188,7 @@ class Deposits:
             blob = ReceivedBlob(data, offer.address, shapes, self._compression)
             return entry_of(offer.address, data, [blob.tensor(name).values for name in shapes])
         except MalformedContribution as error:
-            raise self._refused(offer.member, str(error), Kind.MALFORMED) from None
+            raise self._state.refused(offer.member, str(error), Kind.MALFORMED) from None
 
     def _count(self, offer: Offer, entry: BlobEntry) -> None:
         self._decisions.require_alive()
@@ -188,7 +196,7 @@ class Deposits:
             if isinstance(answer, e.Refused) and answer.place == offer.member:
                 if answer.is_over:
                     raise Suspended(answer.reason)
-                raise self._refused(offer.member, answer.reason, Kind.UNEXPECTED)
+                raise self._state.refused(offer.member, answer.reason)
         self._decisions.require_alive()
 
 

@@ -1,4 +1,4 @@
-"""Makes the exchange of a run, and begins the run: with its first snapshot, or where an earlier start of it ended."""
+"""Host of an exchange: creates it, and begins the run with its first snapshot or where it ended before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STEPS_A_SECOND, _STEPS_OF_ANY_ROUND = 100, 10_000
 
 
 class UnderWay(HeteroPPError):
-    """Members of the run are there, and it cannot go on as was asked: they wait for another exchange."""
+    """Members of the run are there, so it cannot resume as requested. They wait for another exchange."""
 
 
 def make_exchange(
@@ -46,10 +46,10 @@ def make_exchange(
     lonely: bool = False,
     faults: Faults = NO_FAULTS,
 ) -> Exchange:
-    """An exchange that members can join; `begin_run` lets them train. `resume`: see `begin_run`.
+    """Return an exchange that members can join; `begin_run` lets them train. `resume`: as in `begin_run`.
 
-    `goes_on`: it takes the place of one that has ended under its members. `lonely`: all members are threads of this
-    process, which cannot be gone without it.
+    `goes_on`: it replaces one that ended while members continued. `lonely`: all members are threads of this process, so
+    that none can be gone without it.
     """
     agreement = Agreement(spec.first, spec.changes, resume or {})
     log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
@@ -74,14 +74,14 @@ def make_exchange(
 
 
 def bounds_of(spec: RunSpec) -> ReportBounds:
-    """What a run's members may report. A round of time may have 100 steps a second, and 10,000 more."""
+    """Return what members may report. A round of a fixed time may have 100 steps a second, and 10,000 more."""
     inner = spec.config.inner
     steps = inner.steps or _STEPS_OF_ANY_ROUND + math.ceil(_STEPS_A_SECOND * (inner.seconds or 0.0))
     return ReportBounds(steps, tokens_a_step(spec))
 
 
 def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
-    """What a run's configuration says of its rounds."""
+    """Return the rules of a run's rounds."""
     own = spec.config.exchange
     ever = Window(1.0, math.inf, math.inf)
     return Rules(
@@ -105,20 +105,20 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
 
 
 def tokens_a_step(spec: RunSpec) -> dict[str, int]:
-    """That each replica trains on."""
+    """Return replica -> tokens that it trains on in one inner step."""
     return {replica.name: replica.batch_size * spec.config.data.sequence_length for replica in spec.config.replicas}
 
 
 def begin_run(
     exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None, goes_on: bool = False
 ) -> Auditor:
-    """Begin, with an auditor that follows, once all that the run needs have joined and told what they hold.
+    """Begin the run once all required members have joined and reported their states; return its auditor.
 
-    `resume` is None for a run that begins, else what is changed from where it goes on; that is kept in its folder.
-    With `goes_on` the exchange takes the place of one that has ended: nothing is waited for, and no round forgotten.
-    The same holds if the run is resumed and a member is there that has not ended, on another host.
+    `resume`: None for a new run, else the keys to change when it resumes, which are kept in its folder. With `goes_on`
+    the exchange replaces one that has ended: it waits for nothing and removes no round. The same holds if the run is
+    resumed while a member on another host still runs.
 
-    Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before,
+    Raises HeteroPPError if there is no round from which all of them can resume, RunFailed if a member is gone before,
     UnderWay if members are there that do not know what is to be changed.
     """
     changes = read_changes(folder.changes)
@@ -126,14 +126,15 @@ def begin_run(
         resume = {**(resume or {}), REPLICAS: changes.pending}
     spec = spec.with_changes(changes.settled())
     if resume is not None and not goes_on:
-        goes_on = exchange.meet_members()
+        goes_on = exchange.joining.meet_members()
         _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
             start, spec = exchange.decisions.patiently(partial(_take_over, exchange, spec, folder, resume or {}))
         elif resume is None:
-            start = Restart(first_snapshot(spec, NowAndThen(exchange.tell_reading, 1.0, lambda _: 1.0, time.monotonic)))
-            exchange.wait_until_joined()
+            progress = NowAndThen(exchange.reports.tell_reading, 1.0, lambda _: 1.0, time.monotonic)
+            start = Restart(first_snapshot(spec, progress))
+            exchange.joining.wait_until_joined()
         else:
             start, spec = exchange.decisions.patiently(partial(_go_on, exchange, spec, folder, resume))
     except HeteroPPError as error:
@@ -150,7 +151,7 @@ def begin_run(
 
 
 def _examples(spec: RunSpec, folder: RunFolder) -> tuple[tuple[int, Mapping[str, int]], ...]:
-    """See Rules.examples_since. It counts them itself, as a member could claim any number."""
+    """Return `Rules.examples_since`. The exchange counts the examples, as a member could claim any number."""
     if spec.config.outer.weights != "examples":
         return ()
     source = open_source(spec.config.data, folder.cache)
@@ -158,8 +159,9 @@ def _examples(spec: RunSpec, folder: RunFolder) -> tuple[tuple[int, Mapping[str,
 
 
 def _require_unchanged(wanted: Values) -> None:
-    """Raise UnderWay for what members that are there would have to know from the start: which replicas there are, they
-    are told.
+    """Raise UnderWay for changed keys that members need from their start.
+
+    A change of the replicas is allowed, because members are told of it.
     """
     others = [key for key in wanted if key != REPLICAS]
     if others:
@@ -171,9 +173,10 @@ def _require_unchanged(wanted: Values) -> None:
 
 
 def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
-    """After the last round that is decided, whoever holds it. Without a snapshot nobody has begun yet.
+    """Return the start of an exchange that takes over: after the last decided round, whatever members hold.
 
-    Other replicas take part from the round after the one that members may be training.
+    Without a snapshot the run has not begun. Other replicas take part from the round after the one that members may be
+    training.
     """
     damaged: list[str] = []
     last_round = exchange.log.last_record()
@@ -189,7 +192,7 @@ def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Val
 
 
 def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
-    """Where a run goes on, and the run as it goes on. Later rounds are forgotten, and what is changed is kept."""
+    """Return where a run resumes, and the changed run. Removes later rounds from the log, and keeps the changes."""
     start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.first, 1, wanted)).latest)
     first_round = start.snapshot.round + 1
     if any(since > first_round for since in spec.changes.replicas_since):
@@ -202,18 +205,18 @@ def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values)
 
 
 def _keep(spec: RunSpec, folder: RunFolder, log: ContributionLog) -> None:
-    """What is changed, where it is read when the run goes on."""
+    """Write the changed keys to the files that a resumed run reads."""
     with storing("written", folder.changes):
         write_changes(spec.changes, folder.changes)
     keep_configuration(spec.config, folder, log)
 
 
 def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart:
-    """`latest` is the configuration of the last round that there will be.
+    """Return where a run resumes. `latest`: the configuration of its last round.
 
-    Raises HeteroPPError where there is none, or going on from it would undo the end of a run that is over.
+    Raises HeteroPPError if there is no such round, or if resuming would undo the end of a run that is over.
     """
-    available, rounds = exchange.wait_until_joined(), latest.outer.rounds
+    available, rounds = exchange.joining.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
     saved = any(states.rounds for states in available.values())
@@ -237,7 +240,7 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
 
 
 def _is_over(log: ContributionLog, rounds: int) -> bool:
-    """Whether there is a sound snapshot after the last round."""
+    """Return whether the log has an undamaged snapshot after the last round."""
     try:
         with log.open_snapshot(rounds):
             return True

@@ -203,9 +203,10 @@ class ContributionLog:
     # ---- going on from an earlier round ----
 
     def forget_after(self, round_: int) -> None:
-        """Remove rounds and snapshots later than a round that a run goes on from, and files that are not whole.
+        """Remove rounds and snapshots after the round from which a run resumes, and incomplete files.
 
-        Terms stay: who held a place before must never seem to hold it again. However this ends, what is left is a log.
+        Incarnations stay, because a former holder of a slot must never seem to hold it again. An interruption leaves a
+        log that can be read.
         """
         self.store.forget_parts()
         self.store.delete([snapshot_key(number) for number in self.snapshots() if number > round_])

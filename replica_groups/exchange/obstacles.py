@@ -1,4 +1,4 @@
-"""What an exchange cannot write or read now, and tries again: for whoever watches, instead of blame for members."""
+"""Failing reads and writes of an exchange, which it retries: reported, so that no member is blamed for the delay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.files import LONGEST_PAUSE
 from hetero_pp.links import EXCHANGE
 
 _FORGOTTEN = 2 * LONGEST_PAUSE
-"""Seconds after which an operation that is not tried any more, as nobody needs it, is no obstacle."""
+"""Seconds after which an operation that is not retried any more, because nobody needs it, is forgotten."""
 
 
 @dataclass
@@ -20,20 +20,20 @@ class _Obstacle:
     why: str
     since: float
     tried: float
-    """When it failed last."""
+    """Time of its last failure."""
     told: float
-    """When it was printed last."""
+    """Time at which it was last printed."""
 
 
 class Obstacles:
-    """Operations of one exchange that fail. Safe to use from many threads."""
+    """Operations of one exchange that fail. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._found: dict[Hashable, _Obstacle] = {}
 
     def failed(self, operation: Hashable, why: str) -> None:
-        """An operation has failed, and will be tried again. It is printed at first, and now and then."""
+        """Note that an operation has failed and will be retried. Prints its failures at intervals."""
         with self._lock:
             now, known = self._clock(), self._found.get(operation)
             if known is None:
@@ -46,12 +46,12 @@ class Obstacles:
             print(f"{EXCHANGE}: {why}; retrying", file=sys.stderr, flush=True)
 
     def over(self, operation: Hashable) -> None:
-        """An operation was done, or is not needed any more."""
+        """Note that an operation has succeeded, or is not needed any more."""
         with self._lock:
             self._found.pop(operation, None)
 
     def oldest(self) -> tuple[str, float] | None:
-        """What has failed for longest, with why, and for how many seconds; None if nothing does."""
+        """Return the cause of the operation that has failed for longest, and its seconds; None if nothing fails."""
         with self._lock:
             now = self._clock()
             self._found = {key: one for key, one in self._found.items() if now - one.tried < _FORGOTTEN}

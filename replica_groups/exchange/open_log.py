@@ -1,4 +1,4 @@
-"""The log of a run, wherever its configuration says that it lies."""
+"""Opens the run log in the folder or store that the configuration names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from replica_groups.exchange.log import ContributionLog
 
 
 def open_log(config: RunConfig, folder: RunFolder) -> ContributionLog:
-    """Raises ConfigError or StoreError, one line, if there is no such store."""
+    """Return the log. Raises ConfigError or StoreError, one line, if there is no such store."""
     return ContributionLog(config.store.open(config.name, folder.log))
 
 
 def keep_configuration(config: RunConfig, folder: RunFolder, log: ContributionLog) -> None:
-    """Have a log that does not lie in its run's folder say what run it is of."""
+    """Write the run's configuration into a log that is not in the run's folder."""
     if config.store.url is not None:
         for path in (folder.config, folder.changes):
             if path.is_file():
@@ -22,7 +22,7 @@ def keep_configuration(config: RunConfig, folder: RunFolder, log: ContributionLo
 
 
 def fetch_configuration(config: RunConfig, folder: RunFolder) -> None:
-    """Have the folder of a run that began on another machine, if its log says what run it is of."""
+    """Create the folder of a run that began on another machine, if its log has the run's configuration."""
     if config.store.url is not None and not folder.config.is_file():
         store = open_log(config, folder).store
         for path in (folder.config, folder.changes):
@@ -31,7 +31,7 @@ def fetch_configuration(config: RunConfig, folder: RunFolder) -> None:
 
 
 def require_unused(log: ContributionLog) -> None:
-    """Raise ConfigError if there is a run in a store that one is about to begin in: nothing is ever written over it."""
+    """Raise ConfigError if the store of a new run has a run already, because nothing is ever overwritten."""
     if log.last_record() or log.snapshots():
         raise ConfigError(
             ("store", "url"),

@@ -1,4 +1,4 @@
-"""Whom the exchange waits for: told after some seconds without progress, at growing intervals, up to a bound."""
+"""Stall monitor: reports members that the exchange waits for, at growing intervals, and gives up after a limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
 from hetero_pp.units import format_names, format_seconds
 
 NAMED = 8
-"""How many members a line names."""
+"""Number of members that a line names."""
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -25,26 +25,26 @@ class Expected:
     awaited: Awaited
     round: int
     missing: Sequence[str]
-    """The members that have not done it; none if the exchange waits for nobody."""
+    """Members that are waited for; empty if the exchange waits for nobody."""
     progress: Hashable
-    """Another value whenever something came that is waited for."""
+    """A value that changes with every progress."""
     heard: Mapping[str, float] = field(default_factory=dict)
-    """When anything came from a member, by a clock of its own."""
+    """Member -> time of its last sign of life, by the monotonic clock."""
     is_bounded: bool = True
-    """Whether to give up at all: not once a run has begun, as then it goes on without whoever is gone, or pauses."""
+    """Whether to give up at the limit. A run that has begun continues without the member, or pauses."""
     obstacle: tuple[str, float] | None = None
-    """The file that cannot be written or read, with why, and for how many seconds: no member is to blame meanwhile."""
+    """File that cannot be read or written and why, and for how many seconds; no member is blamed meanwhile."""
 
 
 class Patience:
-    """Decides when to tell that there is no progress, and when to give up. Pure: every time is an argument.
+    """Decides when to report that there is no progress, and when to give up. Pure: every time is an argument.
 
-    A wait that has ended was none to worry about, so after it only one that is twice as long is told. With that, a run
-    of slow rounds tells a few lines and not a few in every round.
+    A wait that ended was harmless, so afterwards only one that is twice as long is reported. A run of slow rounds
+    therefore reports a few lines in all, and not in every round.
     """
 
     def __init__(self, limit: float) -> None:
-        """`limit`: seconds in which nothing comes from anybody who is waited for."""
+        """`limit`: seconds without progress of any awaited member."""
         self._limit = limit
         self._expected: Expected | None = None
         self._since = 0.0
@@ -52,14 +52,14 @@ class Patience:
         self._longest = 0.0
         self._told = False
         self._blocked: float | None = None
-        """Seconds for which the obstacle that there is now has been there; None if there is none."""
+        """Seconds for which the present obstacle has existed; None if there is none."""
         self._blocked_due = 0.0
         self._blocked_told = False
         self._short = 0.0
-        """An obstacle that is there for less is not told, as others were told before."""
+        """Seconds below which an obstacle is not reported, because a longer one was reported before."""
 
     def look(self, expected: Expected, now: float) -> Waiting | None:
-        """What is to be told now, if anything; without members and obstacle once a wait that was told is over."""
+        """Return the report that is due, if any. It names no member and no obstacle once a reported wait is over."""
         if expected.obstacle is not None:
             return self._stored(expected, *expected.obstacle)
         if self._blocked is not None:
@@ -78,7 +78,7 @@ class Patience:
         return self._waiting(expected, now)
 
     def _stored(self, expected: Expected, why: str, seconds: float) -> Waiting | None:
-        """That something cannot be written or read: at once, and at growing intervals."""
+        """Return the report that a file cannot be read or written: at once, then at growing intervals."""
         if self._blocked is None:
             self._blocked_due, self._blocked_told = self._short, False
         elif seconds < self._blocked:  # the file that failed first is written now, and another one is not
@@ -91,7 +91,7 @@ class Patience:
         return Waiting(awaited=STORING, round=expected.round, seconds=seconds, obstacle=why)
 
     def _stored_again(self, expected: Expected) -> Waiting | None:
-        """That it can, if it was told that it cannot. Members are waited for anew: they could not go on before."""
+        """Return the report that it can be again, if the failure was reported. Restarts the wait for members."""
         seconds, self._blocked, self._expected = self._blocked, None, None
         if not self._blocked_told:
             return None
@@ -99,7 +99,7 @@ class Patience:
         return Waiting(awaited=STORING, round=expected.round, seconds=seconds or 0.0)
 
     def lost(self, expected: Expected, now: float) -> str | None:
-        """Why to wait no longer, if nothing came within the limit from any of those that are waited for."""
+        """Return the cause to give up, if no awaited member made progress within the limit."""
         if not expected.missing or not expected.is_bounded or expected.obstacle is not None or self._expected is None:
             return None
         last = max([self._since, *(expected.heard[one] for one in expected.missing if one in expected.heard)])
@@ -118,7 +118,7 @@ class Patience:
 
 
 def whom(waiting: Waiting) -> str:
-    """`waiting for 2 members to join: home.0, home.1`: part of a line, and of the cause of a run that gave up.
+    """Return `waiting for 2 members to join: home.0, home.1`, for a line or the cause of a run that gave up.
 
     While a file cannot be written or read: `paused: FILE: cannot be written (...)`.
     """
@@ -148,7 +148,7 @@ def _named(missing: Missing) -> str:
 def watched(
     expected: Callable[[], Expected], tell: Callable[[Waiting], None], fail: Callable[[str], None], limit: float
 ) -> Iterator[None]:
-    """Look once a second while the block runs; `tell` what is to be told, `fail` with the cause to give up."""
+    """Check once a second while the block runs: `tell` receives reports, `fail` the cause to give up."""
     ended, patience = threading.Event(), Patience(limit)
 
     def watch() -> None:

@@ -76,7 +76,7 @@ class Pulse:
             except HeteroPPError as error:
                 self._say(EVERY_EPOCH, str(error))  # it is over; whoever waits for a neighbour hears why
                 return
-            if found.is_over or found.suspended == epoch:
+            if found.is_over or (found.HasField("suspended") and found.suspended == epoch):
                 self._say(epoch + 1, found.cause or "its incarnation is over")
 
     def _say(self, before: int, cause: str) -> None:

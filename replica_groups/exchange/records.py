@@ -1,4 +1,4 @@
-"""What the rules decided, as it is kept: a record of the protocol and a RoundRecord."""
+"""Conversion between the protocol's record of a round and the message RoundRecord."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from replica_groups.protocol.events import Contribution, Record
 
 
 def to_message(record: Record, tokens_a_step: Mapping[str, int]) -> RoundRecord:
-    """`tokens_a_step`: of each replica whose tokens are known. The digest is left to who keeps the record."""
+    """Return the message, without its digest. `tokens_a_step`: replica -> tokens, where known."""
     message = RoundRecord(round=record.round, late=record.late)
     for one in record.contributions:
         blobs = [cast(BlobEntry, entry) for entry in one.blobs.values()]
@@ -30,7 +30,7 @@ def to_message(record: Record, tokens_a_step: Mapping[str, int]) -> RoundRecord:
 
 
 def from_message(message: RoundRecord) -> Record:
-    """What it says, for the rules."""
+    """Return the protocol's record."""
     counted = tuple(
         Contribution(
             one.replica, one.epoch, one.steps, one.weight, {blob.block: blob for blob in one.blobs}, scale_of(one)

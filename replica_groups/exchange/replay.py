@@ -1,4 +1,4 @@
-"""theta after a round, from theta before it, its round record and the contributions it names, bit for bit."""
+"""Replay of a round: theta after it from theta before it, its record and the named contributions, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, scale_of
 
 FetchBlob = Callable[[str, str], bytes]
-"""(replica, block) -> the bytes of a blob of the round."""
+"""(replica, block) -> bytes of a blob of the round."""
 
 
 def replay(
@@ -55,7 +55,7 @@ def _fetch_all(
 
 
 def cut_rows(decoded: DecodedTensor, shape: tuple[int, ...], rows: range) -> DecodedTensor:
-    """Of the rows only, counted from the first of them."""
+    """Return the decoded values of some rows, with indices that count from the first of them."""
     if len(rows) == shape[0]:
         return decoded
     stride = math.prod(shape[1:])

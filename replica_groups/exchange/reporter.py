@@ -1,4 +1,4 @@
-"""Reports to the exchange what a member does, in the background, so that training never waits for a report."""
+"""Sends a member's reports to the exchange in the background, so that training never waits for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reporter:
         self._thread.start()
 
     def new(self) -> Report:
-        """An empty report of this member, stamped now; fill it in and `send` it."""
+        """Return an empty report of this member with the present time, to be filled in and sent."""
         return Report(time=time.time(), member=self.member)
 
     def send(self, report: Report) -> None:
@@ -34,14 +34,14 @@ class Reporter:
         self._queue.put(report)
 
     def flush(self, seconds: float = math.inf) -> None:
-        """Wait until the exchange has what was sent so far, or is gone; at most `seconds`."""
+        """Wait until the exchange has all reports sent so far or is gone, for at most `seconds`."""
         sent, until = threading.Event(), time.monotonic() + seconds
         self._queue.put(sent)
         while not sent.wait(0.1) and self._thread.is_alive() and time.monotonic() < until:
             pass
 
     def close(self) -> None:
-        """Send what is queued."""
+        """Send the queued reports, and stop."""
         self._queue.put(None)
         self._thread.join()
 
@@ -67,10 +67,10 @@ class Reporter:
             report.sent = time.time()
         try:
             self._exchange.report(reports)
-        except Refused as error:  # one report was out of range; others, and later ones, may be let in
+        except Refused as error:  # one report was out of range; other ones may be accepted
             if not self._was_refused:
                 print(f"{self.member}: the exchange refused a report: {error}", file=sys.stderr, flush=True)
             self._was_refused = True
         except HeteroPPError:
-            return False  # the exchange is gone; whoever waits for it says so
+            return False  # the exchange is gone; calls that wait for it say so
         return True

@@ -1,4 +1,4 @@
-"""Where a run that ended early goes on: after the newest round that all members hold and that the log can give."""
+"""Choice of the round from which a run resumes: the newest that all members hold and the log can rebuild."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from replica_groups.exchange.replay import replay
 from replica_groups.saved_states import SavedStates
 
 OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
-"""The run's outer optimizer, by the run's basis."""
+"""Returns the run's outer optimizer for the run's basis."""
 
 
 def states_to_go_on_from(
     exchange: ExchangeService, member: str, replica: str, states: SavedStates, available: AvailableStates
 ) -> int | None:
-    """The newest round that is decided of which a member has a sound state; None if there is none.
+    """Return the newest decided round of which a member has an undamaged state; None if there is none.
 
-    States that this run has no use for are moved aside: they may be all that is left of another one.
+    States that this run cannot use are moved aside, not removed, because they may be all that is left of another run.
     """
     last_round = exchange.last_round()
     useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
@@ -39,7 +39,7 @@ def states_to_go_on_from(
 
 
 def _is_known_since(exchange: ExchangeService, member: str, replica: str, rounds: range) -> bool:
-    """Whether it can still be read what was counted of a replica in these rounds: what is older goes first."""
+    """Return whether the log still has what these rounds included of a replica; older contributions go first."""
     for round_ in rounds:
         for entry in exchange.record(round_, member).contributions:
             if entry.replica == replica:
@@ -52,20 +52,21 @@ def _is_known_since(exchange: ExchangeService, member: str, replica: str, rounds
 
 @dataclass(frozen=True)
 class Restart:
-    """What a run begins with, or goes on from."""
+    """Start of a run, or of its continuation."""
 
     snapshot: Snapshot
     damaged: tuple[str, ...] = ()
-    """Files that were passed over, each with what is wrong with it."""
+    """Skipped files, each with its damage."""
     last_round: int | None = None
-    """The last that is decided, if that is a later one."""
+    """Last decided round, if it is later than the snapshot's."""
     note: str = ""
-    """What the run goes on without."""
+    """Data without which the run resumes."""
 
 
 def lasting(states: AvailableStates, waited: Sequence[int]) -> AvailableStates:
-    """With the rounds after which a state was what it had been before: those, in order, in which its replica was not to
-    take part. Before its first it needs none.
+    """Return the states with further rounds after which they were unchanged.
+
+    `waited`: the rounds, in order, in which the replica did not take part. It needs no state before its first round.
     """
     rounds = set(states.rounds)
     for round_ in waited:
@@ -77,12 +78,12 @@ def lasting(states: AvailableStates, waited: Sequence[int]) -> AvailableStates:
 def find_restart(
     log: ContributionLog, run: str, available: Mapping[str, AvailableStates], optimizer_for: OptimizerFor, every: int
 ) -> Restart:
-    """The newest round of which every member has a sound state, and theta after it: to the bits of an unbroken run.
+    """Return the newest round of which every member has an undamaged state, and theta after it, as without a break.
 
-    If some members fell behind, by more than the `every` rounds between two states, or have lost their states, the
-    newest round that the log can give: the others lose nothing by it, and each goes on with what it has. Members that
-    stopped one round apart, before the first state that all of them have, start again from round 0. Raises
-    HeteroPPError with who holds what if the log gives none.
+    If some members lost their states, or are more than the `every` rounds between two states behind, it is the newest
+    round that the log can rebuild: the others lose nothing, and each member continues with the state that it has.
+    Members that stopped one round apart, before the first state that all of them have, start again from round 0. Raises
+    HeteroPPError with the states of all members if the log can rebuild none.
     """
     damaged = [f"{member}: {one}" for member, states in sorted(available.items()) for one in states.damaged]
     common = frozenset.intersection(*(states.rounds for states in available.values()))
@@ -127,9 +128,9 @@ def _newest_of_log(
 def snapshot_after(
     log: ContributionLog, run: str, round_: int, optimizer_for: OptimizerFor, damaged: list[str]
 ) -> Snapshot:
-    """theta after a round: the newest snapshot up to it that is sound, and the rounds since, replayed.
+    """Return theta after a round: the newest undamaged snapshot up to it, and the rounds since, replayed.
 
-    What is found damaged is added to `damaged`. Raises FileNotFoundError if what is left does not suffice.
+    Damaged files are added to `damaged`. Raises FileNotFoundError if the remaining files do not suffice.
     """
     snapshot = newest_sound(log, round_, damaged)
     theta, where = dict(snapshot.parameters), log.store.url()
@@ -152,9 +153,9 @@ def snapshot_after(
 
 
 def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
-    """The newest snapshot up to a round that can be read; what is found damaged is added to `damaged`.
+    """Return the newest readable snapshot up to a round; damaged ones are added to `damaged`.
 
-    Raises FileNotFoundError if there is none, StoreError if it may be read later.
+    Raises FileNotFoundError if there is none, StoreError if it may be readable later.
     """
     unread: list[StoreError] = []
     for number in sorted(log.snapshots(), reverse=True):

@@ -1,8 +1,8 @@
-"""What is removed from a log while its run goes on: snapshots that newer ones replace, and blobs that never counted.
+"""Removal of objects from a log while its run continues: replaced snapshots, and excluded blobs.
 
-Records stay, and so do counted contributions and the first snapshot, so that theta after any round can be come to
-again, unless only recent history is asked for: then they go with the snapshots that they lead to. Nothing is removed
-that the auditor has not passed.
+Records, included contributions and the first snapshot stay, so that theta after any round can be computed again. With
+`store.history: recent`, contributions up to the oldest remaining snapshot are removed, too. Nothing is removed before
+the auditor has replayed it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from replica_groups.exchange.uploads import UPLOADED
 
 @dataclass(frozen=True)
 class Retention:
-    """Of one run."""
+    """Retention of one run's log."""
 
     log: ContributionLog
     keep: int = 2
-    """How many snapshots, beside the first."""
+    """Number of snapshots to keep beside the first."""
     history: Literal["whole", "recent"] = "whole"
 
     def audited(self, round_: int) -> None:
-        """The auditor has passed a round: what no record names of the one before goes.
+        """Remove excluded blobs of the round before an audited one.
 
-        Not of this one yet: a blob may still be on its way, and would be left for ever.
+        Those of the audited round itself stay, because a blob that is still on its way would never be removed.
         """
         if round_ > 1:
             self._remove_uncounted(round_ - 1)
 
     def kept_snapshot(self, round_: int) -> None:
-        """There is a snapshot after this round: all but the newest go."""
+        """Remove all but the newest snapshots, after a new one was written."""
         older = sorted(number for number in self.log.snapshots() if 0 < number <= round_)[: -self.keep]
         self.log.store.delete([snapshot_key(number) for number in older])
         if self.history == "recent":
             self._forget_history(round_)
 
     def _forget_history(self, newest: int) -> None:
-        """Contributions up to the oldest snapshot that stays. What is older goes first, whatever ends this."""
+        """Remove contributions up to the oldest remaining snapshot. Oldest first: an interruption leaves no gap."""
         stay = sorted(number for number in self.log.snapshots() if 0 < number <= newest)
         if len(stay) < self.keep:
             return

@@ -1,8 +1,8 @@
-"""Which text a run is trained on: the first member that reads it says so, and who reads another one is not let in.
+"""Text of a run: the first member that reads it names it, and members that read another text are refused.
 
-A member says what it reads by the digest of its tokens, and nobody looks at them: this is against mistakes, as a wrong
-path, and not against who lies. Until a round is decided, whoever said it may have been wrong: once none of them is
-there any more, another one may say it.
+A member names its text by the digest of its tokens, which nobody verifies: this protects against mistakes such as a
+wrong path, not against lies. Until a round is decided, the first member may have been wrong, so once no member that
+named this text is there, another text may be named.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.store.folder import storing
 
 _SHOWN = 12
-"""Of a digest, digits that tell it from any other."""
+"""Digits of a digest that messages show."""
 
 
 @dataclass(frozen=True)
 class _Told:
     tokens: str
-    """Their sha256, in hexadecimal digits."""
+    """sha256 of the tokens, as hexadecimal digits."""
     by: tuple[str, ...]
     """Members that read them."""
 
 
 def is_digest(text: str) -> bool:
-    """Whether it is one of sha256, in hexadecimal digits."""
+    """Return whether a text is a sha256 as hexadecimal digits."""
     return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 class Text:
-    """The run's, as far as members have told it. Its callers take turns."""
+    """The run's text, as members have named it. Not thread-safe."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Text:
         has_trained: Callable[[], bool],
         reads: str = "",
     ) -> None:
-        """`path`: where it is kept; what lies there is of the run before it went on, and stays.
+        """`path`: the file that keeps the text's digest; one from an earlier start of the run is final.
 
-        `is_there`: whether a member holds its place; `has_trained`: whether a round is decided. `reads`: what the
-        exchange reads itself, if it does: then no other is let in.
+        `is_there`: returns whether a member holds its slot; `has_trained`: whether a round is decided. `reads`:
+        digest of the text that the exchange itself reads, if it does: then members with another one are refused.
         """
         self._path, self._is_there, self._has_trained = path, is_there, has_trained
         self._told = None if path is None else _kept(path)
@@ -63,7 +63,7 @@ class Text:
         self._stays = self._told is not None
 
     def complaint(self, member: str, tokens: str) -> str:
-        """What keeps a member that reads these tokens from taking part; empty if nothing does."""
+        """Return why a member that reads these tokens may not take part; empty if it may."""
         told = self._told
         if told is None:
             return ""
@@ -73,7 +73,7 @@ class Text:
         return self._complaint(tokens, others or told.by)
 
     def _complaint(self, tokens: str, by: Sequence[str]) -> str:
-        """What is told who reads these tokens, and not those that others have told; empty for the same."""
+        """Return the complaint to a member whose tokens differ from those of `by`; empty if they are the same."""
         if self._told is None or self._told.tokens == tokens:
             return ""
         found = f"found tokens whose sha256 begins with {tokens[:_SHOWN]}, expected {self._told.tokens[:_SHOWN]}"
@@ -81,7 +81,7 @@ class Text:
         return f"reads another text than the run: {found}{told_by}"
 
     def note(self, member: str, tokens: str) -> None:
-        """A member that reads these tokens takes part. May be called again after StoreError: that cannot be kept."""
+        """Note that a member with these tokens takes part. May be repeated after StoreError (file not written)."""
         told = self._told
         by = told.by if told is not None and told.tokens == tokens else ()
         if member in by:
@@ -95,7 +95,7 @@ class Text:
 
 
 def _kept(path: Path) -> _Told | None:
-    """What a file says. One that is damaged says nothing: members say it again."""
+    """Return what the file says; None if it is missing or damaged, because members name the text again."""
     try:
         return _read(path)
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def _kept(path: Path) -> _Told | None:
 
 
 def _read(path: Path) -> _Told:
-    """Raises DamagedFile."""
+    """Read the file. Raises DamagedFile."""
     try:
         content, checksum = path.read_text(encoding="utf-8").splitlines()
         if checksum != _checksum(content):

@@ -1,8 +1,7 @@
-"""Contributions that members put into the store, and read from it, themselves, so that they do not pass the exchange.
+"""Contributions that members write to and read from the store themselves, so that they do not pass the exchange.
 
-A member asks for a URL that the exchange signs, uploads its blob there, and tells the exchange what it was. What it
-says counts for nothing: the blob is copied, inside the store, to where the member has no URL for, and read from there,
-as whoever decodes it will.
+A member asks for a URL that the exchange signs, uploads its blob there, and reports the upload. The exchange trusts
+none of this: it copies the blob inside the store to a key that the member has no URL for, and decodes that copy.
 """
 
 from __future__ import annotations
@@ -12,25 +11,23 @@ from replica_groups.exchange.log import ContributionLog
 
 UPLOADED = ".uploaded"
 URL_SECONDS = 900.0
-"""How long an upload, or a download, may begin with a URL, however long it lasts; for clocks that differ, above all."""
+"""Seconds within which an upload or a download with a URL has to begin; large, because clocks differ."""
 
 
 def upload_url(log: ContributionLog, key: str) -> str | None:
-    """Where the blob of this key may be put, and nothing else; None if the store has no such URLs."""
+    """Return a URL at which the blob of this key may be put, and nothing else; None if the store has no such URLs."""
     return log.store.sign("PUT", key + UPLOADED, URL_SECONDS)
 
 
 def download_url(log: ContributionLog, key: str) -> str | None:
-    """Where the blob of this key may be read; None if the store has no such URLs."""
+    """Return a URL at which the blob of this key may be read; None if the store has no such URLs."""
     return log.store.sign("GET", key, URL_SECONDS)
 
 
 def take_upload(log: ContributionLog, key: str, sha256: bytes, most: int) -> bytes:
-    """Have the log keep a blob that a member says it has uploaded, with this digest, of so many bytes at most.
+    """Take over a blob that a member has uploaded, with this digest and of at most `most` bytes; return it.
 
-    May be repeated.
-
-    Raises MalformedContribution if something else is there, FileNotFoundError if nothing is.
+    May be repeated. Raises MalformedContribution if something else is there, FileNotFoundError if nothing is.
     """
     try:
         data = log.read_blob(key, sha256)

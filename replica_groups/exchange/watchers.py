@@ -1,4 +1,4 @@
-"""What was told of a run, for whoever watches it: now, and from its start on."""
+"""Distribution of reports to watchers, from the start of the run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from hetero_pp.errors import TooMuch
 from hetero_pp.messages.messages_pb2 import Report
-from replica_groups.exchange.decisions import always
+from hetero_pp.outer.exchange_service import IsAsked, always
 
 REMEMBERED_REPORTS = 10_000
-"""How far back a watcher that comes late can see."""
+"""Number of past reports that a new watcher receives."""
 
 SECONDS_BETWEEN_LOOKS = 0.5
-"""Whether who watches is still there."""
+"""Interval at which it is checked whether a watcher is still there."""
 
 _CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing", "over")
 
 
 class _Watcher:
-    """Reports on their way to one who watches: at most so many, of who reads too slowly none."""
+    """Reports on their way to one watcher: a bounded number. A watcher that reads too slowly is cut."""
 
     def __init__(self, most: float) -> None:
         self.is_cut = False
@@ -30,14 +30,14 @@ class _Watcher:
         self._reports: queue.SimpleQueue[Report | bytes | None] = queue.SimpleQueue()
 
     def put(self, report: Report | bytes | None) -> None:
-        """None: there will be no more."""
+        """Queue a report; None: the last one."""
         if self._reports.qsize() >= self._most:
             self.is_cut = True
         if not self.is_cut:
             self._reports.put(report)
 
     def get(self) -> Report | None:
-        """Raises queue.Empty after a while, TooMuch for who is cut."""
+        """Return a report. Raises queue.Empty after a while, TooMuch if the watcher is cut."""
         if self.is_cut:
             raise TooMuch(f"found {self._most} unread reports, expected fewer")
         found = self._reports.get(timeout=SECONDS_BETWEEN_LOOKS)
@@ -45,11 +45,11 @@ class _Watcher:
 
 
 class Watchers:
-    """Hands every report to everybody who watches. Safe to use from many threads."""
+    """Distributes every report to all watchers. Thread-safe."""
 
     def __init__(self) -> None:
         self.reported = 0
-        """How many reports there were."""
+        """Number of reports so far."""
         self._lock = threading.Lock()
         self._watchers: list[_Watcher] = []
         self._reports: deque[bytes] = deque(maxlen=REMEMBERED_REPORTS)  # as messages they would take five times as much
@@ -57,11 +57,11 @@ class Watchers:
 
     @property
     def watching(self) -> int:
-        """How many watch."""
+        """Number of watchers."""
         return len(self._watchers)
 
     def tell(self, reports: Sequence[Report]) -> None:
-        """To all of them, in this order."""
+        """Pass reports to all watchers, in this order."""
         with self._lock:
             self._reports.extend(report.SerializeToString() for report in reports)
             self.reported += len(reports)
@@ -70,17 +70,17 @@ class Watchers:
                     watcher.put(report)
 
     def watch(
-        self, members: Collection[str] = (), is_asked: Callable[[], bool] = always, most_unread: float = math.inf
+        self, members: Collection[str] = (), is_asked: IsAsked = always, most_unread: float = math.inf
     ) -> Iterator[Report]:
-        """Every report from the start of the run on, until there are no more, or nobody asks for them.
+        """Yield every report since the start of the run, until there are no more or the watcher is gone.
 
-        Of some members only what they tell, and what concerns everybody: who joins, waits, is gone; failures.
-        Raises TooMuch for who has not read so many.
+        With `members` only theirs, and those that concern all members. Raises TooMuch for a watcher that leaves
+        `most_unread` reports unread.
         """
         watcher = _Watcher(most_unread)
         with self._lock:
             for report in self._reports:
-                watcher.put(report)  # as it is kept: of who does not read, nothing else is
+                watcher.put(report)  # as bytes, which is all that a watcher that does not read occupies
             if self._ended:
                 watcher.put(None)
             self._watchers.append(watcher)
@@ -99,7 +99,7 @@ class Watchers:
                 self._watchers.remove(watcher)
 
     def end(self) -> None:
-        """No report will come any more."""
+        """End all streams: no report follows."""
         with self._lock:
             self._ended = True
             for watcher in self._watchers:

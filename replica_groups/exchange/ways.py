@@ -1,10 +1,12 @@
-"""Which of two neighbouring stages dials the other, and where."""
+"""Addresses of stages, and which of two neighbouring stages dials the other."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 from hetero_pp.links import RELAYED, is_loopback
+from replica_groups.exchange.run_state import RunState
 
 
 class Listens(NamedTuple):
@@ -13,28 +15,72 @@ class Listens(NamedTuple):
     address: str = ""
     """HOST:PORT; empty or `relay`: nowhere."""
     is_reached: bool | None = None
-    """Whether the exchange has reached it there; None where that is not known."""
+    """Whether the exchange has reached the stage there; None: not known."""
 
     @property
     def hope(self) -> int:
-        """To reach it: the more, the better."""
+        """Likelihood that the stage is reached: higher is better."""
         if self.address in ("", RELAYED):
             return 0
-        if is_loopback(self.address):  # who is on its machine reaches any other address of that, too
+        if is_loopback(self.address):  # a stage on the same machine also reaches its other addresses
             return 1
         return {False: 2, None: 3, True: 4}[self.is_reached]
 
 
 class Way(NamedTuple):
-    """Of one stage link: what each end dials; one of them is empty, and its end is dialled."""
+    """Addresses of one stage link: what each end dials. One of them is empty: that end is dialled."""
 
     before: str = ""
     after: str = ""
 
 
 def way(before: Listens, after: Listens) -> Way:
-    """Of the link between two stages: the one is dialled that is more likely to be reached, and else the stage after.
+    """Return the addresses of the link between two stages. The one that is more likely to be reached is dialled.
 
-    Who is not reached by the exchange may still be reached by its neighbour, where the two are beside each other.
+    In doubt the stage after is dialled. A stage that the exchange does not reach may still be reached by a neighbour
+    beside it.
     """
     return Way(after=before.address) if before.hope > after.hope else Way(before=after.address)
+
+
+class Addresses:
+    """Where the members of a run listen. Thread-safe, except `note`."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._addresses: dict[str, str] = {}
+        self._dialled: dict[str, Listens] = {}
+        """Result of dialling each member, which may not be where the member listens by the time it joins."""
+
+    @property
+    def known(self) -> Set[str]:
+        """Members that have joined this exchange."""
+        return self._addresses.keys()
+
+    def note(self, member: str, address: str) -> None:
+        """Note where a member listens. The caller holds the lock of the run's state."""
+        self._addresses[member] = address
+
+    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
+        """Note whether a member was reached at an address; None: it was not dialled."""
+        with self._state.changed:
+            self._dialled[member] = Listens(address, is_reached)
+
+    def of(self, member: str) -> str:
+        """Return where the holder of a slot listens; empty if the slot is free or the holder does not listen."""
+        return self._addresses.get(member, "") if self._state.coordinator.places[member].held else ""
+
+    def to_dial(self, member: str) -> tuple[str, str]:
+        """Return where a stage dials the one before it and the one after.
+
+        An address is empty if that neighbour dials, or does not exist.
+        """
+        before, after = self._state.beside(member)
+        with self._state.changed:
+            own = self._listens(member)
+            upstream = way(self._listens(before), own).after if before else ""
+            return upstream, way(own, self._listens(after)).before if after else ""
+
+    def _listens(self, member: str) -> Listens:
+        address, dialled = self.of(member), self._dialled.get(member)
+        return dialled if dialled is not None and dialled.address == address else Listens(address)

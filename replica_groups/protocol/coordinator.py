@@ -19,6 +19,7 @@ from replica_groups.protocol.learnt import Lateness
 from replica_groups.protocol.places import Place, Replica
 from replica_groups.protocol.rounds import OpenRound
 from replica_groups.protocol.rules import Rules
+from replica_groups.protocol.view import OpenRoundView, SlotView, View
 
 RETRY_SECONDS = 1.0
 """Pause before a failed write to a store is retried."""
@@ -185,6 +186,28 @@ class Coordinator:
     def holds(self, place: str, term: int) -> bool:
         """Return whether an incarnation of a slot is current."""
         return self.places[place].held and self.places[place].term == term
+
+    def view(self) -> View:
+        """Return the state of the run at this moment, which later steps do not change."""
+        slots = tuple(
+            SlotView(place.name, place.replica, place.term, place.held, self.replicas[place.replica].round or 0)
+            for place in self.places.values()
+        )
+        return View(
+            last_round=self.last_round,
+            has_begun=self.rounds is not None,
+            is_over=self.is_over,
+            open=None if self.open is None else self._view_of(self.open),
+            paused=self.paused,
+            slots=slots,
+            replicas=len(self.replicas),
+            optional=frozenset(self.rules.optional),
+        )
+
+    def _view_of(self, opened: OpenRound) -> OpenRoundView:
+        awaited = self.rules.due(opened.number) - self.rules.optional.difference(self.alive)
+        deposited = {replica: frozenset(own.blobs) for replica, own in opened.deposits.items()}
+        return OpenRoundView(opened.number, frozenset(awaited), deposited)
 
     # ---- the beginning ----
 

@@ -13,6 +13,7 @@ from members import TIMEOUT, in_thread
 from small_run import Run, closed
 
 from hetero_pp.errors import Suspended
+from hetero_pp.outer.exchange_service import Caller
 
 MIXED = {"dc": 1, "home": 2}
 HOMES = ("home.0", "home.1")
@@ -73,9 +74,9 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
     """A complete contribution stays included."""
     run.deposit(1, *HOMES)
     run.exchange.died("home.1", "killed by a test")
-    assert run.exchange.beat("home.0", 1, 2, term=1).suspended == 2
+    assert run.exchange.beat(Caller("home.0", 1), 1, 2).suspended == 2
     with pytest.raises(Suspended, match="a stage of its replica is missing"):
-        run.exchange.record(1, "home.0", 1)
+        run.exchange.record(1, Caller("home.0", 1))
     run.exchange.join("home.1", "")
     waits = {one: in_thread(partial(run.exchange.assign, one, 0, trained=2)) for one in HOMES}
     run.deposit(1, "dc")
@@ -101,6 +102,6 @@ def test_nobody_is_called_back_from_the_last_round(run: Run) -> None:
         run.assign(round_)
     run.deposit(9, *HOMES)
     run.exchange.died("home.1", "killed by a test")
-    assert run.exchange.beat("home.0", 9, 2, term=1).suspended is None
+    assert not run.exchange.beat(Caller("home.0", 1), 9, 2).HasField("suspended")
     run.deposit(9, "dc")
-    assert run.exchange.record(9, "home.0", 1).round == 9
+    assert run.exchange.record(9, Caller("home.0", 1)).round == 9

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from members import TIMEOUT, in_thread
 from small_run import SETTINGS, Run
 
@@ -20,6 +21,7 @@ from hetero_pp.errors import Refused, TooMuch
 from hetero_pp.links import LAUNCHER
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
@@ -138,9 +140,11 @@ def test_the_largest_that_is_let_in_is_that_of_the_shapes(served: Served) -> Non
     address = BlobAddress("run", 1, "a", "norm")
     shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
     most = most_bytes(address, shapes, SETTINGS.compression)
-    served.run.exchange.expect("a", address, most)
+    header = pb.BlobHeader(round=1, replica="a", block="norm", size=most)
+    served.run.exchange.expect(header, Caller("a"))
+    header.size += 1
     with pytest.raises(Refused, match=f"found {most + 1} bytes, expected at most {most}"):
-        served.run.exchange.expect("a", address, most + 1)
+        served.run.exchange.expect(header, Caller("a"))
 
 
 def test_a_message_that_is_none_is_refused_and_counted(served: Served) -> None:
@@ -154,13 +158,14 @@ def test_a_message_that_is_none_is_refused_and_counted(served: Served) -> None:
 def test_who_waits_is_asked_to_ask_again_and_does(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exchange waits for a moment only. The member asks again until its round is closed."""
     monkeypatch.setattr(served_exchange, "LONGEST_WAIT", 0.0)
-    asked, record = threading.Semaphore(0), served.run.exchange.record
+    asked, call = threading.Semaphore(0), served.run.exchange.call
 
-    def counted(*arguments: object) -> pb.RoundRecord:
-        asked.release()
-        return record(*arguments)  # type: ignore[arg-type]
+    def counted(request: Message, caller: Caller) -> Any:
+        if isinstance(request, pb.RecordRequest):
+            asked.release()
+        return call(request, caller)
 
-    monkeypatch.setattr(served.run.exchange, "record", counted)
+    monkeypatch.setattr(served.run.exchange, "call", counted)
     found = in_thread(lambda: served.client("a").record(1, "a"))
     for _ in range(3):
         assert asked.acquire(timeout=TIMEOUT)
@@ -169,7 +174,7 @@ def test_who_waits_is_asked_to_ask_again_and_does(served: Served, monkeypatch: p
 
 
 def test_who_watches_and_is_gone_leaves_no_thread_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    watchers, ended = served.run.exchange.watchers, threading.Event()
+    watchers, ended = served.run.exchange.reports.watchers, threading.Event()
     watch_of = watchers.watch
 
     def watched(*arguments: Any) -> Iterator[pb.Report]:

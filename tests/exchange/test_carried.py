@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
 
 import pytest
+from google.protobuf.message import Message
 from members import TIMEOUT
+from torch import Tensor
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError
 from hetero_pp.links import LinkShape, LinkSpec
-from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
+from hetero_pp.outer.exchange_service import Caller, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.exchange.carried import CarriedExchange
 
 MINE, OTHERS = b"mine", b"others"
 
 
-class Far:
+class Far(ExchangeService):
     """An exchange whose round closes when a test sets `closed`."""
 
     def __init__(self) -> None:
@@ -27,30 +28,32 @@ class Far:
         self.closed, self.waits = threading.Event(), threading.Event()
         self.errors: list[HeteroPPError] = []
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+    def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
         self.deposited.append(data)
 
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+    def call(self, request: Message, caller: Caller) -> RoundRecord:
+        assert isinstance(request, RecordRequest)
         self.waits.set()
         assert self.closed.wait(TIMEOUT)
         if self.errors:
             raise self.errors.pop()
-        record = RoundRecord(round=round_)
+        record = RoundRecord(round=request.round)
         for replica in ("own", "other"):
             entry = record.contributions.add(replica=replica, weight=1.0)
             for block in ("layers.0", "layers.1"):
                 entry.blobs.add(block=block)
         return record
 
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        self.fetched.append((round_, replica, block))
+    def read_snapshot(self, request: SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def fetch_blob(self, request: FetchRequest, caller: Caller) -> bytes:
+        self.fetched.append((request.round, request.replica, request.block))
         return OTHERS
 
 
 def _carried(far: Far) -> CarriedExchange:
-    return CarriedExchange(
-        cast(ExchangeService, far), LinkSpec("own-exchange", "own", "exchange", LinkShape(), LinkShape()), 0
-    )
+    return CarriedExchange(far, LinkSpec("own-exchange", "own", "exchange", LinkShape(), LinkShape()), 0)
 
 
 def _contribute(carried: CarriedExchange, round_: int) -> None:

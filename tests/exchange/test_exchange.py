@@ -22,6 +22,7 @@ from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, 
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, Report, RoundRecord
 from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -289,8 +290,8 @@ def test_joining_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> Non
     exchange.died("home.1", "its host said so")
     exchange.join("home.1", "127.0.0.1:5")
     _expect_refusal(exchange, "second process of `home.1`", lambda: exchange.join("home.1", "127.0.0.1:6"))
-    _expect_refusal(exchange, "is not a member", lambda: exchange.join("stranger", ""))
-    _expect_refusal(exchange, "no tensors", lambda: exchange.snapshot(["norm.weight", "no.weight"]))
+    _expect_refusal(exchange, "not a member", lambda: exchange.join("stranger", ""))
+    _expect_refusal(exchange, "no tensor named", lambda: exchange.snapshot(["norm.weight", "no.weight"]))
     given = exchange.snapshot(["norm.weight", "subspace.basis"])
     assert given["norm.weight"].equal(snapshot.parameters["norm.weight"])
     assert snapshot.basis is not None
@@ -355,7 +356,7 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_pat
     log = ContributionLog(FolderStore(tmp_path / "guests"))
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=replace(patient(roster), quorum=0.3))
     for member in roster.members:
-        exchange.join(member, "", is_guest=member != "dc")
+        exchange.join(Caller(member, holder=int(member != "dc")), "")
     exchange.begin(snapshot)
     right = _hashes(snapshot, FIRST | LAST)
     heals = [assign_all(exchange)]
@@ -394,7 +395,7 @@ def test_guests_alone_do_not_end_a_run_either(snapshot: Snapshot, tmp_path: Path
     log = ContributionLog(FolderStore(tmp_path / "guests"))
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
     for member in roster.members:
-        exchange.join(member, "", is_guest=member != "dc")
+        exchange.join(Caller(member, holder=int(member != "dc")), "")
     exchange.begin(snapshot)
     assign_all(exchange)
     exchange.died("dc", "its host said so")
@@ -460,7 +461,7 @@ def test_a_replica_that_leaves_out_a_parameter_is_refused(
 
 def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
-    _expect_refusal(exchange, "is not a member", lambda: exchange.confirm("stranger", 1, {"norm.weight": bytes(32)}))
+    _expect_refusal(exchange, "not a member", lambda: exchange.confirm("stranger", 1, {"norm.weight": bytes(32)}))
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
 
 
@@ -482,7 +483,7 @@ class _Counted(threading.Condition):
 
 def _counted(exchange: Exchange) -> _Counted:
     """Replace the exchange's condition by one that counts its waiters."""
-    exchange._changed = exchange.decisions.changed = condition = _Counted()
+    exchange.decisions.changed = condition = _Counted()
     return condition
 
 
@@ -548,7 +549,7 @@ def test_before_a_run_begins_a_needed_member_that_fails_ends_it(tmp_path: Path) 
     exchange.join("home.1", "")
     exchange.report([_fails("home.1", "no such tokenizer")])
     with pytest.raises(RunFailed, match=r"home\.1: no such tokenizer"):
-        exchange.wait_until_joined()
+        exchange.joining.wait_until_joined()
 
 
 def test_whoever_waits_for_a_record_wakes_when_the_round_closes(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -639,7 +640,7 @@ def _begin(exchange: Exchange, log: _SlowLog, address: BlobAddress, *blobs: byte
 
     Each deposit begins when the previous one is blocked: the first in the write, the second at the lock.
     """
-    condition = exchange._changed
+    condition = exchange.decisions.changed
     assert isinstance(condition, _Counted)
     log.held = log.held or address
     deposits = []

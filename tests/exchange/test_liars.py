@@ -11,9 +11,10 @@ import pytest
 from torch import Tensor
 
 from hetero_pp.errors import Refused
-from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobHeader, Report, RoundRecord
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, scale_of
+from hetero_pp.pseudo_gradient.contribution import scale_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -103,19 +104,18 @@ def test_who_claims_other_steps_is_refused_and_changes_nothing(
     names = ("first", LIAR, "second")
     soon = {"quorum": 0.6, "grace": {"factor": 1, "least": "1 ms", "most": "1 ms"}}
     without = _run(corpus, tmp_path / "0", names, soon, missed={LIAR: frozenset(range(1, ROUNDS + 1))})
-    deposit, refusals = Exchange.deposit, list[str]()
+    deposit, refusals = Exchange.deposit_blob, list[str]()
 
-    def lies(
-        exchange: Exchange, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, told: int = 0
-    ) -> None:
-        if member != LIAR:
-            deposit(exchange, member, address, data, epoch, told)
+    def lies(exchange: Exchange, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        if caller.name != LIAR:
+            deposit(exchange, header, data, caller)
         else:
+            header.steps = steps
             with pytest.raises(Refused, match=f"found {steps} inner steps, expected {STEPS}$") as refused:
-                deposit(exchange, member, address, data, epoch, steps)
+                deposit(exchange, header, data, caller)
             refusals.append(str(refused.value))
 
-    monkeypatch.setattr(Exchange, "deposit", lies)
+    monkeypatch.setattr(Exchange, "deposit_blob", lies)
     found = _run(corpus, tmp_path / "1", names, soon)
     assert refusals
     assert set(found.refused) == {LIAR}

@@ -20,8 +20,7 @@ from small_run import GRACE, Run
 from hetero_pp.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT
-from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
@@ -218,7 +217,7 @@ class Group:
             stack.callback(client.close)
             self.clients[name] = client
 
-    def forms(self) -> list[Assignment]:
+    def forms(self) -> list[AssignReply]:
         """Let all vacant members join, then return the assignments of all."""
         for name, client in self.clients.items():
             if not self.run.exchange.coordinator.places[name].held:
@@ -234,8 +233,9 @@ def group(tmp_path: Path, stack: ExitStack) -> Group:
 
 def test_members_are_told_the_holders_beside_them(group: Group) -> None:
     first, second = group.forms()
-    assert (first.upstream_holder, first.downstream_holder) == (None, 1)
-    assert (second.upstream_holder, second.downstream_holder) == (0, None)
+    assert (first.HasField("upstream_holder"), first.downstream_holder) == (False, 1)
+    assert (second.upstream_holder, second.HasField("downstream_holder")) == (0, False)
+    assert second.HasField("upstream_holder")
 
 
 def test_a_revoked_place_is_vacant_at_the_next_heartbeat_of_its_neighbour(group: Group) -> None:

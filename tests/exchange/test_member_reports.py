@@ -28,7 +28,7 @@ STEPS, TOKENS = 10, 400
 def run(tmp_path: Path) -> Run:
     """A run of three replicas in round 1 of 9."""
     run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
-    run.exchange._reports = MemberReports(run.roster, ReportBounds(STEPS, {"a": TOKENS}))
+    run.exchange.reports._reports = MemberReports(run.roster, ReportBounds(STEPS, {"a": TOKENS}))
     run.assign(0)
     return run
 

@@ -83,7 +83,7 @@ def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
     run = Run(tmp_path / "roster", MIXED, optional=optional)
     log = ContributionLog(FolderStore(tmp_path / "log"))
     exchange = Exchange("run", run.roster, None, SETTINGS, log, rules=run.rules)
-    joined = in_thread(exchange.wait_until_joined)
+    joined = in_thread(exchange.joining.wait_until_joined)
     exchange.join("one.0", "")
     for member in begins_with:
         expected = exchange.expected()

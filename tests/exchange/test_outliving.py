@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Semaphore
+from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
 
 from hetero_pp.errors import ExchangeLost, Refused, RunFailed, StoreError
-from hetero_pp.messages.messages_pb2 import RecordRequest, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import RecordRequest, Report
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import IsAsked, serve_exchange
+from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.folder import FolderStore
 
@@ -62,16 +65,18 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     run.assign(0, "a", "b")
     held = shown(SECRET.credentials("a"), "run", run.exchange.coordinator.places["a"].term)
-    entered, left, record = Semaphore(0), Semaphore(0), run.exchange.record
+    entered, left, call = Semaphore(0), Semaphore(0), run.exchange.call
 
-    def counted(round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> RoundRecord:
+    def counted(request: Message, caller: Caller) -> Any:
+        if not isinstance(request, RecordRequest):
+            return call(request, caller)
         entered.release()
         try:
-            return record(round_, member, term, is_asked)
+            return call(request, caller)
         finally:
             left.release()
 
-    monkeypatch.setattr(run.exchange, "record", counted)
+    monkeypatch.setattr(run.exchange, "call", counted)
     for _ in range(60):
         client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
         waits = client._wires.calls.Record.future(RecordRequest(round=1), metadata=held, wait_for_ready=True)

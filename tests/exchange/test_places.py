@@ -10,8 +10,8 @@ from members import TIMEOUT, assign_all, in_thread
 from small_run import GRACE, LEASE, Run, closed
 
 from hetero_pp.errors import Refused, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, Report
-from hetero_pp.outer.exchange_service import Standing
+from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, BeatReply, Report
+from hetero_pp.outer.exchange_service import Caller
 
 MIXED = {"dc": 1, "home": 2}
 
@@ -36,7 +36,7 @@ def test_a_process_that_asks_twice_has_one_term(tmp_path: Path) -> None:
 def test_a_second_process_is_refused_while_the_first_is_there(run: Run) -> None:
     with pytest.raises(Refused, match="found a second process of `dc`"):
         run.exchange.join("dc", "", process="another")
-    assert run.exchange.beat("dc", term=1) == Standing()
+    assert run.exchange.beat(Caller("dc", 1)) == BeatReply()
     assert run.exchange.log.terms()["dc"] == 1
 
 
@@ -47,15 +47,15 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
         assert run.exchange.join("dc", "", process=f"process {term}") == term
     assert run.exchange.log.terms() == {"dc": 3, "home.0": 1, "home.1": 1}
     for work in (
-        partial(run.exchange.assign, "dc", 0, term=2),
+        partial(run.exchange.assign, Caller("dc", 2), 0),
         partial(run.deposit, 1, "dc", term=2),
-        partial(run.exchange.record, 1, "dc", 2),
+        partial(run.exchange.record, 1, Caller("dc", 2)),
     ):
         with pytest.raises(TermOver, match="another process holds this slot now"):
             work()
-    assert run.exchange.beat("dc", term=2).is_over
-    assert not run.exchange.beat("dc", term=3).is_over
-    run.exchange.broken("dc", 2, "an old one's complaint", term=2)
+    assert run.exchange.beat(Caller("dc", 2)).is_over
+    assert not run.exchange.beat(Caller("dc", 3)).is_over
+    run.exchange.broken(Caller("dc", 2), 2, "an old one's complaint")
     run.exchange.left("dc", term=2)
     assert run.exchange.coordinator.holds("dc", 3)
 
@@ -127,19 +127,19 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
 def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
     """It gets a new generation and the new member's address. Contributions of the old generation are void."""
     run.deposit(1, "home.0", epoch=2)
-    waits = in_thread(lambda: run.exchange.record(1, "home.0", 1))
+    waits = in_thread(lambda: run.exchange.record(1, Caller("home.0", 1)))
     run.exchange.died("home.1", "killed by a test")
     with pytest.raises(Suspended, match=r"home\.1: killed by a test"):
         waits.result(TIMEOUT)
-    standing = run.exchange.beat("home.0", term=1)
+    standing = run.exchange.beat(Caller("home.0", 1))
     assert (standing.is_over, standing.suspended) == (False, 2)
     run.exchange.join("home.1", "")
     with pytest.raises(Suspended, match="home has a new generation"):
         run.deposit(1, "home.0", epoch=2)
-    assert run.exchange.beat("dc") == Standing()
+    assert run.exchange.beat("dc") == BeatReply()
     work = assign_all(run.exchange, 0, ["home.0", "home.1"])
     assert {(one.round, one.epoch) for one in work.values()} == {(1, 3)}
-    assert run.exchange.beat("home.0", term=1) == Standing()
+    assert run.exchange.beat(Caller("home.0", 1)) == BeatReply()
     run.deposit(1, "dc", "home.0", "home.1")
     assert run.counted(1) == {"dc": 1, "home": 3}
     told = [(one.what, one.place) for one in run.told()]
@@ -190,10 +190,10 @@ def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:
     """The other members wait for the record and need not train the round again."""
     run.deposit(1, "home.0", "home.1")
     run.exchange.died("home.1", "killed by a test")
-    assert run.exchange.beat("home.0", term=1) == Standing()
+    assert run.exchange.beat(Caller("home.0", 1)) == BeatReply()
     run.deposit(1, "dc")
     assert run.counted(1) == {"dc": 1, "home": 2}
-    assert run.exchange.record(1, "home.0", 1).round == 1
+    assert run.exchange.record(1, Caller("home.0", 1)).round == 1
 
 
 def _leaves(run: Run, member: str) -> None:
@@ -211,7 +211,7 @@ def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run
             run.assign(round_)
     run.assign(9, "home.0")
     _leaves(run, "home.0")
-    assert run.exchange.beat("home.1", 9, 2, term=1) == Standing()
+    assert run.exchange.beat(Caller("home.1", 1), 9, 2) == BeatReply()
 
 
 def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None:
@@ -224,15 +224,15 @@ def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None
     run.exchange.join("home.1", "")
     run.assign(9, "home.1")
     _leaves(run, "home.1")
-    assert run.exchange.beat("home.0", 9, 3, term=1).suspended == 3
+    assert run.exchange.beat(Caller("home.0", 1), 9, 3).suspended == 3
 
 
 def test_who_cannot_reach_a_neighbour_has_its_replica_formed_anew(run: Run) -> None:
-    run.exchange.broken("home.0", 2, "nothing came from home.1", term=1)
-    assert run.exchange.beat("home.0", term=1).is_over
-    assert run.exchange.beat("home.1", term=1).suspended == 2
+    run.exchange.broken(Caller("home.0", 1), 2, "nothing came from home.1")
+    assert run.exchange.beat(Caller("home.0", 1)).is_over
+    assert run.exchange.beat(Caller("home.1", 1)).suspended == 2
     assert run.exchange.join("home.0", "") == 2
-    run.exchange.broken("home.1", 2, "nothing came from home.0", term=1)  # this names the previous generation
+    run.exchange.broken(Caller("home.1", 1), 2, "nothing came from home.0")  # it means the epoch before
     assert {one.epoch for one in assign_all(run.exchange, 0, ["home.0", "home.1"]).values()} == {3}
 
 
@@ -256,7 +256,7 @@ def test_another_exchange_knows_who_holds_what_and_takes_contributions(run: Run)
     run.take_over()
     assert closed(run) == 1
     for member, epoch in {"dc": 1, "home.0": 2, "home.1": 2}.items():
-        assert run.exchange.beat(member, 2, epoch) == Standing()
+        assert run.exchange.beat(member, 2, epoch) == BeatReply()
     run.deposit(2, "home.0", "home.1", "dc", term=1)
     assert run.counted(2) == {"dc": 1, "home": 2}
     assert run.assign(2) == dict.fromkeys(run.roster.members, 3)
@@ -287,7 +287,7 @@ def test_who_trains_a_round_that_is_not_open_here_yet_takes_part_in_it(run: Run)
     assert run.assign(1, "dc") == {"dc": 2}
     assert closed(run) == 1
     assert behind.coordinator.last_round == 0
-    assert behind.beat("dc", 2, 1, term=1) == Standing()
+    assert behind.beat(Caller("dc", 1), 2, 1) == BeatReply()
     assert behind.coordinator.last_round == 1
     assert behind.coordinator.open is not None
     assert "dc" in behind.coordinator.open.taking_part

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from google.protobuf.message import Message
 from members import TIMEOUT
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.faults import Missed, Phase
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.epochs import Epochs
-from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.outer.exchange_service import NO_STATES, Assignment, ExchangeService, Standing
+from hetero_pp.messages.messages_pb2 import AssignReply, BeatReply, BeatRequest, Report, ReportRequest
+from hetero_pp.outer.exchange_service import NO_STATES, Caller, ExchangeService
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.run.folder import RunFolder
@@ -32,11 +33,11 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 class Heard:
     """An exchange that answers heartbeats with these answers, and then repeats the last one."""
 
-    def __init__(self, *answers: Standing | HeteroPPError) -> None:
+    def __init__(self, *answers: BeatReply | HeteroPPError) -> None:
         self._answers = list(answers)
         self.beats = 0
 
-    def beat(self, *_: object) -> Standing:
+    def beat(self, *_: object) -> BeatReply:
         self.beats += 1
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, HeteroPPError):
@@ -53,7 +54,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> None:
     """The link is still being formed, and no heartbeat has named its generation yet."""
     epochs: Epochs[GrpcLinkEnd] = Epochs("home.0")
-    pulse = Pulse(cast(ExchangeService, Heard(Standing(), error)), "home.1", epochs.give_up)
+    pulse = Pulse(cast(ExchangeService, Heard(BeatReply(), error)), "home.1", epochs.give_up)
     pulse.trains(1, 4)
     with pulse.beating(), pytest.raises(LinkClosed, match=str(error)):
         epochs.take(9, TIMEOUT)
@@ -66,7 +67,7 @@ def test_who_is_suspended_gives_up_the_links_of_that_epoch_alone() -> None:
         given_up.append((before, cause))
         told.set()
 
-    exchange = Heard(ExchangeLost("gone"), Standing(False, 4, "home.0 is gone"))
+    exchange = Heard(ExchangeLost("gone"), BeatReply(suspended=4, cause="home.0 is gone"))
     pulse = Pulse(cast(ExchangeService, exchange), "home.1", give_up)
     pulse.trains(1, 4)
     with pulse.beating():
@@ -83,16 +84,16 @@ class _Waiting:
         self._epochs: Epochs[GrpcLinkEnd] = Epochs("home.0")
         self.give_up = self._epochs.give_up
 
-    def form(self, work: Assignment) -> LinkEnds:
+    def form(self, work: AssignReply) -> LinkEnds:
         return LinkEnds(self._epochs.take(work.epoch, TIMEOUT))
 
 
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
     """The member has trained nothing in this generation yet."""
-    exchange = Heard(Standing(False, 4, "home.0 is gone"))
+    exchange = Heard(BeatReply(suspended=4, cause="home.0 is gone"))
     seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, _Waiting())
     with seat.pulse.beating(), pytest.raises(LinkClosed, match=r"home\.0 is gone"):
-        seat.form(Assignment(1, 4))
+        seat.form(AssignReply(round=1, epoch=4))
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,22 +101,21 @@ def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypa
     rounds = 2
     left, heard = threading.Event(), threading.Event()
     beats, reports = list[str](), list[Report]()
-    report, beat = Exchange.report, Exchange.beat
+    call = Exchange.call
 
-    def watched_report(exchange: Exchange, told: Sequence[Report], term: int | None = None) -> None:
-        report(exchange, told, term)
-        if any(one.member == "home.0" and one.HasField("finished") for one in told):
-            left.set()
-            assert heard.wait(TIMEOUT)
-
-    def watched_beat(exchange: Exchange, member: str, *details: Any) -> Standing:
+    def watched(exchange: Exchange, request: Message, caller: Caller) -> Any:
         has_left = left.is_set()
-        answer = beat(exchange, member, *details)
-        if has_left and member == "home.0":
-            assert answer.is_over
-            beats.append(member)
-        if len(beats) > 1:  # the member has acted on the answer to the first heartbeat
-            heard.set()
+        answer = call(exchange, request, caller)
+        if isinstance(request, ReportRequest):
+            if any(one.member == "home.0" and one.HasField("finished") for one in request.reports):
+                left.set()
+                assert heard.wait(TIMEOUT)
+        elif isinstance(request, BeatRequest):
+            if has_left and caller.name == "home.0":
+                assert answer.is_over
+                beats.append(caller.name)
+            if len(beats) > 1:  # what the first of them was answered is acted on
+                heard.set()
         return answer
 
     class HeldBack(Missed):
@@ -123,8 +123,7 @@ def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypa
             if (phase, round_, threading.current_thread().name) == (Phase.EVALUATING, rounds, "home.1"):
                 assert heard.wait(TIMEOUT)
 
-    monkeypatch.setattr(Exchange, "report", watched_report)
-    monkeypatch.setattr(Exchange, "beat", watched_beat)
+    monkeypatch.setattr(Exchange, "call", watched)
     monkeypatch.setattr(in_process, "Missed", HeldBack)
     changes = [
         f"data.corpus={corpus}",

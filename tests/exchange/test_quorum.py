@@ -10,6 +10,7 @@ from small_run import GRACE, LIMIT, Run, closed
 
 from hetero_pp.errors import Refused
 from hetero_pp.messages.messages_pb2 import LATE, NOT_AWAITED, PAUSED, WENT_ON
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 THREE = {"a": 1, "b": 1, "c": 1}
@@ -22,6 +23,19 @@ def run(tmp_path: Path) -> Run:
     run = Run(tmp_path, FOUR)
     run.assign(0)
     return run
+
+
+def test_a_view_of_the_coordinator_does_not_change(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    run.assign(0)
+    run.deposit(1, "a")
+    view = run.exchange.coordinator.view()
+    run.deposit(1, "b")
+    run.exchange.died("a", "killed by a test")
+    assert view.last_round == 0 and view.open is not None
+    assert (view.open.number, set(view.open.deposited)) == (1, {"a"})
+    assert [slot.held for slot in view.slots] == [True, True]
+    assert run.exchange.coordinator.view().last_round == 1
 
 
 def test_all_who_are_there_are_enough_at_once(run: Run) -> None:
@@ -308,6 +322,6 @@ def test_a_run_ends_though_a_member_only_sends_heartbeats(run: Run) -> None:
     assert run.exchange.coordinator.holds("a", 1)
     run.passes(1, heard=tuple(FOUR))
     run.exchange.wait_until_finished()
-    assert run.exchange.beat("a", term=1).is_over
+    assert run.exchange.beat(Caller("a", 1)).is_over
     run.exchange.join("a", "", process="again")  # nor can it keep the run open by joining again
     assert run.exchange.coordinator.is_through

@@ -181,7 +181,7 @@ def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: P
     with pytest.raises(Exception, match="the run has not started"):
         exchange.snapshot(["norm.weight"])
     members[1].start()
-    restart = _find(log, exchange.wait_until_joined())
+    restart = _find(log, exchange.joining.wait_until_joined())
     assert not told
     exchange.begin(restart.snapshot)
     for member in members:

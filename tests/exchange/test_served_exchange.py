@@ -12,14 +12,17 @@ from typing import Any, cast
 import grpc
 import pytest
 import torch
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
-from hetero_pp.links import LAUNCHER
+from hetero_pp.links import LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
-from hetero_pp.outer.exchange_service import Assignment, AvailableStates, HeldBy, Standing
+from hetero_pp.outer.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
@@ -27,10 +30,13 @@ from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import IsAsked, serve_exchange
+from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
+from replica_groups.exchange.carried import CarriedExchange
+from replica_groups.exchange.collective import CollectiveExchange
+from replica_groups.ranks import ALONE
 
 TIMEOUT = 20.0
 RUN = "run"
@@ -44,12 +50,13 @@ BLOB = b"a blob of some bytes"
 LARGEST = 1000
 ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
+HEADER = pb.BlobHeader(round=3, replica="dc", block="norm", size=len(BLOB), epoch=7, steps=50)
 NORM = torch.arange(6.0).view(2, 3)
 TERM = 5
-WORK = Assignment(
+WORK = pb.AssignReply(
     round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6", trained=8
 )
-STANDING = Standing(is_over=True, suspended=7, cause="home.0: it ended")
+STANDING = pb.BeatReply(is_over=True, suspended=7, cause="home.0: it ended")
 
 STRANGERS: dict[str, dict[str, str]] = {
     "wrong token": {"token": "another token", "run": RUN},
@@ -64,6 +71,19 @@ STRANGERS: dict[str, dict[str, str]] = {
 """Metadata of strangers. They name themselves `dc` unless stated otherwise."""
 
 
+REPLIES: dict[type[Message], Message] = {
+    pb.AgreeRequest: pb.AgreeReply(run=RUN),
+    pb.ChangesRequest: pb.ChangesReply(changes=CHANGES.to_json()),
+    pb.JoinRequest: pb.JoinReply(term=TERM),
+    pb.LastRoundRequest: pb.LastRoundReply(last_round=7),
+    pb.NewestSnapshotRequest: pb.NewestSnapshotReply(round=6, names=["a", "b"]),
+    pb.AssignRequest: WORK,
+    pb.BeatRequest: STANDING,
+    pb.RecordRequest: pb.RoundRecord(round=3),
+}
+"""Replies that are not empty."""
+
+
 class Recorder:
     """An exchange that records its calls and its refusals. Implements WatchedExchange."""
 
@@ -71,79 +91,41 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
+        """(call, caller, its incarnation, request, ...)"""
         self.reports = [pb.Report(member="dc")]
         self.sounds: list[str] = []
-        self.expected: list[tuple[str, BlobAddress, int]] = []
-        """Deposits that members announced, with their sizes."""
+        self.expected: list[tuple[str, pb.BlobHeader]] = []
+        """Blobs that members were about to send."""
         self.left_terms: list[int | None] = []
         self.processes: list[str | None] = []
-        """Process names that callers gave when they requested a slot."""
+        """Names of the processes that wanted a slot."""
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
 
-    def agree(self, member: str, configuration: str, tokens: str) -> str:
-        self.asked.append(("agree", member, configuration, tokens))
-        return self.run
+    def _note(self, call: str, caller: Caller, *what: object) -> None:
+        self.asked.append((call, caller.name, caller.term, *what))
 
-    def changes(self, is_asked: IsAsked) -> Changes:
-        self.asked.append(("changes",))
-        return CHANGES
-
-    def join(
-        self,
-        member: str,
-        address: str,
-        available: AvailableStates,
-        process: str | None,
-        is_asked: IsAsked,
-        is_guest: bool = False,
-    ) -> int:
-        self.asked.append(("join", member, address, available))
-        self.processes.append(process)
-        return TERM
+    def call(self, request: Message, caller: Caller) -> Any:
+        call = call_of(request)
+        if isinstance(request, pb.JoinRequest):
+            self.processes.append(request.process)
+            request.process = ""
+        if isinstance(request, pb.RecordRequest):
+            request.exchange = ""  # names the server's process
+        self._note(call.name, caller, request)
+        if isinstance(request, pb.BeatRequest) and not request.HasField("round"):
+            return pb.BeatReply()
+        return REPLIES.get(type(request), GetMessageClass(call.output_type)())
 
     def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
         self.asked.append(("dialled", member, address, is_reached))
 
-    def last_round(self, is_asked: IsAsked) -> int:
-        self.asked.append(("last_round",))
-        return 7
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        self._note("Snapshot", caller, request)
+        return dict.fromkeys(request.names, NORM)
 
-    def newest_snapshot(self, is_asked: IsAsked) -> tuple[int, Sequence[str]]:
-        self.asked.append(("newest_snapshot",))
-        return 6, ["a", "b"]
-
-    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
-        self.asked.append(("snapshot", round_, *names))
-        return dict.fromkeys(names, NORM)
-
-    def assign(
-        self,
-        member: str,
-        holds: int,
-        address: str,
-        trained: int,
-        term: int | None,
-        is_asked: IsAsked,
-        holder: int = 0,
-    ) -> Assignment:
-        self.asked.append(("assign", member, holds, address, trained, term))
-        return WORK
-
-    def beat(
-        self,
-        member: str,
-        round_: int | None = None,
-        epoch: int = 0,
-        progress: int = 0,
-        computes: bool = False,
-        term: int | None = None,
-    ) -> Standing:
-        self.asked.append(("beat", member, round_, epoch, progress, computes, term))
-        return Standing() if round_ is None else STANDING
-
-    def link_broke(self, member: str, epoch: int, cause: str, blames: str, term: int | None = None) -> Sequence[HeldBy]:
-        self.asked.append(("broken", member, epoch, cause, term, blames))
+    def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
+        self._note("Broken", caller, request)
         return ()
 
     def guests_beside(self, member: str) -> Sequence[HeldBy]:
@@ -152,63 +134,35 @@ class Recorder:
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         self.asked.append(("died", member, cause, term))
 
-    def expect(self, member: str, address: BlobAddress, size: int) -> None:
-        self.expected.append((member, address, size))
-        if size > LARGEST:
-            raise Refused(f"found {size} bytes, expected at most {LARGEST}")
+    def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
+        self.expected.append((caller.name, header))
+        if header.size > LARGEST:
+            raise Refused(f"found {header.size} bytes, expected at most {LARGEST}")
 
-    def deposit(
-        self,
-        member: str,
-        address: BlobAddress,
-        data: bytes,
-        epoch: int | None = None,
-        steps: int = 0,
-        term: int | None = None,
-    ) -> None:
-        self.asked.append(("deposit", member, address, data, epoch, steps, term))
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        self._note("Deposit", caller, header, data)
 
-    def upload_url(
-        self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None = None, term: int | None = None
-    ) -> str | None:
+    def upload_url(self, request: pb.Upload, caller: Caller) -> str | None:
         """Return None, as in a run whose store is a folder."""
-        self.asked.append(("upload_url", member, address, sha256, epoch, term))
+        self._note("UploadUrl", caller, request)
         return None
 
-    def uploaded(
-        self,
-        member: str,
-        address: BlobAddress,
-        sha256: bytes,
-        epoch: int | None = None,
-        steps: int = 0,
-        term: int | None = None,
-    ) -> None:
-        self.asked.append(("uploaded", member, address, sha256, epoch, steps, term))
+    def uploaded(self, request: pb.Upload, caller: Caller) -> None:
+        self._note("Uploaded", caller, request)
 
-    def stored(self, member: str, round_: int, replica: str, block: str) -> pb.StoredBlob | None:
-        self.asked.append(("stored", member, round_, replica, block))
+    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
+        self._note("stored", caller, request)
         return None
 
     def wake(self) -> None:
         self.woken.set()
 
-    def record(self, round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> pb.RoundRecord:
-        self.asked.append(("record", round_, member, term))
-        return pb.RoundRecord(round=round_)
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        self.asked.append(("fetch", member, round_, replica, block))
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        self._note("Fetch", caller, request)
         return BLOB
 
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None:
-        self.asked.append(("confirm", member, round_, dict(sha256), term))
-
-    def report(self, reports: Sequence[pb.Report], term: int | None = None) -> None:
-        self.asked.append(("report", *(report.member for report in reports), term))
-
     def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
-        self.asked.append(("watch", *members))
+        self.asked.append(("Watch", *members))
         yield from self.reports
 
     def heard(self, member: str, term: int | None = None) -> None:
@@ -287,11 +241,6 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
             list(reply)
 
 
-def _method(path: str) -> str:
-    """Return the exchange's method for a path: /hetero_pp.Exchange/LastRound -> last_round."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.rpartition("/")[2]).lower()
-
-
 def test_the_calls_are_those_that_members_make() -> None:
     """Makes sure that the tests below do not pass because no call was made."""
     made = "Agree Changes Join LastRound Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
@@ -321,10 +270,11 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
     _call(served, path, {"name": "dc", "token": TOKEN, "term": "1"} | run)
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
-    several = {"Stay": ["stay", "left"], "Snapshot": ["newest_snapshot", "snapshot"]}
-    assert asked == several.get(path.rpartition("/")[2], [_method(path)])
-    moves = path.rpartition("/")[2] in ("Snapshot", "Deposit", "Fetch")
-    assert served.exchange.sounds == ["dc"] * (2 if moves else 1)  # a frame also counts as a sign of life
+    name = path.rpartition("/")[2]
+    several = {"Stay": ["stay", "left"], "Snapshot": ["NewestSnapshot", "Snapshot"]}
+    assert asked == several.get(name, [name])
+    moves = name in ("Snapshot", "Deposit", "Fetch")
+    assert served.exchange.sounds == ["dc"] * (2 if moves else 1)  # a frame shows that the member is there, too
     assert served.exchange.refused == []
 
 
@@ -336,7 +286,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.changes() == CHANGES
     assert client.last_round() == 7
     assert client.assign("dc", 7, "127.0.0.1:6", trained=8) == WORK
-    assert client.beat("dc") == Standing()
+    assert client.beat("dc") == pb.BeatReply()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
     client.broken("dc", 7, "a cause", "home.1")
     client.died("dc", "another", 4)
@@ -356,29 +306,96 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert all(one in served.exchange.asked for one in there)
     assert sorted((one for one in served.exchange.asked if one not in there), key=str) == sorted(
         [
-            ("agree", "dc", "{}", "of a text"),
-            ("join", "dc", "127.0.0.1:6", held),
-            ("changes",),
-            ("last_round",),
-            ("assign", "dc", 7, "127.0.0.1:6", 8, TERM),
-            ("beat", "dc", None, 0, 0, False, TERM),
-            ("beat", "dc", 8, 7, 6, True, TERM),
-            ("broken", "dc", 7, "a cause", TERM, "home.1"),
-            ("died", "dc", "another", 4),
-            ("newest_snapshot",),
-            ("newest_snapshot",),
-            ("snapshot", 6, "a", "b"),
-            ("snapshot", 0, "a"),
-            ("deposit", "dc", ADDRESS, BLOB, 7, 50, TERM),
-            ("record", 3, "dc", TERM),
-            ("fetch", "dc", 3, "home", "norm"),
-            ("confirm", "dc", 3, {"norm.weight": b"\1" * 32}, TERM),
-            ("report", "dc", TERM),  # the token lets a member speak only for itself
-            ("watch",),
+            ("Agree", "dc", None, pb.AgreeRequest(configuration="{}", tokens="of a text")),
+            (
+                "Join",
+                "dc",
+                None,
+                pb.JoinRequest(
+                    version=PROTOCOL_VERSION, address="127.0.0.1:6", rounds=[2, 7], damaged=["round 8 is damaged"]
+                ),
+            ),
+            ("Changes", "dc", TERM, pb.ChangesRequest()),
+            ("LastRound", "dc", TERM, pb.LastRoundRequest()),
+            ("Assign", "dc", TERM, pb.AssignRequest(holds=7, address="127.0.0.1:6", trained=8)),
+            ("Beat", "dc", TERM, pb.BeatRequest()),
+            ("Beat", "dc", TERM, pb.BeatRequest(round=8, epoch=7, progress=6, computes=True)),
+            ("Broken", "dc", TERM, pb.BrokenRequest(epoch=7, cause="a cause", blames="home.1")),
+            ("Died", "dc", TERM, pb.DiedRequest(member="dc", cause="another", term=4)),
+            ("NewestSnapshot", "dc", TERM, pb.NewestSnapshotRequest()),
+            ("NewestSnapshot", "dc", TERM, pb.NewestSnapshotRequest()),
+            ("Snapshot", "dc", TERM, pb.SnapshotRequest(names=["a", "b"], round=6)),
+            ("Snapshot", "dc", TERM, pb.SnapshotRequest(names=["a"], round=0)),
+            ("Deposit", "dc", TERM, HEADER, BLOB),
+            ("Record", "dc", TERM, pb.RecordRequest(round=3)),
+            ("Fetch", "dc", TERM, pb.FetchRequest(round=3, replica="home", block="norm")),
+            ("Confirm", "dc", TERM, pb.HashReport(round=3, sha256={"norm.weight": b"\1" * 32})),
+            # whoever knows the token speaks for itself only
+            ("Report", "dc", TERM, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Finished())])),
+            ("Watch",),
         ],
         key=str,
     )
     assert set(served.exchange.left_terms) == {TERM}
+
+
+_VALUES = {
+    FieldDescriptor.TYPE_STRING: "text",
+    FieldDescriptor.TYPE_BYTES: b"bytes",
+    FieldDescriptor.TYPE_BOOL: True,
+    FieldDescriptor.TYPE_FLOAT: 1.5,
+    FieldDescriptor.TYPE_DOUBLE: 1.5,
+}
+
+
+def _filled(kind: type[Message]) -> Message:
+    """Return a message in which every field has a value that is not its default."""
+    message, fields = kind(), cast(Any, kind.DESCRIPTOR.fields)
+    for field in fields:
+        value: Any = _VALUES.get(field.type, 7)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)["norm.weight"] = bytes(32)
+        elif field.message_type is not None:
+            getattr(message, field.name).append(_filled(GetMessageClass(field.message_type)))
+        elif field.is_repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
+def _asked_by_one_message() -> list[str]:
+    """Return the calls of `ExchangeService.call`, apart from reports, whose fields depend on their sender."""
+    apart = {"UploadUrl", "Uploaded", "Stay", "Report"}
+    return [
+        one.name
+        for one in served_exchange.SERVICE.methods
+        if pb.Frame.DESCRIPTOR not in (one.input_type, one.output_type)
+        and not one.server_streaming
+        and one.name not in apart
+    ]
+
+
+@pytest.mark.parametrize("call", _asked_by_one_message())
+def test_every_field_crosses_in_both_directions(call: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is added to a message needs no change of any object between a member and the exchange."""
+    method = served_exchange.SERVICE.methods_by_name[call]
+    request, reply = _filled(GetMessageClass(method.input_type)), _filled(GetMessageClass(method.output_type))
+    if isinstance(request, pb.DiedRequest):
+        request.member = "dc"
+    if isinstance(request, pb.RecordRequest):
+        request.exchange = ""
+    sent = type(request).FromString(request.SerializeToString())
+    monkeypatch.setitem(REPLIES, type(request), reply)
+    client = ExchangeClient(served.address, SECRET.credentials("dc"), RUN)
+    client._term = TERM
+    link = LinkSpec("dc-exchange", "dc", "exchange", LinkShape(), LinkShape())
+    exchange = CollectiveExchange(CarriedExchange(client, link, seed=1), ALONE)
+    assert exchange.call(request, Caller("dc")) == reply
+    client.close()
+    if isinstance(sent, pb.JoinRequest):
+        sent.version, sent.process = PROTOCOL_VERSION, ""
+    assert next(one for one in served.exchange.asked if one[0] == call)[3] == sent
 
 
 def test_a_client_names_itself_so_that_it_may_ask_twice(served: Served) -> None:
@@ -505,7 +522,7 @@ def test_of_some_members_what_they_tell_is_followed_until_they_are_through(serve
     told = reports_to_members(served.address, WATCHER, ["home.0", "home.1"], TIMEOUT, lambda *_: None)
     assert [report.member for report in told] == ["home.0", "dc", "home.1"]
     served.stop()
-    assert served.exchange.asked == [("watch", "home.0", "home.1")]
+    assert served.exchange.asked == [("Watch", "home.0", "home.1")]
 
 
 def test_an_exchange_that_ends_before_its_members_are_through_is_missed(served: Served) -> None:

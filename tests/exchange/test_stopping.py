@@ -85,7 +85,7 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
         run.assign(0, name)
         threading.Thread(target=run.exchange.stay, args=[name], daemon=True).start()
         run.deposit(1, name)
-    run.exchange.decisions.wait_until(lambda: run.exchange._here == {"a", "b"})
+    run.exchange.decisions.wait_until(lambda: run.exchange.presence.here == {"a", "b"})
     closed = run.exchange.halt()
     waiting = threading.Thread(target=run.exchange.wait_until_applied, args=[closed, 600], daemon=True)
     waiting.start()
@@ -107,7 +107,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
     is_over = threading.Event()
 
     class Gone:
-        def confirm(self, *_: object) -> None:
+        def call(self, *_: object) -> None:
             stopping.ask(None)
             is_over.wait(60)
             is_over.set()

@@ -281,7 +281,12 @@ class Listener:
     def __init__(self, stack: ExitStack) -> None:
         self.refusals: list[Kind] = []
         self.links = StageLinkServer(
-            LINK, _link_credentials("home.1"), "home.1", 0, lambda sender, reason, kind: self.refusals.append(kind)
+            LINK,
+            _link_credentials("home.1"),
+            "home.1",
+            0,
+            lambda sender, reason, kind: self.refusals.append(kind),
+            expected=None,
         )
         self.address = f"127.0.0.1:{self.links.listen('127.0.0.1:0')}"
         stack.callback(self.links.close, grace=0)
@@ -384,7 +389,7 @@ def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitSt
 def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
     """It does not accept another member of the run at the neighbour's former address."""
     own = _link_credentials("home.2")
-    links = StageLinkServer(LINK, own, "home.1", 0)
+    links = StageLinkServer(LINK, own, "home.1", 0, expected=None)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     with pytest.raises(LinkTimeout):
@@ -401,8 +406,10 @@ def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: Exi
         return found.of_link(LINK.name), found.of_link(below.name)
 
     refused: list[Kind] = []
-    before = StageLinkServer(LINK, own("home.1")[0], "home.1", 0, lambda *refusal: refused.append(refusal[2]))
-    after = StageLinkServer(below, own("home.1")[1], "home.1", 0, sends="forward")
+    before = StageLinkServer(
+        LINK, own("home.1")[0], "home.1", 0, lambda *refusal: refused.append(refusal[2]), expected=None
+    )
+    after = StageLinkServer(below, own("home.1")[1], "home.1", 0, sends="forward", expected=None)
     address = f"127.0.0.1:{before.listen('127.0.0.1:0', after)}"
     stack.callback(before.close, grace=0)
     last = StageLinkDialer(below, own("home.2")[1], "home.2", 0, sends="backward").dial(address, 0, TIMEOUT)

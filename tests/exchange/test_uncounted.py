@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import Refused, Suspended, TermOver
 from hetero_pp.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import HEALED, RoundRecord
+from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, RoundRecord
 from hetero_pp.model import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.snapshot import MOMENTUM
 from replica_groups.exchange.auditor import Auditor
@@ -402,7 +401,7 @@ def test_a_damaged_snapshot_is_passed_over_by_who_comes_then(run: Run, capfd: py
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
         _round(round_, a, b)
-    run.exchange.decisions.wait_until(lambda: run.exchange._newest == 2)
+    run.exchange.decisions.wait_until(lambda: run.exchange.snapshots.newest_round == 2)
     data = bytearray(run.log.store.get(snapshot_key(2)))
     data[-3] ^= 1
     run.log.store.put(snapshot_key(2), bytes(data))
@@ -422,12 +421,12 @@ def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
         _round(round_, a, b)
-    run.exchange.decisions.wait_until(lambda: run.exchange._newest == 2)
+    run.exchange.decisions.wait_until(lambda: run.exchange.snapshots.newest_round == 2)
     b.outer.theta["norm.weight"][3] += 1.0
     _round(3, a, b)
     assert not b.holds()["norm.weight"].equal(a.holds()["norm.weight"])
     run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["b"].differs)
-    heals: list[Assignment] = [in_thread(lambda: run.exchange.assign("b", 3)).result(TIMEOUT)]
+    heals: list[AssignReply] = [in_thread(lambda: run.exchange.assign("b", 3)).result(TIMEOUT)]
     assert [one.heals for one in heals] == [True]
     assert not run.exchange.assign("a", 3).heals
     round_, names = run.exchange.newest_snapshot()
@@ -452,7 +451,7 @@ def test_who_joins_late_begins_from_a_later_snapshot_with_its_momentum(run: Run)
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2, 3):
         _round(round_, a, b)
-    run.exchange.decisions.wait_until(lambda: run.exchange._newest == 2)
+    run.exchange.decisions.wait_until(lambda: run.exchange.snapshots.newest_round == 2)
     run.exchange.died("b", "its host said so")
     run.exchange.join("b", "")
     round_, names = run.exchange.newest_snapshot()

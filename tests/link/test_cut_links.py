@@ -51,7 +51,9 @@ class CutLink:
         patience: float = SECONDS,
         next_cut: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.server = StageLinkServer(spec, LinkCredentials("run"), spec.target, seed=1, patience=patience)
+        self.server = StageLinkServer(
+            spec, LinkCredentials("run"), spec.target, seed=1, patience=patience, expected=None
+        )
         stack.callback(self.server.close, grace=0)
         self.proxy = CuttingProxy(f"127.0.0.1:{self.server.listen('127.0.0.1:0')}", next_cut)
         stack.callback(self.proxy.close)
@@ -203,7 +205,7 @@ def test_a_listener_that_began_anew_does_not_go_on_with_an_old_link(stack: ExitS
     link.above.send(_message(0, 10))
     link.below.receive(SECONDS)
     link.server.close(grace=0)
-    other = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1)
+    other = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, expected=None)
     other.listen("{}:{}".format(*link.proxy._target))
     stack.callback(other.close, grace=0)
     with pytest.raises(LinkClosed, match="found a link to be continued, expected a new one"):
@@ -247,7 +249,7 @@ def _answer(end: GrpcLinkEnd) -> None:
 
 def _listen(control: Connection) -> None:
     """Run a downstream process that is stopped later."""
-    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS)
+    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS, expected=None)
     control.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     _answer(server.accept(SECONDS))
     server.close(grace=0)
@@ -292,7 +294,7 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
 @pytest.mark.starts_processes
 def test_a_frozen_dialer_holds_nobody_who_is_told_to_wait_no_more(stack: ExitStack) -> None:
     """Another process takes its slot while it is frozen."""
-    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS)
+    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS, expected=None)
     address = f"127.0.0.1:{server.listen('127.0.0.1:0')}"
     process = get_context("spawn").Process(target=_dial, args=(address,), daemon=True)
     process.start()

@@ -54,7 +54,7 @@ class OverGrpc:
     """Neighbours over gRPC. Implements Neighbours."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1)
+        self.server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, expected=None)
         self.dialer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1)
         self.address = f"127.0.0.1:{self.server.listen('127.0.0.1:0')}"
         self.give_up_above, self.give_up_below = self.dialer.give_up, self.server.give_up

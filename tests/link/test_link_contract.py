@@ -34,7 +34,7 @@ def connect_in_process(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 
 def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
-    links = StageLinkServer(spec, LinkCredentials("run"), spec.target, seed=1)
+    links = StageLinkServer(spec, LinkCredentials("run"), spec.target, seed=1, expected=None)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
     upstream = open_stage_link(f"127.0.0.1:{port}", spec, LinkCredentials("run"), spec.source, seed=1, timeout=SECONDS)
@@ -43,7 +43,7 @@ def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 def connect_grpc_from_below(stack: ExitStack, spec: LinkSpec) -> Pair:
     """Connect a link on which the downstream stage dials."""
-    links = StageLinkServer(spec, LinkCredentials("run"), spec.source, seed=1, sends="forward")
+    links = StageLinkServer(spec, LinkCredentials("run"), spec.source, seed=1, sends="forward", expected=None)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
     dialer = StageLinkDialer(spec, LinkCredentials("run"), spec.target, seed=1, sends="backward")

@@ -80,7 +80,7 @@ class Relayed:
         """Listen as the downstream stage, behind the relay. `as_` is the member of its certificate."""
         local = LocalAddress()
         self._stack.callback(local.close)
-        server = StageLinkServer(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT)
+        server = StageLinkServer(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT, expected=None)
         server.listen(str(local))
         self._stack.callback(server.close, grace=0)
         relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
@@ -247,7 +247,7 @@ def test_a_former_holder_of_the_slot_that_is_dialled_is_refused(
     if is_relayed:
         relayed.listen(holder=1)
     else:
-        former = StageLinkServer(LINK, relayed.own("home.1", holder=1), "home.1", seed=1)
+        former = StageLinkServer(LINK, relayed.own("home.1", holder=1), "home.1", seed=1, expected=None)
         address = f"127.0.0.1:{former.listen('127.0.0.1:0')}"
         stack.callback(former.close, grace=0)
     above = stack.enter_context(relayed.connections(spec, "home.0"))

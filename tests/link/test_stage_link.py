@@ -42,7 +42,12 @@ class Listener:
     def __init__(self, stack: ExitStack, spec: LinkSpec = PLAN, listen: str = "127.0.0.1:0") -> None:
         self.refusals: list[tuple[str, str, Kind]] = []
         self.links = StageLinkServer(
-            spec, LinkCredentials("run"), spec.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
+            spec,
+            LinkCredentials("run"),
+            spec.target,
+            seed=0,
+            on_refusal=lambda *refusal: self.refusals.append(refusal),
+            expected=None,
         )
         self.address = f"127.0.0.1:{self.links.listen(listen)}"
         stack.callback(self.links.close, grace=0)
@@ -94,6 +99,17 @@ def refusal_of(replies: Iterator[bytes]) -> str:
         next(replies)
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     return str(error.value.details())
+
+
+def test_a_server_accepts_no_generation_before_it_is_told_of_one(stack: ExitStack) -> None:
+    links = StageLinkServer(PLAN, LinkCredentials(TOKEN), PLAN.target, seed=0)
+    address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
+    stack.callback(links.close, grace=0)
+    hello = LinkHello(version=PROTOCOL_VERSION, token=TOKEN, link=PLAN.name, sender=PLAN.source, epoch=1)
+    frames = [bytes(hello.SerializeToString())]
+    assert refusal_code(raw_stream(stack, address, *frames)) is grpc.StatusCode.UNAVAILABLE
+    links.expect(1, None)
+    next(raw_stream(stack, address, *frames))
 
 
 def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listener) -> None:
@@ -194,7 +210,7 @@ def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None
 
 def test_a_busy_port_is_an_error(listener: Listener) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {listener.address}"):
-        StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0).listen(listener.address)
+        StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0, expected=None).listen(listener.address)
 
 
 MESSAGE = b"".join(encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
@@ -247,7 +263,7 @@ def test_a_neighbour_that_says_no_more_is_waited_for_as_long_as_told(
 
 
 def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_as_told(stack: ExitStack) -> None:
-    links = StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0, patience=SECONDS)
+    links = StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0, patience=SECONDS, expected=None)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     hello = LinkHello(session=b"session")

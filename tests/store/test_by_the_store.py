@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import grpc
 import pytest
+from members import TIMEOUT
 from small_run import Run
 
 from hetero_pp.errors import Refused
@@ -50,8 +52,8 @@ def _forbidden(*_: object) -> None:
 def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
     with _member(run, "a") as (client, epoch):
-        monkeypatch.setattr(run.exchange, "deposit", _forbidden)
-        monkeypatch.setattr(run.exchange, "fetch", _forbidden)
+        monkeypatch.setattr(run.exchange, "deposit_blob", _forbidden)
+        monkeypatch.setattr(run.exchange, "fetch_blob", _forbidden)
         run.assign(0, "b")
         for address in _addresses(run, "a"):
             client.deposit("a", address, run.blob(address), epoch, 7)
@@ -60,7 +62,7 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
         run.deposit(1, "b")
         assert run.counted(1) == {"a": 2, "b": 1}
         assert [one.steps for one in client.record(1, "a").contributions] == [7, 7]
-        monkeypatch.setattr(run.exchange, "fetch", _forbidden)
+        monkeypatch.setattr(run.exchange, "fetch_blob", _forbidden)
         for name in ("a", "b"):
             for address in _addresses(run, name):
                 assert client.fetch("a", 1, name, address.block) == run.blob(address)
@@ -112,7 +114,10 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
 
 
 def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
-    client._ask(lambda calls: getattr(calls, call), request)
+    try:
+        getattr(client._wires.calls, call)(request, metadata=client._metadata, timeout=TIMEOUT)
+    except grpc.RpcError as error:
+        raise client._translate(error) from None
 
 
 def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange(

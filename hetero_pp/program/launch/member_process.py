@@ -177,7 +177,7 @@ def _run_exchange(
         return FAILED
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
-        with watched(exchange.expected, exchange.tell_waiting, exchange.fail, spec.config.exchange.timeout):
+        with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, spec.config.exchange.timeout):
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
             exchange.wait_until_finished()
         auditor.join()
@@ -188,7 +188,7 @@ def _run_exchange(
     except HeteroPPError as error:
         _send(launcher, failure=str(error))
         exchange.end_watching()
-        exchange.wait_until_left(_SECONDS_TO_HEAR)
+        exchange.presence.wait_until_left(_SECONDS_TO_HEAR)
         _tell_guests(house)
         server.stop(1).wait()
         return CONSEQUENCE if isinstance(error, RunFailed) else FAILED

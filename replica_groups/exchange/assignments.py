@@ -1,0 +1,96 @@
+"""Assignments of work to members, with the neighbours of each, and the neighbours that a member blames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller, HeldBy
+from hetero_pp.refusals import Kind
+from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.ways import Addresses
+from replica_groups.protocol import events as e
+
+
+class _Formed(NamedTuple):
+    """A group as one of its members was told of it."""
+
+    epoch: int
+    members: Mapping[str, HeldBy]
+    """By slot: the member that was told, and its neighbours as far as they were known."""
+
+
+class Assignments:
+    """Assigns work to the members of one run. Thread-safe."""
+
+    def __init__(self, state: RunState, addresses: Addresses) -> None:
+        self._state, self._addresses = state, addresses
+        self._holders: dict[str, HeldBy] = {}
+        """By slot, the member that asked for work last."""
+        self._formed: dict[str, _Formed] = {}
+        """By member, the group of its newest assignment, until the member blames a neighbour."""
+
+    def assign(self, request: pb.AssignRequest, caller: Caller) -> pb.AssignReply:
+        """Return a member's next task, once all members of its replica ask for one."""
+        member, state = caller.name, self._state
+        term, decisions = state.term(caller), state.decisions
+        own = HeldBy(member, caller.holder, term)
+        with state.changed:
+            if state.coordinator.holds(member, term):
+                self._addresses.note(member, request.address)
+                self._holders[member] = own
+        decisions.asks(member, term)
+        decisions.tell(e.Asked(member, term, request.holds, request.trained))
+        work = decisions.wait_for_work(member, term, caller.is_asked)
+        upstream, downstream = self._addresses.to_dial(member)
+        with state.changed:
+            before, after = map(self._held_by, state.beside(member))
+            self._formed[member] = _Formed(work.epoch, {one.place: one for one in (own, before, after) if one})
+            return pb.AssignReply(
+                round=work.round,
+                epoch=work.epoch,
+                downstream=downstream,
+                heals=work.heal,
+                is_first=work.round == state.begun_after + 1,
+                elapsed=decisions.elapsed(work.round),
+                upstream=upstream,
+                trained=work.trained,
+                upstream_holder=None if before is None else before.holder,
+                downstream_holder=None if after is None else after.holder,
+                changed=state.changes.mark,
+            )
+
+    def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
+        """Note that a member cannot reach a neighbour.
+
+        Return the two ends of a link with a malformed message; empty if none is to be blamed. Nobody can know which of
+        the two ends lies, so both answer for it. A member blames once in each generation.
+        """
+        term = self._state.term(caller)
+        ends = self._ends(caller.name, request.epoch, term, request.blames) if request.blames else ()
+        trusted = request.blames if ends and not any(end.holder for end in ends) else ""
+        self._state.decisions.tell(e.Broken(caller.name, term, request.epoch, request.cause, trusted))
+        return ends
+
+    def _ends(self, member: str, epoch: int, term: int, blamed: str) -> Sequence[HeldBy]:
+        """Return the ends of the link between a member and one that it blames, as its group was formed."""
+        if blamed not in self._state.beside(member):
+            raise self._state.refused(member, f"blames {blamed}, which is not a neighbouring stage", Kind.FORBIDDEN)
+        with self._state.changed:
+            formed = self._formed.get(member)
+            if formed is None or formed.epoch != epoch or formed.members[member].term != term:
+                return ()
+            del self._formed[member]
+        return [formed.members[place] for place in (member, blamed) if place in formed.members]
+
+    def guests_beside(self, member: str) -> Sequence[HeldBy]:
+        """Return the other members of a member's group that have a ticket."""
+        with self._state.changed:
+            found = [self._held_by(place) for place in self._state.group_of(member) if place != member]
+        return [one for one in found if one is not None and one.holder]
+
+    def _held_by(self, place: str) -> HeldBy | None:
+        """Return the holder of a slot, if it has asked this exchange for work."""
+        found = self._holders.get(place)
+        return found if found is not None and self._state.coordinator.holds(place, found.term) else None

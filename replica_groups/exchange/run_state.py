@@ -1,0 +1,77 @@
+"""State of a run that the parts of the exchange share, and the checks that they make of every request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hetero_pp.changed_keys import NO_CHANGES
+from hetero_pp.errors import Refused
+from hetero_pp.outer.exchange_service import Caller, IsAsked, always
+from hetero_pp.refusals import Kind, Refusals
+from hetero_pp.run.spec import Roster
+from replica_groups.exchange.decisions import Decisions
+
+
+class RunState:
+    """State of one run. Its fields change only with the lock `changed` held."""
+
+    def __init__(
+        self, run: str, roster: Roster, decisions: Decisions, refusals: Refusals, rounds: int, goes_on: bool
+    ) -> None:
+        """`goes_on`: another process was this run's exchange a moment ago, and members may be there still."""
+        self.run, self.roster, self.decisions, self.refusals = run, roster, decisions, refusals
+        self.coordinator = decisions.coordinator
+        self.rounds, self.goes_on = rounds, goes_on
+        self.changes = NO_CHANGES
+        """Keys that were changed when the run resumed."""
+        self.begun_after = 0
+        """Last decided round when this exchange began the run."""
+        self.names: frozenset[str] = frozenset()
+        """Names of all parameters, once the run has begun."""
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Lock of the decisions, notified when their state or this state changes."""
+        return self.decisions.changed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first round of the run is open, or was."""
+        return self.coordinator.rounds is not None
+
+    def wait_until_begun(self, is_asked: IsAsked = always) -> None:
+        """Wait until all members have joined and the run begins."""
+        self.decisions.wait_until(lambda: self.has_begun, is_asked)
+
+    def require_begun(self, member: str) -> None:
+        """Raise Refused if the run has not begun. An exchange that takes over from another lets members wait."""
+        if self.goes_on:
+            self.wait_until_begun()
+        if not self.has_begun:
+            raise self.refused(member, "the run has not started: some members have not joined")
+
+    def expect_member(self, member: str) -> None:
+        """Raise Refused for a name that is no member's."""
+        if member not in self.roster.members:
+            raise self.refused(member, "is not a member of this run", Kind.FORBIDDEN)
+
+    def term(self, caller: Caller) -> int:
+        """Return the caller's incarnation: the one it names, else the current one of its slot."""
+        self.expect_member(caller.name)
+        return self.coordinator.places[caller.name].term if caller.term is None else caller.term
+
+    def group_of(self, member: str) -> Sequence[str]:
+        """Return the slots of a member's replica, in the order of stages."""
+        return self.coordinator.rules.places_of(self.roster.members[member])
+
+    def beside(self, member: str) -> tuple[str, str]:
+        """Return the slots before and after a member's; empty where there is none."""
+        places = ["", *self.group_of(member), ""]
+        index = places.index(member)
+        return places[index - 1], places[index + 1]
+
+    def refused(self, sender: str, reason: str, kind: Kind = Kind.UNEXPECTED) -> Refused:
+        """Count a refusal, and return the error to raise."""
+        self.refusals.add(sender, reason, kind)
+        return Refused(f"{sender}: {reason}")
