@@ -71,9 +71,9 @@ class HeldBy(NamedTuple):
 class ExchangeService(ABC):
     """The exchange of contributions, as its members see it.
 
-    An implementation has four methods: `call` for all requests that are one message and have one message as reply, and
-    three that move a snapshot or a blob, which stay tensors and bytes in process. A field that is added to a message
-    needs no change of any of them. The other methods build a request and make the call; `member` is the caller.
+    An implementation has four methods. `call` takes every request that is one message, and returns one message. Three
+    more move a snapshot or a blob, which stay tensors and bytes in process. A field that is added to a message needs no
+    change of any of them. The other methods build a request and make the call; `member` is the caller.
 
     Every call may raise Refused (the request is wrong) or RunFailed (the run is over). Every call after `join` may also
     raise TermOver: another process may hold this member's slot, so the member must join again.

@@ -1,6 +1,6 @@
-"""Who is let in to a run that goes on: tickets become certificates, which are renewed, and given back.
+"""Admission to a run that has begun: exchanges tickets for certificates, renews them, and frees slots.
 
-Served beside the exchange. Whose each call is, is in permissions.
+Served beside the exchange. Permissions of each call are in permissions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetero_pp.rpc.probe import PROBE_SECONDS, Probe
 SERVICE = pb.DESCRIPTOR.services_by_name["Admission"]
 
 CERTIFICATE_SECONDS = 24 * 3600.0
-"""For so long a certificate holds that was asked for by a ticket; who holds it renews it at half of that."""
+"""Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
 
 
 MOST_BLAMED = 3
@@ -33,7 +33,7 @@ MOST_BLAMED = 3
 
 
 class Holder(Protocol):
-    """Of a place, by an invitation."""
+    """Holder of a slot by an invitation."""
 
     @property
     def place(self) -> str: ...
@@ -46,7 +46,7 @@ class Holder(Protocol):
 
 
 class Host(Guests, Protocol):
-    """Who decides whom to let in, and remembers it."""
+    """Decides which ticket holders to admit, and remembers it."""
 
     def enrol(self, ticket: str, key: bytes, vacant: Collection[str], seconds: float) -> Holder: ...
 
@@ -55,34 +55,35 @@ class Host(Guests, Protocol):
     def end(self, place: str, number: int, why: str) -> None: ...
 
     def blame(self, place: str, number: int) -> bool:
-        """Count a malformed message on a link of a holder. With the last of MOST_BLAMED, revoke its ticket and its
-        place, and return True.
+        """Count a malformed message on a link of a holder.
+
+        With the last of MOST_BLAMED, revoke its ticket and its slot, and return True.
         """
 
     def lacks_place(self, ticket: str, key: bytes) -> bool:
-        """Whether who shows a ticket is to have one that nobody has named. Raises as `enrol`."""
+        """Return whether a ticket, which names no slot, needs one to be chosen. Raises as `enrol`."""
 
     def held_by(self, place: str) -> Holder | None:
-        """Who holds a place; None if nobody does that was invited."""
+        """Return the holder of a slot; None if no ticket holder has it."""
 
 
 class Places(Protocol):
-    """Of a run that goes on."""
+    """Slots of a run."""
 
     def require_going_on(self) -> None:
         """Raise RunOver if every round is closed, RunFailed if the run has failed."""
 
     def vacant(self) -> Sequence[str]:
-        """Those at which nobody is."""
+        """Return the free slots."""
 
     def status(self) -> pb.StatusReply:
-        """Who is where."""
+        """Return the run's progress and the state of its slots."""
 
     def died(self, member: str, cause: str, term: int | None = None) -> None: ...
 
 
 class Lobby(Protocol):
-    """Who waits for a group to form."""
+    """Ticket holders that wait for a group to form."""
 
     def place_for(self, ticket: str, free: Sequence[str]) -> str | pb.InLobby: ...
 
@@ -95,10 +96,10 @@ class Lobby(Protocol):
     def seated(self, ticket: str) -> None: ...
 
     def told(self, ticket: str) -> None:
-        """Who shows a ticket has heard that it waits in vain."""
+        """Note that a ticket holder has heard that it waits in vain."""
 
     def wait_until_told(self, seconds: float) -> bool:
-        """Give those that wait so much time to hear it; whether all did."""
+        """Wait for all ticket holders to hear it, for at most `seconds`; return whether all did."""
 
     @property
     def here(self) -> int: ...
@@ -112,16 +113,16 @@ class Lobby(Protocol):
 
 @dataclass(frozen=True)
 class Told:
-    """What whoever is let in is told of the run."""
+    """The part of the run that an admitted host is told."""
 
     configuration: str
-    """As JSON, without what is of the exchange's host alone."""
+    """The configuration as JSON, without what concerns only the exchange's host."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
-    """Its files, by name."""
+    """Files of the tokenizer, by name."""
 
 
 class Admission(AdmissionServicer):
-    """One method per call."""
+    """The calls of the service."""
 
     def __init__(
         self,
@@ -134,14 +135,12 @@ class Admission(AdmissionServicer):
         relayed: Callable[[str], int],
         unnamed: Collection[str] | None = None,
     ) -> None:
-        """`relayed`: by member, bytes that went through the relay. `unnamed`: slots that a ticket may take which names
-        none; None: all of them.
-        """
+        """`relayed`: member -> bytes through the relay. `unnamed`: slots for tickets without a slot; None: all."""
         self._unnamed = unnamed
         self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
         self._lobby, self._relayed = lobby, relayed
         self._seating = threading.Lock()
-        """Between looking which places are free and taking one."""
+        """Held from the choice of a free slot until it is taken."""
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
         if request.version != PROTOCOL_VERSION:
@@ -162,7 +161,7 @@ class Admission(AdmissionServicer):
         )
 
     def _seat(self, ticket: str, key: bytes) -> Holder | pb.InLobby:
-        """Who shows a ticket at a place, or in the lobby. Raises RunOver, RunFailed."""
+        """Return the holder of a slot for a ticket, or its state in the lobby. Raises RunOver, RunFailed."""
         self._require_going_on(ticket)
         with self._seating:
             vacant: Sequence[str] = self._places.vacant()
@@ -176,8 +175,9 @@ class Admission(AdmissionServicer):
             return holder
 
     def _open_to_all(self, vacant: Sequence[str]) -> Sequence[str]:
-        """The free slots that a ticket may take which names none. Raises Refused, with what to ask for, if there are
-        none.
+        """Return the free slots that a ticket without a slot may take.
+
+        Raises Refused, with what to ask for, if there are none.
         """
         free = [slot for slot in vacant if self._host.held_by(slot) is None]
         found = [slot for slot in free if self._unnamed is None or slot in self._unnamed]
@@ -202,7 +202,7 @@ class Admission(AdmissionServicer):
     def Probe(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """One line at a time, so that each is measured alone. Raises AskAgain while another is."""
+        """Measure one line at a time, so that each is measured alone. Raises AskAgain while another is measured."""
         ticket = self._callers.of(context).ticket
         assert ticket is not None
         self._require_going_on(ticket)

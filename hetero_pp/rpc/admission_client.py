@@ -1,4 +1,4 @@
-"""How a host is let in to a run, and stays it: the client of the calls that rpc.admission serves."""
+"""Admission of a host to a run: client of the calls that rpc.admission serves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hetero_pp.rpc.services import ERROR_OF_CODE
 from hetero_pp.units import format_seconds
 
 SECONDS = 30.0
-"""Within which an exchange that is there answers."""
+"""Seconds within which an exchange that is there answers."""
 
 _ENDED = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
-"""By which the exchange says that the run is over, or has failed."""
+"""Status codes with which the exchange says that the run is over, or has failed."""
 
 Reply = TypeVar("Reply")
 
@@ -35,12 +35,12 @@ def enrol(
     seconds: float | None = None,
     on_wait: Callable[[float, float], None] = lambda *_: None,
 ) -> pb.EnrolReply:
-    """A place and a certificate, for who shows a ticket and asks for a certificate of its key.
+    """Exchange a ticket, and a request for a certificate of a key, for a slot and the certificate.
 
-    Raises Refused if it gets none, RunOver or RunFailed if the run has ended, StoreError if a disk or a store fails
-    there, TooMuch if it may ask again later, LinkTimeout if the exchange does not answer within so many seconds (by
-    default SECONDS). `on_wait` is told
-    once if it takes long to connect: for how many seconds already, and how many there are in all.
+    Raises Refused if there is no slot, RunOver or RunFailed if the run has ended. Raises StoreError if a disk or a
+    store fails there, TooMuch if the host may ask again later. Raises LinkTimeout if the exchange does not answer
+    within `seconds` (by default SECONDS). `on_wait` is called once if connecting takes long, with the seconds so far
+    and in all.
     """
     asked = pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
     return _ask(
@@ -53,17 +53,17 @@ def enrol(
 
 
 def renew(address: str, identity: Identity) -> str:
-    """A certificate, as PEM, that holds for longer. Raises as `enrol`."""
+    """Return a certificate, as PEM, that is valid for longer. Raises as `enrol`."""
     return _ask(address, identity, lambda calls, limit: calls.Renew(pb.RenewRequest(), timeout=limit)).pem
 
 
 def give(address: str, identity: Identity) -> None:
-    """Give a place back. Raises as `enrol`."""
+    """Free a slot. Raises as `enrol`."""
     _ask(address, identity, lambda calls, limit: calls.Give(pb.GiveRequest(), timeout=limit))
 
 
 def status(address: str, identity: Identity, seconds: float | None = None) -> pb.StatusReply:
-    """Who is there. Raises as `enrol`."""
+    """Return the run's status. Raises as `enrol`."""
     asked = pb.StatusRequest()
     return _ask(
         address, identity, lambda calls, limit: calls.Status(asked, wait_for_ready=True, timeout=limit), seconds

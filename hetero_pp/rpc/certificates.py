@@ -1,6 +1,6 @@
-"""Certificates of one run: its authority, which is made from its secret, signs who each process is.
+"""Certificates of one run, signed by an authority that follows from the run's secret.
 
-A process keeps its key to itself. Keys are of the curve P-256, which every TLS library takes.
+Each process keeps its key to itself. Keys are of the curve P-256, which every TLS library supports.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from cryptography.x509.oid import NameOID
 from hetero_pp.errors import MalformedMessage
 
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
-"""Seconds that a certificate holds whose process was started by who has the run's secret."""
+"""Seconds for which a certificate is valid if its process was started with the run's secret."""
 
 CLOCKS_DIFFER = 3600.0
-"""Seconds by which a certificate holds earlier than it was signed: not all clocks are right."""
+"""Seconds by which a certificate is valid before it was signed, because clocks differ."""
 
 _CURVE = ec.SECP256R1()
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the curve's group: FIPS 186-4, D.1.2.3."""
+"""Order of the curve's group: FIPS 186-4, D.1.2.3."""
 _SEED_BYTES = 48
-"""More than the order has, so that no key is likelier than another (FIPS 186-4, B.4.1)."""
+"""More bytes than the order has, so that all keys are equally likely (FIPS 186-4, B.4.1)."""
 _AUTHORITY = "the run's authority"
 _FIRST, _LAST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """By which a process shows who it is when it connects, and knows who else is of its run. All PEM."""
+    """Key and certificate of a process, and the certificate of its run's authority. All PEM."""
 
     certificate: str
     key: str
     authority: str
     kept_in: str = ""
-    """A file in which a certificate takes the place of this one once it was renewed."""
+    """File in which renewed certificates replace this one."""
 
     @property
     def latest(self) -> Identity:
-        """The same, with the certificate that is kept."""
+        """The identity with its newest certificate."""
         return replace(self, certificate=Path(self.kept_in).read_text(encoding="utf-8")) if self.kept_in else self
 
     @property
     def shown(self) -> Shown:
-        """What it shows."""
+        """Content of its certificate."""
         return read_certificate(self.certificate.encode())
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a certificate says."""
+    """Content of a certificate."""
 
     name: str
-    """Of a process; see Credentials."""
+    """Name of the process, as in Credentials."""
     holder: int
-    """The how-manyeth that was let in to its place; 0 for who was started with the run's secret."""
+    """Holder number at its slot; 0 if it was started with the run's secret."""
     since: float = 0.0
     until: float = math.inf
     """Seconds since 1970."""
@@ -80,21 +80,21 @@ class Shown:
 
     @property
     def signed(self) -> float:
-        """When, in seconds since 1970."""
+        """Time of the signature, in seconds since 1970."""
         return self.since + CLOCKS_DIFFER
 
 
 class Authority:
-    """Of one run. Who has its secret can make it, and nobody else."""
+    """Authority of one run, which follows from the run's secret."""
 
     def __init__(self, secret: str) -> None:
         seed = HKDF(SHA256(), _SEED_BYTES, None, b"hetero-pp: the authority of a run").derive(secret.encode())
         self._key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, _CURVE)
         self.certificate = self._own().decode()
-        """PEM. Another each time it is made; what it signs is verified by any of them."""
+        """Its certificate as PEM. It differs each time, and each verifies all signatures of the authority."""
 
     def identity(self, name: str) -> Identity:
-        """Of a process that who has the secret starts."""
+        """Return a new identity of a process that is started with the run's secret."""
         key = new_key()
         certificate = self.sign(key.public_key(), name, 0, time.time() + AS_LONG_AS_THE_SECRET)
         return Identity(certificate, as_text(key), self.certificate)
@@ -138,13 +138,13 @@ def holder_name(name: str, holder: int) -> str:
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """What shows an authority that who asks has a key: PKCS #10, DER."""
+    """Return a certificate request for a key: PKCS #10, DER."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.sign(key, SHA256()).public_bytes(Encoding.DER)
 
 
 def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
-    """Whose certificate is asked for. Raises MalformedMessage unless who asks has the key, and it is of the curve."""
+    """Return the key of a request. Raises MalformedMessage unless it is on the curve and signed with the key."""
     try:
         found = x509.load_der_x509_csr(request)
         key = found.public_key()
@@ -156,24 +156,24 @@ def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def certified_key(pem: bytes) -> ec.EllipticCurvePublicKey:
-    """Of a certificate that an authority has signed."""
+    """Return the key of a signed certificate."""
     key = x509.load_pem_x509_certificate(pem).public_key()
     assert isinstance(key, ec.EllipticCurvePublicKey)
     return key
 
 
 def digest_of(key: ec.EllipticCurvePublicKey) -> bytes:
-    """By which a key is known."""
+    """Return the digest of a public key."""
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """For a process."""
+    """Return a new private key."""
     return ec.generate_private_key(_CURVE)
 
 
 def key_from_text(text: str) -> ec.EllipticCurvePrivateKey:
-    """A key from PEM. Raises ValueError for another."""
+    """Return the key of a PEM text. Raises ValueError for other texts."""
     key = load_pem_private_key(text.encode(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("expected a P-256 key")
@@ -181,12 +181,12 @@ def key_from_text(text: str) -> ec.EllipticCurvePrivateKey:
 
 
 def as_text(key: ec.EllipticCurvePrivateKey) -> str:
-    """A key as PEM."""
+    """Return a key as PEM."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
 
 def read_certificate(pem: bytes) -> Shown:
-    """What a certificate says that an authority has signed. Raises ValueError for another."""
+    """Parse a certificate that an authority has signed. Raises ValueError for other texts."""
     found = x509.load_pem_x509_certificate(pem)
     (name,) = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     (holder,) = found.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)

@@ -1,4 +1,4 @@
-"""Keeps an end of a stage link in touch with its listener: dials, and dials again when a stream breaks."""
+"""Connects an end of a stage link to its listener, and connects again when a stream breaks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from hetero_pp.rpc.services import call_path
 
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 PART_SECONDS = 0.5
-"""How long a listener may take to hear that a link is over."""
+"""Seconds that a listener may take to learn that a link is over."""
 AGAIN_SECONDS = 0.1
-"""Between two attempts, where a listener is there and breaks the stream at once."""
+"""Pause in seconds between two attempts if a listener breaks the stream at once."""
 
 _BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
-"""A connection that was cut ends a stream with one of these."""
+"""Status codes of streams that end because their connection was cut."""
 
 
 class _Call(Iterator[bytes], Protocol):
-    """What comes on a stream."""
+    """Frames that are received on a stream."""
 
     def cancel(self) -> bool: ...
 
 
 class Dialling:
-    """One link to the listener at an address, over streams one after the other."""
+    """One link to the listener at an address, over consecutive streams."""
 
     def __init__(
         self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int, holder: int | None = None
@@ -63,22 +63,22 @@ class Dialling:
         end.when_over(self._end_all)
 
     def connect(self, timeout: float) -> None:
-        """Be connected within so many seconds, and from then on as long as the end is of use.
+        """Connect within `timeout` seconds, and stay connected as long as the end is in use.
 
-        Raises LinkTimeout if nobody answers, LinkClosed if the link is over or refused for its epoch, PeerAtFault if
-        the neighbour's hello is wrong, Refused if the neighbour refuses this member. The end is then to be aborted.
+        Raises LinkTimeout if nobody answers, LinkClosed if the link is over or refused for its generation, PeerAtFault
+        if the neighbour's hello is wrong, Refused if the neighbour refuses this member. The end then has to be aborted.
         """
         stream, frames = self._dial(time.monotonic() + timeout, timeout)
         follower = threading.Thread(target=self._follow, args=(stream, frames), name="link", daemon=True)
         follower.start()
 
     def wait_until_parted(self) -> None:
-        """Wait until the listener has heard that this end is over, as long as that may take."""
+        """Wait until the listener knows that this end is over, for a bounded time."""
         if self._is_over.is_set():
             self._parting.join(PART_SECONDS)
 
     def _follow(self, stream: LinkStream, frames: Iterator[bytes]) -> None:
-        """Receive, over as many streams as it takes."""
+        """Receive, over as many streams as needed."""
         try:
             while True:
                 self._end.read(stream, frames)
@@ -89,7 +89,7 @@ class Dialling:
             self._end.lost(str(error))
 
     def _dial(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]]:
-        """A stream that is attached, and what comes on it."""
+        """Return an attached stream and its received frames."""
         while True:
             answered = self._attempt(deadline, timeout)
             if answered is not None:
@@ -99,7 +99,7 @@ class Dialling:
             self._is_over.wait(AGAIN_SECONDS)
 
     def _attempt(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]] | None:
-        """The same if the connection holds; None if it breaks before."""
+        """Return the same if the connection holds; None if it breaks before."""
         stream, call = self._call()
         try:
             left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
@@ -134,7 +134,7 @@ class Dialling:
         return self._end.accuse(reason)
 
     def _call(self) -> tuple[LinkStream, _Call]:
-        """Begin a stream; raises LinkClosed if the end is over."""
+        """Begin a stream. Raises LinkClosed if the end is over."""
         with self._lock:
             if self._end.over is not None:
                 raise LinkClosed(self._end.over)
@@ -150,7 +150,7 @@ class Dialling:
         return self._introduction.hello(self._epoch, end.session, self._number, end.received, end.streams > 0)
 
     def _end_all(self) -> None:
-        """The end is over: tell the listener if that is not known there, and close the connection."""
+        """Tell the listener that the end is over, unless it knows, and close the connection."""
         self._is_over.set()
         self._parting.start()
 
@@ -166,7 +166,7 @@ class Dialling:
 
 
 def _why(error: grpc.RpcError, address: str) -> Exception:
-    """Why a listener did not want a stream."""
+    """Return why a listener refused a stream."""
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return Refused(f"{address} refused: {details}")

@@ -19,10 +19,9 @@ _SAME = "`exchange.insecure` has to be equal on all hosts"
 def require_trust(address: str, identity: Identity | None, route: Route = DIRECT) -> None:
     """Connect to HOST:PORT once, as `route` says, and raise what is wrong with the certificates, if anything is.
 
-    Raises WrongToken if the exchange there has another authority than a process that was started with a token, NewRun
-    if it has another authority than a process that was let in by a ticket. Raises Refused if another program answers,
-    if only one side speaks TLS, or if this process's own certificate does not hold. An exchange that does not answer
-    raises nothing: it may come up.
+    Raises WrongToken if the exchange there has another authority than a process with a token, NewRun if it has another
+    one than a process with a ticket. Raises Refused if another program answers, if only one side speaks TLS, or if this
+    process's own certificate is not valid. An exchange that does not answer raises nothing: it may come up.
     """
     if identity is not None:
         _require_holds(identity.shown)
@@ -67,7 +66,7 @@ def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
 
 
 def _shows_exchange(address: str, route: Route) -> bool:
-    """Return whether the certificate at an address, whoever signed it, names an exchange."""
+    """Return whether the certificate at an address, with any signature, names an exchange."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

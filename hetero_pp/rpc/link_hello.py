@@ -1,4 +1,4 @@
-"""Hello of a stage link: the first frame of each direction, which says and checks who is at the other end."""
+"""Hello of a stage link: the first frame of each direction, by which each end checks the other."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
     """Let the allocator keep freed memory, for the whole process; return whether that is possible (glibc only).
 
     gRPC and Python allocate memory for every frame several times. By default glibc returns much of it to the system at
-    once, and page faults then slow a link: .50 instead of .81 GB/s at 4 MiB, and no difference at 512 KiB (medians of
+    once. Page faults then slow a link: .50 instead of .81 GB/s at 4 MiB, and no difference at 512 KiB (medians of
     five alternating runs). To be called when a program starts.
     """
     if platform.libc_ver()[0] != "glibc":

@@ -1,4 +1,4 @@
-"""A stage beside a member, which dials it or is dialled by it: where it listens, or through the relay."""
+"""A neighbouring stage, which dials the member or is dialled by it, directly or through the relay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 
 CONNECT_TIMEOUT = 120.0
 DIRECT_SECONDS = 10.0
-"""For so long a neighbour is dialled where it says that it listens, before it is sought through the relay."""
+"""Seconds for which a neighbour is dialled directly before the relay is used."""
 CUT_OFF_SECONDS = 60.0
-"""For so long a link between stages that is cut off is dialled again: the neighbour may live."""
+"""Seconds for which a link that is cut is dialled again, because the neighbour may live."""
 
 
 class Neighbour:
-    """Of one member, and all links with it, one after the other: who dials may be another one in each epoch."""
+    """A neighbour, with one link for each generation. In each generation another end may dial."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class Neighbour:
         faults: Faults,
         on_refusal: OnRefusal,
     ) -> None:
-        """`sends`: in which direction the member sends to it. `exchange`: HOST:PORT of the relay, if there is one."""
+        """`sends`: direction in which the member sends to it. `exchange`: HOST:PORT of the relay, if there is one."""
         own, member, ledger = credentials.of_link(spec.name), credentials.name, Ledger()
         self.server = StageLinkServer(
             spec, own, member, seed, on_refusal, lines, patience=CUT_OFF_SECONDS, sends=sends, ledger=ledger
         )
-        """Waits for it, once that listens."""
+        """Server that the neighbour dials, once it listens."""
         self.listens = ""
-        """Where on this machine that does."""
+        """Address of this machine at which the server listens."""
         self._dialer = StageLinkDialer(
             spec,
             own,
@@ -60,7 +60,7 @@ class Neighbour:
         self._from_relay: RelayedListener | None = None
 
     def dial(self, address: str, epoch: int, holder: int | None = None) -> GrpcLinkEnd:
-        """Where it says that it listens, or else through the relay. Arguments and errors as of StageLinkDialer.dial."""
+        """Dial the neighbour directly or through the relay. Arguments and errors as of StageLinkDialer.dial."""
         self.server.give_up(epoch, f"this member is at generation {epoch}")
         if self._from_relay is not None:  # two that wait to be found would find each other
             self._from_relay.close()
@@ -80,7 +80,7 @@ class Neighbour:
         return self._dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT, holder)
 
     def be_found(self, epoch: int) -> None:
-        """It is about to dial this member."""
+        """Prepare for the neighbour, which is about to dial this member."""
         self._dialer.give_up(epoch, f"this member is at generation {epoch}")
         if self._to_relay is not None:
             self._to_relay.close()
@@ -89,24 +89,24 @@ class Neighbour:
             self._from_relay = RelayedListener(self._exchange, self._credentials, self._spec.name, self.listens)
 
     def accept(self, epoch: int) -> GrpcLinkEnd:
-        """Wait for it. Raises as StageLinkServer.accept."""
+        """Wait for the neighbour. Raises as StageLinkServer.accept."""
         return self.server.accept(CONNECT_TIMEOUT, epoch)
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over."""
+        """End the links of generations before this one."""
         self._dialer.give_up(before, cause)
         self.server.give_up(before, cause)
 
     def part(self) -> None:
-        """To be called when the link is closed or aborted: wait until it knows, a short time at most."""
+        """Wait a bounded time until the neighbour knows that the link is over. Call it after the link has ended."""
         self._dialer.close()
 
     def close(self) -> None:
-        """Carry nothing more through the relay."""
+        """Relay nothing more."""
         for relayed in (self._to_relay, self._from_relay):
             if relayed is not None:
                 relayed.close()
 
     def _may_be_relayed(self, address: str) -> bool:
-        """Whether who listens there may be out of reach: on another machine, of a run that has a relay."""
+        """Return whether an address may be out of reach: on another machine, in a run with a relay."""
         return self._credentials.identity is not None and not is_loopback(address)

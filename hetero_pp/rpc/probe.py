@@ -1,4 +1,4 @@
-"""How fast a line is, up and down, as who is dialled measures it: nobody is believed for what he says of himself."""
+"""Measures a line's bandwidth in both directions, on the exchange's side: claims of a caller do not count."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hetero_pp.rpc.services import call_path
 SERVICE = DESCRIPTOR.services_by_name["Admission"]
 
 PROBE_BYTES = 1 << 20
-"""Each way: less than a second on a line of 10 Mbit/s."""
+"""Bytes in each direction: less than a second on a line of 10 Mbit/s."""
 
 PROBE_SECONDS = 20.0
-"""After which it is over in any case."""
+"""Seconds after which a measurement ends in any case."""
 
 BUSY = "another line is being measured"
-"""What who asks meanwhile is told."""
+"""Error for a caller while another line is measured."""
 
 _FRAME_BYTES = 64 << 10
 _FRAMES = PROBE_BYTES // _FRAME_BYTES
@@ -34,17 +34,17 @@ _BITS = 8.0
 
 
 class Probe:
-    """Of one line, on the side that measures."""
+    """Measurement of one line, on the side that measures."""
 
     def __init__(self, frames: Iterator[bytes]) -> None:
-        """Waits for the first of them. Raises MalformedMessage for another one."""
+        """Wait for the first frame. Raises MalformedMessage for a wrong one."""
         self.up, self.down = 0.0, 0.0
-        """Bits per second, from and to who has dialled."""
+        """Bits per second, from the caller and to it."""
         self._incoming = frames
         self._require(_FRAME_BYTES)
 
     def frames(self) -> Iterator[bytes]:
-        """What it sends, once it has got as much. Raises MalformedMessage for another amount, or another last word."""
+        """Yield the frames to send once all of the caller's have come. Raises MalformedMessage for wrong ones."""
         begun = time.monotonic()
         for _ in range(_FRAMES - 1):
             self._require(_FRAME_BYTES)
@@ -64,7 +64,7 @@ class Probe:
 
 
 _LAST_WORD = 16
-"""Bytes at the end of what was sent: who says them has got it all."""
+"""Last bytes of what was sent; repeating them proves that all of it arrived."""
 
 
 def _since(begun: float) -> float:
@@ -72,7 +72,7 @@ def _since(begun: float) -> float:
 
 
 def be_probed(address: str, identity: Identity) -> str:
-    """Have the exchange at an address measure this host's line; returns why it could not, empty if it could."""
+    """Let the exchange at an address measure this host's line; return why it could not, empty if it could."""
     with closing(make_channel(address, identity, EXCHANGE)) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Probe"))
         ends: SimpleQueue[bytes] = SimpleQueue()

@@ -1,7 +1,7 @@
 """Stage links through the relay of the exchange: both ends dial the exchange, and no port is open.
 
 gRPC connects to addresses. So the dialling stage connects to a socket of its own machine, whose bytes go to the relay
-as far as there is credit; at the other stage, the bytes from the relay go to a connection to its listener.
+as far as there is credit. At the other stage, the bytes from the relay go to a connection to its listener.
 """
 
 from __future__ import annotations

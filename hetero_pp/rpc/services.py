@@ -1,6 +1,6 @@
-"""The services of messages.proto: the handlers of one, from its descriptor, and errors as status codes.
+"""Handlers of the services in messages.proto, made from their descriptors, and errors as status codes.
 
-In a call, a Frame of the .proto is one frame of raw bytes; everything else is the message that it says.
+A `Frame` of messages.proto stands for one frame of raw bytes; all other messages are what they say.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hetero_pp.rpc.stalled import STALL_SECONDS, StreamWatch
 
 
 class Door(Protocol):
-    """Who is let in to a service."""
+    """Admission of callers to a service."""
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """Who makes a call. Raises Refused for who is not let in to it."""
+        """Return the caller of a call. Raises Refused for callers that may not make it."""
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """Count what was not let in."""
+        """Count a refusal."""
 
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
@@ -71,28 +71,29 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: AskAgain,
     grpc.StatusCode.NOT_FOUND: RunOver,
 }
-"""As what a caller raises an error of the other side."""
+"""Error that a caller raises for each status code."""
 
 
 REQUEST_BYTES_MAX = 64 << 10
-"""Size of a request, checked before it is parsed: parsing can take fifteen times as much memory."""
+"""Size of a request in bytes, checked before it is parsed: parsing can take fifteen times as much memory."""
 
 _REQUEST_BYTES_MAX = {"Agree": 1 << 20, "Confirm": 4 << 20, "Report": 4 << 20, "Snapshot": 1 << 20}
 """The same for calls that carry a configuration, hashes or names of all parameters, or many reports."""
 
 REQUEST_SECONDS = STALL_SECONDS
-"""A call whose request has not arrived after so long is cut. 4 MiB take 34 s at 1 Mbit/s."""
+"""Seconds after which a call whose request has not arrived is cut. 4 MiB take 34 s at 1 Mbit/s."""
 
 BULK_CALLS_MAX = 3
-"""Streams of frames that one caller may have open: it sends or fetches one at a time, and may retry after a lost
-connection that the server has not noticed yet."""
+"""Streams of frames that one caller may have open. It sends or fetches one at a time, and may retry after a lost
+connection that the server has not noticed yet.
+"""
 
 _DETAILS_MAX = 2_000
 """Characters of an error. gRPC drops the status of a call whose details are too long."""
 
 
 def call_path(service: ServiceDescriptor, call: str) -> str:
-    """What a call of a service is asked for by."""
+    """Return the path of a call."""
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
 
 
@@ -103,10 +104,10 @@ def service_handler(
     most_open: int,
     most_together: Mapping[str, int] | None = None,
 ) -> grpc.GenericRpcHandler:
-    """For `make_server`: every call of a service goes to the servicer's method of its name, if the door lets it in.
+    """Return the handler of a service, for `make_server`. Each call goes to the servicer's method of its name.
 
-    A caller has at most so many calls open. A HeteroPPError that is raised ends the call with its status code.
-    `most_together`: by call, how many are open at once of all callers together.
+    `door` admits callers. `most_open`: calls that one caller may have open; `most_together`: call -> how many of all
+    callers may be open. A HeteroPPError ends a call with its status code.
     """
     open_calls, open_streams = OpenCalls(most_open), OpenCalls(min(most_open, BULK_CALLS_MAX), "streams")
     rate, requests = CallRate(), StreamWatch(REQUEST_SECONDS)
@@ -147,7 +148,7 @@ class _Call:
 
     @contextmanager
     def entered(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """While a caller is let in, and answered."""
+        """Admit a caller, and turn errors of the block into status codes."""
         caller = None
         try:
             caller = self._admitted(context)
@@ -169,7 +170,7 @@ class _Call:
         return nullcontext() if self.together is None else self.together.one_more(f"`{self.method.name}`")
 
     def _admitted(self, context: grpc.ServicerContext) -> str:
-        """Return the caller. A call that is not let in counts for its connection, as anybody may name anybody."""
+        """Return the caller. A refused call counts for its connection, because anybody may claim any name."""
         try:
             return self.door.admit(self.method.name, context)
         except HeteroPPError:
@@ -185,7 +186,7 @@ class _Call:
             raise
 
     def request(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
-        """What is asked; the messages themselves where there are many, or no protobuf."""
+        """Return the request; for streams and raw frames, the iterator of messages."""
         if self.method.client_streaming:
             return messages
         most = _REQUEST_BYTES_MAX.get(self.method.name, REQUEST_BYTES_MAX)
@@ -195,7 +196,7 @@ class _Call:
 
 
 def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
-    """All as if requests were streams: gRPC has a thread wait for a single one, before it asks who calls."""
+    """Return the handler of a call. Requests are read as streams: gRPC would wait for a single one before `admit`."""
 
     def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
         with call.entered(context):

@@ -1,8 +1,8 @@
-"""The link between two stages over the network: bidirectional gRPC streams of raw frames (see link_end).
+"""Links between two stages over the network: bidirectional gRPC streams of raw frames (see link_end).
 
-One stage serves, the other dials: the stage before, unless only that can be dialled. A stage that takes part for long
-has many links to each neighbour, one after the other: one for each epoch of its group. A link outlives the stream that
-carries it: who dialled dials again, and both go on where they were.
+One stage serves and the other dials: the stage before, unless only that one can be dialled. A stage has one link to
+each neighbour in each generation of its group. A link outlives its stream: the stage that dialled dials again, and both
+ends continue.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ HELLO_SECONDS = 10.0
 
 _SESSION_BYTES = 8
 _MOST_OPEN = 6
-"""Calls of the neighbour: a link, what is left of those before, and one that is to come."""
+"""Open calls of the neighbour: a link, remains of former ones, and one to come."""
 _HOLDERS = 2
-"""Holders of the neighbour's place that may call at once: a former one, until the exchange tells of the next."""
+"""Holders of the neighbour's slot that may call at once: a former one may, until the exchange names the next."""
 _SPARE = 2
-"""Threads of a server, to refuse strangers."""
+"""Threads of a server that refuse strangers."""
 
 
 class Expected(NamedTuple):
@@ -55,7 +55,7 @@ NOBODY = Expected(0, None)
 
 
 class StageLinkDialer:
-    """Reaches the stage after this one, by a link for each epoch; or the one before, if it sends backward."""
+    """Dials the stage after this one, or the one before if it sends backward; one link for each generation."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class StageLinkDialer:
         ledger: Ledger | None = None,
         on_refusal: OnRefusal | None = None,
     ) -> None:
-        """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone.
+        """A link that is cut is dialled again for `patience` seconds; then the neighbour counts as gone.
 
-        `ledger`: of what is sent to the neighbour by other links than these, too.
+        `ledger`: bytes sent to the neighbour, by other links as well.
         """
         peer = spec.target if sends == "forward" else spec.source
         self._ledger = ledger or Ledger()
@@ -82,13 +82,13 @@ class StageLinkDialer:
         self._dialling: Dialling | None = None
 
     def dial(self, address: str, epoch: int, timeout: float, holder: int | None = None) -> GrpcLinkEnd:
-        """This member's end. The neighbour may not be listening yet; links of older epochs are over.
+        """Return this member's end of a new link; links of older generations, and one of this, are over.
 
-        With `holder`, only the neighbour with this holder number answers; with a certificate, no former holder does.
+        The neighbour may not be listening yet. With `holder`, only the neighbour with this holder number answers; with
+        a certificate, no former holder does.
 
-        One of this epoch is over, too. Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if
-        this epoch is over, for the neighbour or here; PeerAtFault if the neighbour's hello is wrong, Refused if the
-        neighbour refuses this member.
+        Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if this generation is over, for the
+        neighbour or here. Raises PeerAtFault if the neighbour's hello is wrong, Refused if it refuses this member.
         """
         self._epochs.drop(epoch, f"this member is at generation {epoch}")
         self._epochs.come(epoch, self._make_end)
@@ -102,11 +102,11 @@ class StageLinkDialer:
         return end
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over; one that is being dialled, too."""
+        """End links of generations before this one, and one that is being dialled."""
         self._epochs.give_up(before, cause)
 
     def close(self) -> None:
-        """To be called when the link is closed or aborted: wait until the neighbour knows, a short time at most."""
+        """Wait a bounded time until the neighbour knows that the link is over. Call it after the link has ended."""
         if self._dialling is not None:
             self._dialling.wait_until_parted()
 
@@ -127,16 +127,15 @@ def open_stage_link(
     lines: Lines | None = None,
     epoch: int = 0,
 ) -> GrpcLinkEnd:
-    """One link to the downstream neighbour, for who needs no other after it; see StageLinkDialer."""
+    """Open one link to the downstream neighbour, for callers that need no later one (StageLinkDialer)."""
     return StageLinkDialer(spec, credentials, member, seed, lines).dial(address, epoch, timeout)
 
 
 class StageLinkServer:
-    """Waits for one neighbour of a stage, the one before unless it sends forward: takes it once in each epoch, and
-    refuses everybody else.
+    """Serves the link to one neighbour, the stage before unless it sends forward, and refuses everybody else.
 
-    A neighbour that is at a newer epoch than this member waits; the link in use is then over, as it is for it.
-    Whoever has the server `listen` must `close` it, or the process cannot end.
+    The neighbour gets one link in each generation. One of a newer generation than this member's waits; the link in use
+    is then over, as it is for the neighbour. A server that listens must be closed, or the process cannot end.
     """
 
     def __init__(
@@ -169,9 +168,9 @@ class StageLinkServer:
         self._server: grpc.Server | None = None
 
     def listen(self, address: str, *others: StageLinkServer) -> int:
-        """Listen on HOST:PORT, for neighbours that others wait for, too; returns the port.
+        """Listen on HOST:PORT, for the neighbours of other servers, too; return the port.
 
-        PORT 0 takes any free one. OSError if it cannot be had.
+        PORT 0 takes any free one. Raises OSError if it is busy.
         """
         door = _Door([self, *others])
         threads = _SPARE + _HOLDERS * _MOST_OPEN * (1 + len(others))
@@ -180,20 +179,19 @@ class StageLinkServer:
         return port
 
     def close(self, grace: float = STOP_SECONDS) -> None:
-        """Listen no more. To be called when the link is closed or aborted: after `grace` seconds it is cut."""
+        """Stop listening, and cut the link after `grace` seconds. Call it after the link has ended."""
         if self._server is not None:
             self._server.stop(grace).wait()
 
     def accept(self, timeout: float | None = None, epoch: int = 0) -> GrpcLinkEnd:
-        """This member's end, once the neighbour is here; links of older epochs are over.
+        """Return this member's end, once the neighbour is here; links of older generations, and one of this, are over.
 
-        One of this epoch that was accepted is over, too. Raises LinkTimeout after `timeout` seconds, LinkClosed if this
-        epoch is over, for the neighbour or here.
+        Raises LinkTimeout after `timeout` seconds, LinkClosed if this generation is over, for the neighbour or here.
         """
         return self._epochs.take(epoch, timeout)
 
     def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over; one that is waited for, too."""
+        """End links of generations before this one, and wake callers that wait for one."""
         self._epochs.give_up(before, cause)
 
     def expect(self, epoch: int, holder: int | None) -> None:
@@ -204,20 +202,20 @@ class StageLinkServer:
         self._expected = Expected(epoch, holder)
 
     def waits_for(self, context: grpc.ServicerContext) -> str | None:
-        """The neighbour, if a call is its own; with its number if it has a ticket, as one holder may follow another."""
+        """Return the neighbour if a call is its own, with its holder number if it has one; else None."""
         holder = self._introduction.holder_of(context)
         if holder is None:
             return None
         return f"{self._introduction.peer} (holder {holder})" if holder else self._introduction.peer
 
     def require_current(self, context: grpc.ServicerContext) -> None:
-        """Raise Forbidden for a former holder of the neighbour's place, before anything of its call is read."""
+        """Raise Forbidden for a former holder of the neighbour's slot, before anything of its call is read."""
         holder, expected = self._introduction.holder_of(context), self._expected
         if expected is not None and expected.holder is not None and holder is not None and holder < expected.holder:
             raise Forbidden(f"found holder {holder} of {self._introduction.peer}, expected {expected.holder}")
 
     def open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The neighbour's call `Open`."""
+        """Serve the neighbour's call `Open`."""
         hello, complaint = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
         if complaint is not None and self._accuse(complaint, context):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
@@ -237,7 +235,7 @@ class StageLinkServer:
             context.abort(grpc.StatusCode.ABORTED, failure)
 
     def leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:
-        """The neighbour's call `Leave`."""
+        """Serve the neighbour's call `Leave`."""
         complaint = self._introduction.judge(request.hello)
         if complaint is not None:
             self._turn_away(request.hello, complaint, context)
@@ -280,7 +278,7 @@ class StageLinkServer:
             self._turn_away(hello, Complaint(Kind.FORBIDDEN, reason), context)
 
     def _admit(self, hello: LinkHello, context: grpc.ServicerContext) -> GrpcLinkEnd:
-        """This member's end of the link that a neighbour asks for; ends the call if it gets none."""
+        """Return this member's end of the link that a neighbour asks for, or end the call."""
         session, present = hello.session, self._epochs.of(hello.epoch)
         if hello.goes_on and (present is None or present.session != session):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link to be continued, expected a new one")
@@ -294,7 +292,7 @@ class StageLinkServer:
             self._turn_away(hello, Complaint(Kind.UNEXPECTED, str(error)), context)
 
     def _attach(self, end: GrpcLinkEnd, stream: LinkStream, hello: LinkHello, context: grpc.ServicerContext) -> int:
-        """How many messages the end has received that goes on over this stream; ends the call if it cannot."""
+        """Attach a stream; return the number of messages received so far, or end the call."""
         try:
             return end.attach(stream, hello.stream, hello.received)
         except LinkClosed as error:
@@ -303,7 +301,7 @@ class StageLinkServer:
             self._turn_away(hello, Complaint(Kind.MALFORMED, str(error)), context)
 
     def _turn_away(self, hello: LinkHello, complaint: Complaint, context: grpc.ServicerContext) -> NoReturn:
-        """Count who is not let in, and end the call."""
+        """Count a refusal, and end the call."""
         is_shown = self._introduction.credentials.identity is not None
         sender = self._introduction.peer if is_shown else plain(hello.sender)
         self.refuse(sender, complaint.reason, complaint.kind)
@@ -315,7 +313,7 @@ class StageLinkServer:
         )
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """Count what was not let in."""
+        """Count a refusal."""
         with self._lock:
             self.refusals += 1
         if self._on_refusal is not None:
@@ -323,13 +321,13 @@ class StageLinkServer:
 
 
 class _Door(StageLinkServicer):
-    """Of one address at which several neighbours are waited for: a call is for who waits for its caller."""
+    """The server at one address for several neighbours: passes each call to the server of its caller."""
 
     def __init__(self, servers: Sequence[StageLinkServer]) -> None:
         self._servers = servers
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """See Door. Who does not show to be a neighbour is refused before anything is read."""
+        """Count a refusal."""
         server = self._of(context)
         caller = server.waits_for(context)
         if caller is None:
@@ -344,7 +342,7 @@ class _Door(StageLinkServicer):
         return caller
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """See Door."""
+        """Count a refusal."""
         self._servers[0].refuse(sender, reason, kind)
 
     def Open(  # type: ignore[override]  # a Frame is raw bytes
@@ -356,5 +354,5 @@ class _Door(StageLinkServicer):
         return self._of(context).leave(request, context)
 
     def _of(self, context: grpc.ServicerContext) -> StageLinkServer:
-        """Who waits for a call's caller; any, if nobody does."""
+        """Return the server that waits for a call's caller; any server if none does."""
         return next((server for server in self._servers if server.waits_for(context) is not None), self._servers[0])

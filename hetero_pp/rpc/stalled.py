@@ -1,4 +1,4 @@
-"""Cuts streams that stand still, so that a peer which stops reading or sending does not keep their memory."""
+"""Cuts streams without progress, so that a peer that stops reading or sending does not occupy memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 STALL_SECONDS = 60.0
-"""A stream is cut after so long without a frame. A frame of 1 MiB takes 0.4 s at 20 Mbit/s."""
+"""Seconds without a frame after which a stream is cut. A frame of 1 MiB takes 0.4 s at 20 Mbit/s."""
 
 _LOOKS = 4
 """Number of checks within that time."""

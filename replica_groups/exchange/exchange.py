@@ -1,7 +1,7 @@
 """The exchange of a run: takes contributions, closes rounds with a record, and returns what the records include.
 
 One object serves every member, over the network or in process, and is thread-safe. The rules (replica_groups.protocol)
-decide when a round closes and who holds which slot. Each other file of this folder answers one kind of request.
+decide when a round closes, and the holder of each slot. Each other file of this folder answers one kind of request.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def begin_run(
     the exchange replaces one that has ended: it waits for nothing and removes no round. The same holds if the run is
     resumed while a member on another host still runs.
 
-    Raises HeteroPPError if there is no round from which all of them can resume, RunFailed if a member is gone before,
-    UnderWay if members are there that do not know what is to be changed.
+    Raises HeteroPPError if there is no round from which all of them can resume, RunFailed if a member is gone before.
+    Raises UnderWay if members are there that do not know what is to be changed.
     """
     changes = read_changes(folder.changes)
     if changes.pending is not None:

@@ -1,4 +1,4 @@
-"""Joining: what members have to agree on, who takes a slot, and whether all are there that the run needs."""
+"""Joining: agreement on the configuration and the text, slots for processes, and waiting for required members."""
 
 from __future__ import annotations
 

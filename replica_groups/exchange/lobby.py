@@ -1,7 +1,7 @@
-"""The lobby: who shows a ticket waits here for a group that nobody is in yet, until enough wait for a whole one.
+"""Lobby: ticket holders wait here until there are enough of them for a whole new group.
 
-So no group stands half empty while others do, and those whose lines are alike come together: a link is as fast as the
-slower of its ends, and a group as its slowest link.
+So no group is left incomplete while another one forms, and hosts with similar lines form a group. A link is as fast as
+the slower of its ends, and a group as its slowest link.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from hetero_pp.messages.messages_pb2 import InLobby
 from hetero_pp.rpc.probe import BUSY
 
 SETTLE_SECONDS = 2.0
-"""For so long nobody has come when a group forms: of some who come at once the best are to be chosen."""
+"""Seconds without a newcomer before a group forms, so that the best of several newcomers can be chosen."""
 
 FORGET_SECONDS = 10.0
-"""Who has not asked for so long is gone; it is to ask every two."""
+"""Seconds after which a ticket holder that has not asked again is forgotten; it should ask every two."""
 
 AWAKE_SECONDS = 5.0
-"""Who has not asked for so long is not chosen."""
+"""Seconds after which a ticket holder that has not asked again is not chosen."""
 
 PROMISE_SECONDS = 15.0
-"""For so long a place is kept for who was chosen, and asks no more."""
+"""Seconds for which a slot is kept for a chosen ticket holder that asks no more."""
 
 PROBE_AGAIN_SECONDS = 120.0
-"""Between two probes of one ticket: lines are measured one at a time, and nobody keeps others from it."""
+"""Seconds between two measurements for one ticket, because lines are measured one at a time."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Bits per second, as the exchange has measured them."""
+    """Bandwidth of a line in bits per second, as the exchange has measured it."""
 
     up: float
     down: float
 
 
 Choose = Callable[[Sequence[Line], int], Sequence[Sequence[int]]]
-"""Of lines, and for so many stages: groups of them, each in the order of its stages, the best first."""
+"""(lines, number of stages) -> groups of indices of lines, each in the order of its stages, the best group first."""
 
 
 @dataclass
 class _Guest:
-    """Who waits."""
+    """A waiting ticket holder."""
 
     came: float
     asked: float
@@ -54,59 +54,59 @@ class _Guest:
 
 
 class Lobby:
-    """Of one run. Safe to use from many threads. It forgets with its process: who waits asks again."""
+    """Lobby of one run. Thread-safe. It is lost with its process: ticket holders ask again."""
 
     def __init__(
         self, groups: Mapping[str, Sequence[str]], choose: Choose, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`groups`: places of those that may be there or not, by replica, in the order of their stages."""
+        """`groups`: optional replica -> its slots in the order of stages."""
         self._groups = [list(places) for places in groups.values() if len(places) > 1]
         self._choose, self._clock, self._lock = choose, clock, threading.Lock()
         self._guests: dict[str, _Guest] = {}
         self._promised: dict[str, tuple[str, float]] = {}
-        """Ticket -> place, and until when."""
+        """Ticket -> promised slot, and until when."""
         self._probes: dict[str, float] = {}
-        """Ticket -> when its probe began."""
+        """Ticket -> time at which its measurement began."""
         self._probing: dict[str, Callable[[], object]] = {}
-        """Ticket -> ends the measurement that is under way."""
+        """Ticket -> ends the measurement in progress."""
         self._probes_begun: Counter[str] = Counter()
         """Ticket -> measurements of its line since this process started."""
         self._in_queue: dict[str, tuple[float, float]] = {}
         """Ticket that asked for a measurement -> when it asked first, and last."""
         self._answered: dict[str, float] = {}
-        """Ticket -> when it was last told to wait, while it does."""
+        """Ticket -> time at which it was last told to wait, while it waits."""
         self._changed = threading.Condition(self._lock)
 
     @property
     def here(self) -> int:
-        """How many wait."""
+        """Number of waiting ticket holders."""
         with self._lock:
             self._forget()
             return len(self._guests)
 
     @property
     def needed(self) -> int:
-        """How many the next group needs; 0 if there are no groups to form."""
+        """Number of hosts that the next group needs; 0 if no group can form."""
         return min(len(places) for places in self._groups) if self._groups else 0
 
     @property
     def guests(self) -> Sequence[tuple[str, float]]:
-        """The tickets of those that wait, and for how many seconds; the one that has waited longest first."""
+        """Waiting tickets and their seconds of waiting, the longest first."""
         with self._lock:
             self._forget()
             now = self._clock()
             return sorted(((one, now - guest.came) for one, guest in self._guests.items()), key=lambda one: -one[1])
 
     def told(self, ticket: str) -> None:
-        """Who shows a ticket has heard that the run is over, and does not wait any more."""
+        """Note that a ticket holder has heard that the run is over, and waits no more."""
         with self._lock:
             self._waits_no_more(ticket)
             self._leave(ticket)
 
     def wait_until_told(self, seconds: float) -> bool:
-        """Give those that wait so much time to ask again, and hear that the run is over; whether all did.
+        """Wait for all ticket holders to ask again and hear that the run is over; return whether all did.
 
-        Ends the measurement under way: a slow line takes longer than the exchange waits.
+        Waits at most `seconds`. Ends the measurement in progress, which may take longer on a slow line.
         """
         with self._lock:
             for end in list(self._probing.values()):
@@ -140,26 +140,26 @@ class Lobby:
             self._probing[ticket] = end
 
     def end_probe(self, ticket: str) -> None:
-        """The line is not measured any more, whether that succeeded or not."""
+        """Note that the measurement of a line has ended, with or without a result."""
         with self._lock:
             self._probing.pop(ticket, None)
 
     def probed(self, ticket: str, up: float, down: float) -> None:
-        """It was, in bits per second. Who then does not ask is forgotten."""
+        """Note the result in bits per second. A ticket holder that does not ask afterwards is forgotten."""
         with self._lock:
             self._guests[ticket] = _Guest(self._clock(), self._clock(), Line(up, down))
             self._answered[ticket] = self._clock()
 
     def seated(self, ticket: str) -> None:
-        """Who shows a ticket has taken its place: nothing is kept for it any more."""
+        """Note that a ticket holder has taken its slot, and forget the ticket."""
         with self._lock:
             self._promised.pop(ticket, None)
             self._waits_no_more(ticket)
 
     def place_for(self, ticket: str, free: Sequence[str]) -> str | InLobby:
-        """Of the places that are free, the best first, the one that who shows a ticket may take, or how many wait.
+        """Return the slot for a ticket among the free ones (`free`, the best first), or the state of the lobby.
 
-        Raises Refused where none is.
+        Raises Refused if there is none.
         """
         with self._lock:
             self._forget()
@@ -175,7 +175,7 @@ class Lobby:
             return InLobby(here=len(self._guests), needed=self.needed, probed=ticket in self._guests)
 
     def _promise(self, ticket: str, free: Sequence[str]) -> None:
-        """A place for a ticket, if there is one to be had now; what is promised may yet come back."""
+        """Promise a free slot to a ticket, or form groups of waiting tickets. Promised slots may become free again."""
         now, promised, empty = self._clock(), {place for place, _ in self._promised.values()}, self._empty(free)
         waits = {place for places in empty for place in places}
         at_once = [place for place in free if place not in waits | promised]
@@ -188,12 +188,12 @@ class Lobby:
                 self._form([places for places in empty if len(places) == size], size)
 
     def _empty(self, free: Sequence[str]) -> list[list[str]]:
-        """Groups all of whose places are free, and promised to nobody."""
+        """Return the groups whose slots are all free and promised to nobody."""
         open_ = set(free) - {place for place, _ in self._promised.values()}
         return [places for places in self._groups if open_.issuperset(places)]
 
     def _form(self, empty: Sequence[Sequence[str]], size: int) -> None:
-        """As many groups of a size as there are enough for, if nobody is about to come."""
+        """Form as many groups of a size as there are hosts for, unless a host has just come."""
         now = self._clock()
         awake = [ticket for ticket, guest in self._guests.items() if now - guest.asked <= AWAKE_SECONDS]
         if len(awake) < size or now - max(self._guests[ticket].came for ticket in awake) < SETTLE_SECONDS:
@@ -205,7 +205,7 @@ class Lobby:
                 self._leave(awake[one])
 
     def _leave(self, ticket: str) -> None:
-        """It waits no more; should it come again, its line is measured again."""
+        """Forget a ticket. If it comes again, its line is measured again."""
         self._guests.pop(ticket, None)
         self._probes.pop(ticket, None)
 

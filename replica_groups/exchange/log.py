@@ -1,4 +1,4 @@
-"""The log of a run: snapshots, round records and the contributions they name, as objects of a store.
+"""Run log: snapshots, round records and the contributions that they name, as objects of a store.
 
     snapshot-000000.safetensors
     round-000001/record.json
@@ -6,11 +6,11 @@
     audited/round-000001.json
     terms/<place>/<n>
 
-theta after any round follows from a snapshot and the records and contributions since, bit for bit. What is written is
-whole and durable before anybody is told of it; what is read is held against its digest.
+theta after any round follows from a snapshot and the later records and contributions, bit for bit. Every object is
+whole and durable before anybody is told of it, and is verified by its digest when it is read.
 
-A record and a term belong to whoever was first, however many write them at once, and a blob's name holds its digest, so
-that none is ever written over by another. So whoever acts for the run holds nothing that cannot be read here again.
+The first writer of a record or of an incarnation (`term`) of a slot wins. A blob's name contains its digest, so that no
+blob overwrites another. An exchange therefore holds nothing that cannot be read from here.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ TERMS_KEPT = 64
 newest claims must not succeed with an older number."""
 
 _NAMED_DIGITS = 16
-"""Of a blob's digest, in its name: no two blobs of one member, round and epoch share them by chance."""
+"""Digits of a blob's digest in its name, enough to tell the blobs of one member, round and generation apart."""
 
 
 class ContributionLog:
-    """Reads and writes the log in one store. Safe to call from many threads, and from many machines at once."""
+    """Reads and writes the log in one store. May be used by many threads and machines at once."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._unsure: dict[str, bytes] = {}
-        """Claims that failed, of which nobody knows whether the store has kept them: what they would have written."""
+        """Claims whose write failed, so that the store may have them or not, and their contents."""
 
     # ---- contributions ----
 
     def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
-        """Keep one blob, of a replica in its so-manyeth epoch."""
+        """Write one blob of a generation (`epoch`) of a replica."""
         sha256 = hashlib.sha256(data).digest()
         self.store.put(blob_key(address.round, address.replica, epoch, address.block, sha256), data)
 
     def read_blob(self, key: str, sha256: bytes) -> bytes:
-        """The blob of this digest. Raises DamagedFile if it is not, FileNotFoundError if there is none."""
+        """Return the blob with this digest. Raises DamagedFile if it differs, FileNotFoundError if there is none."""
         data = self.store.get(key)
         if hashlib.sha256(data).digest() != sha256:
             raise DamagedFile(f"{self.store.url(key)} is damaged: it does not match its digest")
         return data
 
     def blobs_of(self, record: RoundRecord) -> Callable[[str, str], bytes]:
-        """Reads (replica, block) of what a record names.
+        """Return a function that reads the blob of (replica, block) in a record.
 
-        Raises DamagedFile if it is not what was counted, FileNotFoundError if it is lost or was not counted.
+        It raises DamagedFile if the blob differs from the record, FileNotFoundError if it is missing or not included.
         """
         named = {
             (entry.replica, blob.block): (key_of(record, entry, blob), blob.sha256)
@@ -86,9 +86,9 @@ class ContributionLog:
     # ---- records ----
 
     def create_record(self, record: RoundRecord) -> RoundRecord:
-        """Decide a round: the record that counts, which is this one or that of whoever was first.
+        """Decide a round: return its record, which is this one or an earlier writer's.
 
-        Its digest is filled in. Raises DamagedFile if another was first and cannot be read.
+        Fills in the digest. Raises DamagedFile if an earlier writer's record cannot be read.
         """
         record.sha256 = record_digest(record)
         text = MessageToJson(record, preserving_proto_field_name=True)
@@ -97,9 +97,9 @@ class ContributionLog:
         return self.read_record(record.round)
 
     def read_record(self, round_: int) -> RoundRecord:
-        """A round's record; FileNotFoundError if the round is not closed.
+        """Return a round's record. Raises FileNotFoundError if the round is not closed.
 
-        Raises DamagedFile if it is not what was written.
+        Raises DamagedFile if it was altered.
         """
         where, data = self.store.url(record_key(round_)), self.store.get(record_key(round_))
         try:
@@ -122,7 +122,7 @@ class ContributionLog:
         return next((round_ for round_ in reversed(self._recorded()) if self.has_record(round_)), 0)
 
     def _recorded(self) -> list[int]:
-        """The rounds of which there is anything, in order."""
+        """Return the rounds that have any object, in order."""
         rounds = self._rounds()
         found = before_gap(rounds | ({0} if rounds else set()))
         for stray in sorted(rounds - set(found))[-1:]:
@@ -136,14 +136,14 @@ class ContributionLog:
         return record_key(round_).rpartition("/")[2] in self.store.names(round_key(round_))
 
     def _rounds(self) -> set[int]:
-        """Of which rounds there is anything."""
+        """Return the rounds that have any object."""
         found = (re.fullmatch(r"round-(\d{6,12})/", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
     # ---- terms ----
 
     def claim_term(self, place: str, n: int) -> bool:
-        """Be the n-th holder of a place; whether this call made it so. Nobody else ever is."""
+        """Claim the n-th incarnation of a slot; return whether this call won it."""
         key = f"{TERMS}/{place}/{n}"
         mine = self._unsure.pop(key, None) or secrets.token_hex(16).encode()
         try:
@@ -157,7 +157,7 @@ class ContributionLog:
         return is_mine
 
     def terms(self) -> dict[str, int]:
-        """How often each place was taken: the highest term of each that anybody has claimed."""
+        """Return slot -> its highest claimed incarnation."""
         highest: dict[str, int] = {}
         for key in self.store.below(TERMS):
             match = re.fullmatch(rf"{TERMS}/(.+)/([1-9]\d*)", key)
@@ -168,14 +168,14 @@ class ContributionLog:
     # ---- snapshots ----
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep the snapshot after its round."""
+        """Write the snapshot after its round."""
         with writing(self.store, snapshot_key(snapshot.round)) as path:
             save_snapshot(snapshot, path)
 
     def read_snapshot(self, round_: int) -> Snapshot:
-        """The snapshot after a round; FileNotFoundError if there is none.
+        """Return the snapshot after a round. Raises FileNotFoundError if there is none.
 
-        Raises DamagedFile if it is not what was written.
+        Raises DamagedFile if it was altered.
         """
         with reading(self.store, snapshot_key(round_)) as path:
             snapshot = load_snapshot(path, self.store.url(snapshot_key(round_)))
@@ -184,7 +184,7 @@ class ContributionLog:
 
     @contextmanager
     def open_snapshot(self, round_: int) -> Iterator[safe_open]:
-        """The same, to read tensors from, one at a time."""
+        """Open the snapshot after a round, to read its tensors one at a time. Raises as `read_snapshot`."""
         with (
             reading(self.store, snapshot_key(round_)) as path,
             open_snapshot(path, self.store.url(snapshot_key(round_))) as file,
@@ -196,7 +196,7 @@ class ContributionLog:
             raise DamagedFile(f"{self.store.url(snapshot_key(round_))} is the snapshot after round {found}")
 
     def snapshots(self) -> set[int]:
-        """After which rounds there is a snapshot."""
+        """Return the rounds that have a snapshot."""
         found = (re.fullmatch(r"snapshot-(\d{6,12})\.safetensors", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
@@ -218,22 +218,22 @@ class ContributionLog:
 
 
 def snapshot_key(round_: int) -> str:
-    """Of the snapshot after a round."""
+    """Return the key of the snapshot after a round."""
     return f"snapshot-{round_:06d}.safetensors"
 
 
 def record_key(round_: int) -> str:
-    """Of a round's record."""
+    """Return the key of a round's record."""
     return f"{round_key(round_)}/record.json"
 
 
 def blob_key(round_: int, replica: str, epoch: int, block: str, sha256: bytes) -> str:
-    """Of one blob of a contribution."""
+    """Return the key of one blob of a contribution."""
     return f"{round_key(round_)}/{replica}/{epoch}/{block}.{sha256.hex()[:_NAMED_DIGITS]}.blob"
 
 
 def key_of(record: RoundRecord, entry: ContributionEntry, blob: BlobEntry) -> str:
-    """Of a blob that a record names."""
+    """Return the key of a blob that a record names."""
     return blob_key(record.round, entry.replica, entry.epoch, blob.block, blob.sha256)
 
 
@@ -242,7 +242,7 @@ def round_key(round_: int) -> str:
 
 
 def record_digest(record: RoundRecord) -> bytes:
-    """sha256 over everything else that a record says, down to the digests of its blobs."""
+    """Return the sha256 over all other fields of a record, which include the digests of its blobs."""
     digest = hashlib.sha256(struct.pack("<QQ", record.round, len(record.contributions)))
     for entry in record.contributions:
         _add_entry(digest.update, entry)

@@ -1,4 +1,4 @@
-"""Checks each report of a member before anybody reads it: its numbers, how many reports there are, and their times."""
+"""Checks reports of members before they are used: their numbers, how many there are, and their times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetero_pp.run.spec import Roster
 from hetero_pp.steady_clock import steady_clock
 
 TRIES = 8
-"""Times that one round may be reported: a replica that is formed anew trains its round again."""
+"""Number of times that one round may be reported, because a replica that reforms trains its round again."""
 ROUNDS_BEFORE = 8
-"""Rounds that are added to those of the run: a member reports before the first round, and after the last."""
+"""Rounds added to those of the run, for reports before the first round and after the last."""
 _LINK_REPORTS_A_SECOND = 4.0
-"""Of one direction of one link. A member sends two while it trains."""
+"""Reports per second for one direction of one link. A member sends two while it trains."""
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
 """A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
 
@@ -26,7 +26,7 @@ REFUSAL_CHARACTERS = 200
 
 
 class MemberReports:
-    """The reports of one run's members. Not safe to use from several threads at once."""
+    """Reports of one run's members. Not thread-safe."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class MemberReports:
         self._roster, self._bounds, self._clock = roster, bounds, clock or steady_clock()
         self._directions = Counter(roster.counts.values())
         self._told: Counter[tuple[str, str]] = Counter()
-        """(member, event) -> reports that were let in."""
+        """(member, event) -> accepted reports."""
         self._newest: dict[str, float] = {}
         """Member -> time of its newest report, by this process's clock."""
         self._now = self._first = self._clock()
 
     def now(self) -> float:
-        """Seconds since 1970, never less than before."""
+        """Return the seconds since 1970, never less than before."""
         self._now = max(self._now, self._clock())
         return self._now
 
     def check(self, report: Report, last_round: int) -> str | None:
-        """Say why a report is refused; None if it is let in. `last_round`: the newest that any member may train."""
+        """Return why a report is refused; None if it is accepted. `last_round`: newest round that may be trained."""
         found = complaint(report, last_round, self._bounds)
         if found is not None:
             return found
@@ -59,7 +59,7 @@ class MemberReports:
         return self._count(report.member, event, last_round)
 
     def check_verified(self, member: str, last_round: int) -> str | None:
-        """Say why a hash that a member's confirmation completes is not reported; None if it is."""
+        """Return why a hash that a member's confirmation completes is not reported; None if it is."""
         return self._count(member, "round_verified", last_round)
 
     def _count(self, sender: str, event: str, last_round: int) -> str | None:
@@ -70,7 +70,7 @@ class MemberReports:
         return None
 
     def _most(self, member: str, event: str, last_round: int) -> int:
-        """How many reports of one kind a member may have sent by now."""
+        """Return the number of reports of one kind that a member may have sent by now."""
         rounds, seconds = TRIES * (last_round + ROUNDS_BEFORE), self._clock() - self._first
         match event:
             case "inner_step":
@@ -82,10 +82,10 @@ class MemberReports:
         return rounds
 
     def take(self, report: Report) -> bool:
-        """Date a report that was let in; False if nothing is left of it that anybody could use.
+        """Date an accepted report; return False if nothing useful is left of it.
 
-        Its time becomes this process's: of its arrival, less its age when it was sent. A member cannot date a report
-        before its own report before.
+        Its time becomes the exchange's time of its arrival, less its age when it was sent. A member cannot date a
+        report before its previous one.
         """
         now = self.now()
         age = report.sent - report.time if report.HasField("sent") else 0.0

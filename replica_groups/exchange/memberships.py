@@ -1,7 +1,7 @@
-"""Who was invited to a run, and who holds a place of it by an invitation: a small database beside the run's secret.
+"""Invitations to a run and the slots that ticket holders have: a small database beside the run's secret.
 
-The exchange asks it at every call, while `invite` and `revoke` write to it from processes of their own. A place that
-nobody was invited to is free for who was started with the run's secret.
+The exchange queries it at every call, while the processes of `invite` and `revoke` write to it. A slot without an
+invitation is free for members that were started with the run's secret.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NU
 _BUSY_SECONDS = 10.0
 
 SEATS_A_MINUTE, SEATS_AT_ONCE = 10.0, 20
-"""How often one ticket may take a slot: each time is a row, flushed to the disk while all other calls wait."""
+"""Slots that one ticket may take per minute and at once. Each is a row that is flushed while all calls wait."""
 
 HOLDERS_KEPT = 100
-"""Newest holders of a slot that the database keeps. Only the newest one can act."""
+"""Number of newest holders of a slot that the database keeps. Only the newest one can act."""
 
 RENEWED_SHARE = 1e-3
 """Share of a certificate's time within which a second renewal writes nothing. Honest members renew at its half."""
@@ -45,15 +45,15 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True)
 class Holder:
-    """Of a place, by an invitation."""
+    """Holder of a slot by an invitation."""
 
     place: str
     number: int
-    """The how-manyeth of its place, from 1 on."""
+    """Number of the holder at its slot, from 1."""
     until: float
-    """Until when it is let in, in seconds since 1970."""
+    """Seconds since 1970 until which it is admitted."""
     ended: str | None
-    """Why it is no longer let in; None if it is, for as long."""
+    """Why it is not admitted any more; None if it is."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class IssuedTicket:
 
     id: str
     place: str | None
-    """The slot that it names."""
+    """Slot that it names; None: any."""
     until: float
-    """In seconds since 1970."""
+    """Seconds since 1970 until which it is valid."""
     is_used: bool
 
 
 class Memberships:
-    """Of one run. Safe to use from many threads and processes; what it answers is durable."""
+    """Invitations of one run. May be used by many threads and processes; all changes are durable."""
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
-        """Open the database in a file, which is made if it is not there. Raises StoreError if that cannot be done."""
+        """Open the database in a file, which is created if it is missing. Raises StoreError if that fails."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._clock, self._lock = path, clock or steady_clock(), threading.RLock()
         self._seats = Pace(SEATS_A_MINUTE / 60, SEATS_AT_ONCE, self._clock)
@@ -91,9 +91,9 @@ class Memberships:
             self._database.close()
 
     def invite(self, place: str | None, seconds: float) -> str:
-        """A ticket's id, with which one process may take this place, or one that is free then, within so many seconds.
+        """Create a ticket; return its id. One process may take this slot, or a free one, with it within `seconds`.
 
-        Raises Refused for a place that is held.
+        Raises Refused for a slot that is held.
         """
         ticket = secrets.token_hex(_ID_BYTES)
         with self._changing():
@@ -111,11 +111,11 @@ class Memberships:
         return count
 
     def enrol(self, ticket: str, key: bytes, vacant: Collection[str], seconds: float) -> Holder:
-        """The place that who shows a ticket takes with a key, for so many seconds.
+        """Give a ticket with a key a slot for `seconds`; return its holder.
 
-        With the same key it may be asked again: should the answer have been lost, or who has left come back. `vacant`:
-        places at which nobody is. Raises Refused for a ticket that is unknown and where no place is free, Forbidden for
-        one that is used, over or taken back, TooMuch for one that takes slots too often.
+        May be repeated with the same key, after a lost reply or a departure. `vacant`: the free slots. Raises Refused
+        for an unknown ticket and if no slot is free, Forbidden for a ticket that is used, expired or revoked, TooMuch
+        for one that takes slots too often.
         """
         with self._changing():
             place = self._good_for(ticket, key)
@@ -128,12 +128,12 @@ class Memberships:
             return found
 
     def lacks_place(self, ticket: str, key: bytes) -> bool:
-        """Whether who shows a ticket with a key is to have one that nobody has named. Raises as `enrol`."""
+        """Return whether a ticket with a key needs a slot to be chosen. Raises as `enrol`."""
         with self._reading():
             return self._good_for(ticket, key) is None and not self._has_place(ticket)
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
-        """The place that a ticket names. Raises as `enrol`."""
+        """Return the slot that a ticket names. Raises as `enrol`."""
         place, until, used, revoked = self._ticket(ticket)
         if revoked:
             raise Forbidden("the ticket was revoked")
@@ -174,7 +174,7 @@ class Memberships:
         self._database.execute("DELETE FROM holders WHERE place = ? AND holder <= ?", (place, row[1] - HOLDERS_KEPT))
 
     def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder:
-        """The same for so many seconds from now on. Raises Refused for who is not let in, or has another key."""
+        """Extend a holder's admission by `seconds`. Raises Refused for a former holder, or another key."""
         with self._changing():
             self._require_in(place, number)
             query, holder = "SELECT key FROM holders WHERE place = ? AND holder = ?", (place, number)
@@ -188,17 +188,17 @@ class Memberships:
             return replace(found, until=until)
 
     def end(self, place: str, number: int, why: str) -> None:
-        """A holder is let in no more, and its place is free. Nothing if it was not any more."""
+        """End a holder's admission, and free its slot. Does nothing if it has ended already."""
         with self._changing():
             self._database.execute(
                 "UPDATE holders SET ended = ? WHERE place = ? AND holder = ? AND ended IS NULL", (why, place, number)
             )
 
     def blame(self, place: str, number: int) -> bool:
-        """Count a malformed message on a stage link of a holder, by its ticket. With the last of MOST_BLAMED revoke
-        both the ticket and the place; return whether they are revoked.
+        """Count a malformed message on a stage link of a holder, by its ticket; return whether the ticket is revoked.
 
-        A holder that leaves and comes back by its ticket gets another number, so numbers are not counted.
+        With the last of MOST_BLAMED both the ticket and the slot are revoked. A holder that leaves and comes back with
+        its ticket gets another number, so numbers are not counted.
         """
         with self._changing():
             query = "SELECT ticket FROM holders WHERE place = ? AND holder = ?"
@@ -218,16 +218,16 @@ class Memberships:
             return True
 
     def tickets(self) -> list[IssuedTicket]:
-        """All that were made and not taken back, in the order in which they end."""
+        """Return all tickets that were not revoked, in the order in which they expire."""
         query = "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
         with self._reading():
             found = self._database.execute(query).fetchall()
         return [IssuedTicket(id, place, until, bool(is_used)) for id, place, until, is_used in found]
 
     def revoke(self, what: str) -> list[str]:
-        """Take back what is held of a place, and its tickets that are not used; or a ticket, and what came of it.
+        """Revoke a slot with its unused tickets, or a ticket with its slot; return what was revoked, in words.
 
-        In words what was taken back. Raises Refused if there is nothing.
+        Raises Refused if there is nothing to revoke.
         """
         with self._changing():
             tickets = self._database.execute(
@@ -250,24 +250,24 @@ class Memberships:
         ]
 
     def require_in(self, place: str, number: int) -> None:
-        """Raise Refused for who does not hold a place, or not any more."""
+        """Raise Refused if this holder does not hold the slot, or not any more."""
         with self._reading():
             self._require_in(place, number)
 
     def require_open(self, ticket: str) -> None:
-        """Raise Refused for a ticket that lets nobody in, whatever its key."""
+        """Raise Refused for a ticket that admits nobody with any key."""
         with self._reading():
             if self._ticket(ticket)[3]:
                 raise Refused("the ticket was revoked")
 
     def held_by(self, place: str) -> Holder | None:
-        """Who holds a place; None if nobody does that was invited."""
+        """Return the holder of a slot; None if no ticket holder has it."""
         with self._reading():
             newest = self._newest(place)
             return newest if newest is not None and self._is_in(newest) else None
 
     def holders(self) -> list[Holder]:
-        """All that there were, by place and number."""
+        """Return all holders, by slot and number."""
         query = "SELECT place, holder, until, ended FROM holders ORDER BY place, holder"
         with self._reading():
             found = self._database.execute(query).fetchall()
@@ -303,7 +303,7 @@ class Memberships:
         return None if row is None else Holder(*row)
 
     def _of_ticket(self, ticket: str) -> Holder | None:
-        """The last that was let in by a ticket."""
+        """Return the last holder that a ticket admitted."""
         found = self._database.execute(
             "SELECT place, holder, until, ended FROM holders WHERE ticket = ? ORDER BY rowid DESC LIMIT 1", (ticket,)
         )
@@ -312,7 +312,7 @@ class Memberships:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Nobody changes anything during the block. Raises StoreError."""
+        """Keep other processes from changes during the block. Raises StoreError."""
         with self._lock:
             try:
                 yield
@@ -323,7 +323,7 @@ class Memberships:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """All of a block, or nothing of it; nobody else changes anything meanwhile. Raises StoreError."""
+        """Apply all changes of a block or none, without changes by others meanwhile. Raises StoreError."""
         with self._lock:
             try:
                 self._database.execute("BEGIN IMMEDIATE")

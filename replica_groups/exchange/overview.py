@@ -1,4 +1,4 @@
-"""Overview of a run: what the exchange waits for, who holds which slot, and which slots are free."""
+"""Overview of a run: what the exchange waits for, the holders of slots, and free slots."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 @dataclass(frozen=True)
 class Expected:
-    """What an exchange waits for at a moment."""
+    """Members and progress that an exchange waits for at a moment."""
 
     awaited: Awaited
     round: int

@@ -1,4 +1,4 @@
-"""Tells the exchange, once a second, that a member is there and gets on; hears if it has to stop what it does."""
+"""Heartbeats of a member: once a second they tell its progress, and return whether it has to stop its work."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hetero_pp.outer.exchange_service import ExchangeService
 SECONDS_BETWEEN_BEATS = 1.0
 
 EVERY_EPOCH = 1 << 62
-"""Comes after all of them: one that is being formed, too, which is newer than that of the last round."""
+"""A generation after all others, including one that is being formed and that no heartbeat has named."""
 
 GiveUp = Callable[[int, str], None]
-"""(before, cause): links of epochs before this one are over, whoever waits for them is woken."""
+"""(before, cause): ends links of generations before this one, and wakes threads that wait for them."""
 
 
 class Pulse:
-    """Of one member; beats in a thread of its own, so that neither compute nor a full line keeps it back."""
+    """Heartbeats of one member, in a thread of its own, so that neither compute nor a busy line delays them."""
 
     def __init__(self, exchange: ExchangeService, member: str, give_up: GiveUp) -> None:
         self._exchange, self._member, self._give_up = exchange, member, give_up
@@ -31,21 +31,21 @@ class Pulse:
         self._ended = threading.Event()
 
     def trains(self, round_: int | None, epoch: int) -> None:
-        """What the member does from now on."""
+        """Note the round and generation that the member trains from now on."""
         self._round, self._epoch = round_, epoch
         self.progressed()
 
     def progressed(self) -> None:
-        """It has done something."""
+        """Note progress."""
         self._progress += 1
 
     def finished(self) -> None:
-        """Its part is over: links end with what a neighbour still reads from them, and not when its place is free."""
+        """Note that the member's part is over: its links stay until its neighbours have read everything."""
         self._finished = True
 
     @contextmanager
     def computing(self, activity: Callable[[], tuple[int, bool]]) -> Iterator[None]:
-        """While the block runs `activity` says how much the member has done, and whether it is busy."""
+        """While the block runs, `activity` returns the amount of work done and whether the member is busy."""
         self._activity = activity
         try:
             yield
@@ -55,7 +55,7 @@ class Pulse:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """While the block runs."""
+        """Send heartbeats while the block runs."""
         thread = threading.Thread(target=self._run, name=f"pulse {self._member}", daemon=True)
         thread.start()
         try:

@@ -88,7 +88,7 @@ class Reports:
     def _ends_run(self, member: str) -> bool:
         """Return whether a failure leaves too few replicas, so that the run would wait forever.
 
-        Of a member that is not needed, or not alone, the slot becomes vacant instead. Before the run begins every
+        Otherwise the slot becomes vacant. Before the run begins every
         needed member has to come, so its failure ends the beginning.
         """
         state = self._state

@@ -81,7 +81,7 @@ def find_restart(
     """Return the newest round of which every member has an undamaged state, and theta after it, as without a break.
 
     If some members lost their states, or are more than the `every` rounds between two states behind, it is the newest
-    round that the log can rebuild: the others lose nothing, and each member continues with the state that it has.
+    round that the log can rebuild. The others lose nothing, and each member continues with the state that it has.
     Members that stopped one round apart, before the first state that all of them have, start again from round 0. Raises
     HeteroPPError with the states of all members if the log can rebuild none.
     """

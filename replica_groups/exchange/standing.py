@@ -1,4 +1,4 @@
-"""What the rules decide about members and replicas, as reports."""
+"""Decisions of the rules about members and replicas, as reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from replica_groups.protocol import events as e
 
 
 def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report]:
-    """What of an effect concerns whoever watches; `replicas`: place -> replica."""
+    """Yield the reports of an effect for watchers; `replicas`: slot -> replica."""
     match effect:
         case e.Fenced(place, term, cause, silent) if cause:
             yield _report(SILENT if silent else TERM_OVER, place=place, replica=replicas[place], term=term, cause=cause)
@@ -58,7 +58,7 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
 
 
 def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
-    """Why no round can close."""
+    """Return why no round can close."""
     return f"{len(there)} of {replicas} replicas are present, {needed} are required"
 
 
