@@ -29,7 +29,6 @@ from replica_groups.build_member import Start, build_member, device_of
 from replica_groups.exchange.carried import CarriedExchange
 from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.reporter import Reporter
-from replica_groups.exchange.restart import states_to_go_on_from
 from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.gate import Gate
 from replica_groups.held_back import HeldBack
@@ -43,6 +42,7 @@ from replica_groups.steps_taken import StepsTaken
 from replica_groups.stopping import NEVER_STOPPED, Stopping
 from replica_groups.training_loop import TrainingLoop, momentum_of
 from replica_groups.training_member import TrainingMember
+from replica_groups.usable_states import newest_usable_state
 
 
 class Connections(Protocol):
@@ -113,7 +113,7 @@ def take_part(
     available, address = states.find(), connections.listen()
     seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
     with seat.taken():
-        saved = states_to_go_on_from(exchange, member.name, member.replica.name, states, available)
+        saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))

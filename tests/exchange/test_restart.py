@@ -28,11 +28,12 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import Restart, find_restart, lasting, states_to_go_on_from
+from replica_groups.exchange.restart import Restart, find_restart, lasting
 from replica_groups.exchange.retention import Retention
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.saved_states import DIGESTS, SavedStates
+from replica_groups.usable_states import newest_usable_state
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 SETTINGS = OuterSettings(
@@ -363,7 +364,7 @@ def _joined(exchange: Exchange, member: str, states: SavedStates) -> int | None:
     """Join, and return the round whose saved state the member resumes from."""
     available = states.check()
     exchange.join(member, "", available)
-    return states_to_go_on_from(exchange, member, exchange.roster.members[member], states, available)
+    return newest_usable_state(exchange, member, exchange.roster.members[member], states, available)
 
 
 def _joined_at(snapshot: Snapshot, states: SavedStates, folder: Path) -> int | None:
