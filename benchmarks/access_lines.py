@@ -33,7 +33,7 @@ from command_line import parse, save
 from namespaces import HEADERS, Counted, Line, Machine, Network, network
 from simulator import calibrated_prediction, measured_step, words
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.research.experiments.provenance import commit, machine
 

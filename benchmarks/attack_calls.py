@@ -13,8 +13,8 @@ from itertools import cycle
 import grpc
 from google.protobuf.message import Message
 
-from hetero_pp.errors import HeteroPPError
-from hetero_pp.links import EXCHANGE, LinkSpec
+from hetero_pp.config.links import EXCHANGE, LinkSpec
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.channels import make_channel

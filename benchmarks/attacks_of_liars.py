@@ -15,10 +15,10 @@ from attack_calls import LARGE_A_SECOND, TIMEOUT, Call, Stretch, Target, asked, 
 from lies import Call as Said
 from lies import Change, lies_about, link_lies, lying
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.model import shapes_by_block
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.admission_client import status
@@ -31,7 +31,7 @@ from hetero_pp.rpc.exchange import SERVICE
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.services import call_path
-from replica_groups.take_part import take_part
+from replica_groups.loop.take_part import take_part
 
 LIES_A_SECOND = 20
 RESETS_A_SECOND = 1000

@@ -36,7 +36,7 @@ from attack_calls import (
     seated,
 )
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, key_from_text, new_key, signing_request

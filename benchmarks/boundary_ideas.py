@@ -27,8 +27,11 @@ from command_line import parse, save
 from engines_agree import CATALOG, LEAST
 from torch import Tensor, nn
 
-from hetero_pp.coefficients import Bits, Floats, Symbols, format_of
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.sources import open_source
+from hetero_pp.pipeline.coefficients import Bits, Floats, Symbols, format_of
+from hetero_pp.pipeline.subspace import columns_of, expand_gradient, project
 from hetero_pp.research.experiments.corpus import prepare_corpus
 from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.provenance import commit, machine
@@ -37,9 +40,6 @@ from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.run.folder import CACHE
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.seeds import seed_of
-from hetero_pp.subspace import columns_of, expand_gradient, project
-from hetero_pp.topology import ParticipantsReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.model import ModelSettings, Transformer, shapes_by_block
+from hetero_pp.model.transformer import ModelSettings, Transformer, shapes_by_block
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob

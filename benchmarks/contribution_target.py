@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetero_pp.errors import MalformedContribution
+from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import (
     BEFORE_BODY,

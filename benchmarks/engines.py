@@ -31,28 +31,35 @@ from command_line import parse, save
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss, shapes_by_block
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import (
+    ModelSettings,
+    ModelShape,
+    Transformer,
+    initialise,
+    next_token_loss,
+    shapes_by_block,
+)
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.hardware import CATALOG
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import Part, forward_flops
-from hetero_pp.snapshot import Snapshot
 from hetero_pp.store.folder import FolderStore
-from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
-from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.pulse import Pulse
-from replica_groups.outer_round import OuterRound
-from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.loop.pulse import Pulse
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.ranks import Ranks, init_ranks
 
 SECRET = Secret("of this benchmark only")
 INNER_STEPS = 50

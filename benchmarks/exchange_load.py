@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from command_line import parse, save
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of

@@ -31,11 +31,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from hetero_pp.errors import HeteroPPError
-from hetero_pp.links import EXCHANGE as PEER
-from hetero_pp.links import LinkSpec
+from hetero_pp.config.links import EXCHANGE as PEER
+from hetero_pp.config.links import LinkSpec
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.model import shapes_by_block
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select

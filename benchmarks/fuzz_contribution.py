@@ -19,7 +19,7 @@ from pathlib import Path
 with suppress(ModuleNotFoundError):  # without atheris there is --smoke
     import atheris
 
-    with atheris.instrument_imports(include=["hetero_pp.pseudo_gradient", "hetero_pp.bits"]):
+    with atheris.instrument_imports(include=["hetero_pp.pseudo_gradient", "hetero_pp.core.bits"]):
         import contribution_target  # noqa: F401
 
 import torch

@@ -33,7 +33,7 @@ from command_line import parse, save
 from namespaces import Machine, apart, gateway
 from simulator import words
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.program.join.invite import invite
 from hetero_pp.research.experiments.provenance import commit, machine
 

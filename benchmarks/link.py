@@ -31,11 +31,11 @@ import torch
 from command_line import parse, save
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from hetero_pp.errors import LinkClosed
+from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
-from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret

@@ -36,8 +36,8 @@ from typing import Any
 from pydantic import Field, TypeAdapter
 from ruamel.yaml import YAML
 
+from hetero_pp.config.settings import Settings
 from hetero_pp.research.experiments.provenance import commit, machine
-from hetero_pp.settings import Settings
 
 ROOT = Path(__file__).absolute().parents[1]
 LIST = ROOT / "benchmarks" / "mutants.yaml"

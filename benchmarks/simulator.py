@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from command_line import parse, save
 
-from hetero_pp.links import exchange_link_name
+from hetero_pp.config.links import exchange_link_name
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
-from replica_groups.measure import measure_all
+from replica_groups.loop.measure import measure_all
 
 STEPS, ROUNDS = 8, 2
 SMOKE = {

@@ -31,7 +31,7 @@ from command_line import parse, save
 from google.protobuf.message import Message
 from kernel_namespace import namespace
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import BeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.experiments.provenance import commit, machine

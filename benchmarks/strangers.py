@@ -39,7 +39,7 @@ from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
 from strangers_run import DOWNSTREAM, ENDS, GUEST, HONEST, LATENCY, LINK, OWN_LINK, LiveRun, Reference
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.research.experiments.provenance import commit, machine
 
 QUICK = {

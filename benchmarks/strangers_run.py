@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from hetero_pp.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
+from hetero_pp.config.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.program.chaos.wire import Wire
 from hetero_pp.program.launch.crew import Crew

@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from command_line import parse, save
 
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import stage_link_loads
-from hetero_pp.topology import ParticipantsReplica
 
 RATIO = 10
 SMOKE = {"seconds": 1.0, "rounds": 1, "repeats": 1, "ways": ["time", "steps"]}

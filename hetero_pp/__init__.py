@@ -3,15 +3,15 @@
 Path of the data, and the module of each step:
 
     tokens                                        hetero_pp.data.batches
-      -> stage: embedding and layers              stages.stage, hetero_pp.model
-      -> project onto the subspace                stages.boundary, hetero_pp.subspace
+      -> stage: embedding and layers              stages.stage, hetero_pp.model.transformer
+      -> project onto the subspace                stages.boundary, hetero_pp.pipeline.subspace
       -> link: shaped, counted                    hetero_pp.link.shaping, hetero_pp.link.ledger
            in process, or over gRPC               hetero_pp.link.in_process, hetero_pp.rpc.stage_link
-      -> reconstruct, next stages, loss           stages.boundary, stages.worker (order: hetero_pp.schedule)
+      -> reconstruct, next stages, loss           stages.boundary, stages.worker (order: hetero_pp.pipeline.schedule)
       <- gradients, the same path back            stages.worker
-      -> inner optimizer step                     hetero_pp.inner
+      -> inner optimizer step                     hetero_pp.model.inner
     after H inner steps, per parameter tensor:
-      theta_start - theta_local                   replica_groups.outer_round
+      theta_start - theta_local                   replica_groups.outer.outer_round
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .two_level, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
@@ -19,11 +19,11 @@ Path of the data, and the module of each step:
            over gRPC                              hetero_pp.rpc.exchange
       -> decode, mean, outer step                 replica_groups.exchange.replay, hetero_pp.outer.step
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
-    token embedding: split again                  hetero_pp.subspace, stages.stage
+    token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 
 hetero_pp.program.launch.crew starts a process for each member; hetero_pp.program.launch.in_process starts a thread for
-each. Every member of the run (hetero_pp.run.spec) runs replica_groups.take_part. In a notebook, use `from hetero_pp
-import Run` (hetero_pp.program.notebook).
+each. Every member of the run (hetero_pp.run.spec) runs replica_groups.loop.take_part. In a notebook, use
+`from hetero_pp import Run` (hetero_pp.program.notebook).
 """
 
 from __future__ import annotations

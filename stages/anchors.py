@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelShape
-from hetero_pp.seeds import seed_of
-from hetero_pp.topology import AnchorSettings
+from hetero_pp.config.topology import AnchorSettings
+from hetero_pp.core.seeds import seed_of
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelShape
 from stages.own_parameters import OwnParameters
 
 

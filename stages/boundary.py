@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import CoefficientFormat, Symbols, format_of
-from hetero_pp.subspace import columns_of, expand_gradient, perpendicular, project, reconstruct
-from hetero_pp.topology import BoundarySettings
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.pipeline.coefficients import CoefficientFormat, Symbols, format_of
+from hetero_pp.pipeline.subspace import columns_of, expand_gradient, perpendicular, project, reconstruct
 
 
 def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) -> Boundary:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.learning_rates import LearningRates
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.learning_rates import LearningRates
 
 
 class OwnParameters:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Symbols
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.learning_rates import LearningRates
-from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
-from hetero_pp.topology import StageSpec
+from hetero_pp.config.topology import StageSpec
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.transformer import EMBEDDING, Transformer, next_token_loss, parameters_of
+from hetero_pp.pipeline.coefficients import Symbols
 from stages.anchors import Anchors
 from stages.boundary import Boundary
 

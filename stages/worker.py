@@ -17,12 +17,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Symbols, noise_key
-from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage
+from hetero_pp.core.errors import HeteroPPError, LinkClosed, MalformedMessage
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
-from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
+from hetero_pp.pipeline.coefficients import Symbols, noise_key
+from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
 from stages.stage import Stage
 
 _LARGEST_NORM = torch.finfo(torch.float32).max

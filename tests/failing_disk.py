@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 from safetensors import SafetensorError
 
-import hetero_pp.snapshot
+import hetero_pp.run.snapshot
 
 
 class FailingDisk:
@@ -187,5 +187,5 @@ def _replace_libraries(patch: pytest.MonkeyPatch, disk: FailingDisk) -> None:
         serialize(tensors, path, *arguments, **options)
 
     patch.setattr(safetensors.torch, "serialize_file", saved)
-    _count(patch, disk, hetero_pp.snapshot, "safe_open", lambda arguments: arguments[0])
+    _count(patch, disk, hetero_pp.run.snapshot, "safe_open", lambda arguments: arguments[0])
     _count(patch, disk, np, "load", lambda arguments: arguments[0])

@@ -20,9 +20,9 @@ from members import TIMEOUT
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from lies import WORST, Call, Lie, lies_about
 
-from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, RunOver
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import LAUNCHER
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
 from hetero_pp.outer.exchange_service import Caller
@@ -39,12 +39,13 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.exchange import memberships, pulse
+from replica_groups.exchange import memberships
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.take_part import take_part
+from replica_groups.loop import pulse
+from replica_groups.loop.take_part import take_part
 
 SECRET = Secret("the secret of a run with a liar")
 HOUR = 3600.0

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from hetero_pp.messages.messages_pb2 import AssignReply
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.protocol.rules import Rules, Window
 

@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hetero_pp.config.links import LinkSpec, stage_link_name
+from hetero_pp.core.errors import LinkClosed
 from hetero_pp.data.sources import open_source
-from hetero_pp.errors import LinkClosed
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.links import LinkSpec, stage_link_name
 from hetero_pp.messages.messages_pb2 import InnerStep, RoundRecord
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
-from replica_groups.build_member import Start, build_member
-from replica_groups.outer_round import OuterRound
-from replica_groups.participants import StageMember
-from replica_groups.ranks import ALONE
+from replica_groups.member.build_member import Start, build_member
+from replica_groups.member.participants import StageMember
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.ranks import ALONE
 
 T = TypeVar("T")
 SECONDS = 120.0

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.clusters import Clusters
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.errors import ConfigError
-from hetero_pp.seeds import seed_of
 
 _ROUNDS = 4
 _KEY = ("data", "corpus")

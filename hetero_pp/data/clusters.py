@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
-from hetero_pp.seeds import seed_of
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix

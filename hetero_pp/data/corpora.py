@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count
 from hetero_pp.data.prose import package_folders
 from hetero_pp.data.readers import OnShare, readers_of
 from hetero_pp.data.settings import DOCSTRINGS, INSTALLED, PROSE, STREAMED, DataSettings
 from hetero_pp.data.walk import Listing, list_files
-from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_count
 
 _KEY = ("data", "corpus")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}

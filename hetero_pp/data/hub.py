@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count
 from hetero_pp.data.corpora import Rows
 from hetero_pp.data.readers import bad_utf8, holds_text, names_of_fields, text_of_line, texts_of_column
 from hetero_pp.data.settings import STREAMED, DataSettings, is_on_the_hub
 from hetero_pp.data.walk import each_once
-from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_count
 
 _KEY = ("data", "corpus")
 _ROWS = 256

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import permute
 from hetero_pp.data.parts import Part, deal, epoch_of
-from hetero_pp.seeds import seed_of
 
 Document = tuple[int, int, int]
 """(epoch, shard, number in the shard)."""

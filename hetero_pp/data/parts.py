@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import permute
-from hetero_pp.seeds import seed_of
 
 
 class Part(NamedTuple):

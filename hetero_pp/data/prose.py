@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 
 PACKAGES = ("torch", "numpy", "scipy", "sympy", "networkx", "matplotlib")
 """Direct or indirect (through torch) requirements of hetero-pp; none belongs to Python's standard library."""

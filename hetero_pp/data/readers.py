@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_names
 from hetero_pp.data.prose import prose_of
 from hetero_pp.data.settings import DOCSTRINGS, PROSE, STANDARD_LIBRARY
-from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_names
 
 if TYPE_CHECKING:
     import pyarrow as pa

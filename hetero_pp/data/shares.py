@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import Batches, save_position
-from hetero_pp.seeds import seed_of
 
 _SHARE = "share"
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.progress import OnProgress, untold
+from hetero_pp.core.units import format_count
 from hetero_pp.data.hub import Shards, open_splits
 from hetero_pp.data.order import Order
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.stream import ENCODED_AT_ONCE, StreamBatches, TokenStream, encode
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.errors import ConfigError
-from hetero_pp.progress import OnProgress, untold
-from hetero_pp.units import format_count
 
 
 class StreamedCorpus:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.order import Block, Order, Position, go_on_with
 from hetero_pp.data.tokenizers import Tokenizer
-from hetero_pp.errors import ConfigError
 
 ENCODED_AT_ONCE = 64
 """Number of documents per tokenizer call: enough for all cores."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hetero_pp.bounded import parse_json, read_bounded, read_json_object, require_shallow
+from hetero_pp.core.bounded import parse_json, read_bounded, read_json_object, require_shallow
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count, format_names
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_count, format_names
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Names of the files of a tokenizer. The second file names its special tokens and is optional."""

@@ -18,13 +18,13 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import file_sha256, naming, rename_whole, write_whole
+from hetero_pp.core.progress import OnProgress, untold
+from hetero_pp.core.units import format_number
 from hetero_pp.data.corpora import Rows, documents, fingerprint, list_corpus, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import file_sha256, naming, rename_whole, write_whole
-from hetero_pp.progress import OnProgress, untold
-from hetero_pp.units import format_number
 
 _FORMAT = 1
 _ROWS = ".rows.json"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.units import format_count, format_names
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count, format_names
 
 _KEY = ("data", "corpus")
 _HIDDEN_FILE, _HIDDEN_FOLDER = "hidden file", "hidden folder"

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hetero_pp.bounded import read_bounded_json
-from hetero_pp.errors import ConfigError
-from hetero_pp.model import ModelShape
+from hetero_pp.core.bounded import read_bounded_json
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.transformer import ModelShape
 
 WEIGHTS_KEY = ("model", "weights")
 """Setting to which every error about a checkpoint refers."""

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
 from hetero_pp.hugging_face.names import (
     EMBEDDING,
@@ -23,8 +24,7 @@ from hetero_pp.hugging_face.names import (
     their_name,
     ungrouped,
 )
-from hetero_pp.model import ModelShape
-from hetero_pp.progress import OnProgress, untold
+from hetero_pp.model.transformer import ModelShape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -9,11 +9,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from hetero_pp.bounded import read_json_object
+from hetero_pp.core.bounded import read_json_object
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer, load_tokenizer
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 """Name of the separator if the tokenizer has none for it."""

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hetero_pp.core.files import whole, write_whole
+from hetero_pp.core.tensor_files import save_tensors
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.files import whole, write_whole
 from hetero_pp.hugging_face.config_json import to_json
 from hetero_pp.hugging_face.names import halves_of_pairs, is_rotated, their_name
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
-from hetero_pp.model import ModelShape
-from hetero_pp.tensor_files import save_tensors
+from hetero_pp.model.transformer import ModelShape
 
 DTypeName = Literal["bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 
 
 class Replaceable(Protocol):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.core.errors import MalformedMessage
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import PeerAtFault
+from hetero_pp.core.errors import PeerAtFault
 from hetero_pp.link.ledger import Ledger, frame_sizes, wire_bytes
 from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, TensorHeader
 

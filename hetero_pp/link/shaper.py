@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetero_pp.config.links import LinkShape
 from hetero_pp.link.shaping import Clock, MonotonicClock, busy_seconds, delay, wait_until
 from hetero_pp.link.turns import Bucket, Stream, ThreadBucket
-from hetero_pp.links import LinkShape
 
 
 class Shaper:

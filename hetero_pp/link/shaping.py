@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from hetero_pp.errors import LinkClosed, LinkTimeout
+from hetero_pp.config.links import Direction, LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.protocol import PEER_CLOSED
-from hetero_pp.links import Direction, LinkShape, LinkSpec
 
 CREDIT_BYTES = 128 << 10
 CREDIT_SECONDS = 0.010

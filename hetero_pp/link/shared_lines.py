@@ -10,10 +10,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from hetero_pp.lines import LineSpec, Way
+from hetero_pp.config.lines import LineSpec, Way
+from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
 from hetero_pp.link.shaping import Clock, MonotonicClock, ShapedQueue, TokenBucket, direction_queue
 from hetero_pp.link.turns import Arrivals, Bucket, Stream, StreamQueue, T, ThreadBucket
-from hetero_pp.links import EXCHANGE, Direction, LinkSpec
 
 POLL_SECONDS = 0.0005
 """Seconds between attempts to lock a bucket that another process holds; it holds it for some microseconds."""

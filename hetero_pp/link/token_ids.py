@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hetero_pp import bits
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.core import bits
+from hetero_pp.core.errors import MalformedMessage
 
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from hetero_pp.errors import LinkClosed
+from hetero_pp.config.links import LinkShape
+from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.protocol import PEER_CLOSED
 from hetero_pp.link.shaping import Clock, DelayLine, MonotonicClock, ShapedQueue, TokenBucket, wait_until
-from hetero_pp.links import LinkShape
 
 TURN_SECONDS = 0.010
 """Seconds for which a quantum occupies a bucket. Other streams wait for this time."""

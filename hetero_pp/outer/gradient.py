@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.learning_rates import LearningRates
-from hetero_pp.model import EMBEDDING, Shapes
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.transformer import EMBEDDING, Shapes
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.subspace import perpendicular
+from hetero_pp.pipeline.subspace import perpendicular
 
 
 class GradientOptimizer:

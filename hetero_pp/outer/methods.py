@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from hetero_pp.learning_rates import BySteps
+from hetero_pp.config.settings import Beta, NotPartOf, Ratio, Settings
+from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.settings import Beta, NotPartOf, Ratio, Settings
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9}

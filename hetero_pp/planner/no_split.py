@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_bytes, format_count, format_names
 from hetero_pp.planner.split import Load, Sizes, part_of_stage, stage_bytes
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import SHOWN, assumption, hardware_of, unnamed
-from hetero_pp.topology import ParticipantsReplica
-from hetero_pp.units import format_bytes, format_count, format_names
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import WAYS, SiteSettings
-from hetero_pp.links import DIRECTIONS, DirectionSettings, LinkSettings, LinkShape
+from hetero_pp.config.lines import WAYS, SiteSettings
+from hetero_pp.config.links import DIRECTIONS, DirectionSettings, LinkSettings, LinkShape
+from hetero_pp.config.topology import ParticipantsReplica, StageSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_names
 from hetero_pp.planner.grouping import Grouping, Pool, group
 from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
@@ -18,8 +20,6 @@ from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import SHOWN, assumption
-from hetero_pp.topology import ParticipantsReplica, StageSettings
-from hetero_pp.units import format_names
 
 TIME_LIMIT = 45.0
 """Longest search for groups, in seconds."""

@@ -11,9 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import LineSpec, Way
-from hetero_pp.links import LinkSpec, stage_link_name
+from hetero_pp.config.lines import LineSpec, Way
+from hetero_pp.config.links import LinkSpec, stage_link_name
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_seconds
 from hetero_pp.planner.no_split import no_split
 from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
@@ -24,8 +26,6 @@ from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import hardware_of
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
 from hetero_pp.simulator.round_steps import round_lengths
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.units import format_seconds
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
 NUMBERS_OF_MICRO_BATCHES = 3

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import LineSpec, Way
-from hetero_pp.links import DIRECTIONS, LinkSpec, exchange_link_name
+from hetero_pp.config.lines import LineSpec, Way
+from hetero_pp.config.links import DIRECTIONS, LinkSpec, exchange_link_name
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_bits_per_second, format_ratio, format_seconds
 from hetero_pp.planner.grouping import LARGEST_LINK
 from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
 from hetero_pp.planner.participants import Grouped, group_participants
@@ -25,8 +27,6 @@ from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.units import format_bits_per_second, format_ratio, format_seconds
 
 ATTEMPTS = 6
 """Attempts to meet the target, because the whole run takes a little longer than its parts predict."""

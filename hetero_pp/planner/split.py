@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_pp.model import EMBEDDING, ModelShape, block_of
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
 from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on, memory_of
-from hetero_pp.topology import BoundarySettings
 
 Array = np.ndarray
 

@@ -10,9 +10,10 @@ import torch
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from hetero_pp.bounded import read_yaml, yaml_complaint
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import whole
+from hetero_pp.core.bounded import read_yaml, yaml_complaint
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import whole
+from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.read import spec_of
@@ -21,8 +22,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.parts import part_of
-from hetero_pp.units import format_count, format_seconds
-from replica_groups.measure import measure_all, median_seconds
+from replica_groups.loop.measure import measure_all, median_seconds
 
 
 def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:

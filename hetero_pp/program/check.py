@@ -9,11 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.errors import dotted
-from hetero_pp.lines import WAYS, Way
+from hetero_pp.config.lines import WAYS, Way
+from hetero_pp.config.links import DIRECTIONS, Direction, exchange_link_name, stage_link_name
+from hetero_pp.config.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
+from hetero_pp.core.errors import dotted
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.links import DIRECTIONS, Direction, exchange_link_name, stage_link_name
-from hetero_pp.model import ModelShape
+from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import SafeConsole, say, standard_output, tell
@@ -28,8 +30,6 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
-from hetero_pp.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
-from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 
 
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:

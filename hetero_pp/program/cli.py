@@ -82,7 +82,7 @@ def launch(
     The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors():
-        from hetero_pp.errors import ConfigError
+        from hetero_pp.core.errors import ConfigError
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
         from hetero_pp.run.changes import Given, Override
 
@@ -117,7 +117,7 @@ def serve(
 ) -> None:
     """Serve a run's exchange on this host, and admit other hosts by tickets (docs/hosts.md)."""
     with readable_errors():
-        from hetero_pp.links import EXCHANGE
+        from hetero_pp.config.links import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
 
         host = Host(EXCHANGE, token=token)
@@ -245,8 +245,8 @@ def status(
 
 def _address(option: str, text: str | None) -> str | None:
     """Return HOST:PORT as an option gave it, None if the option is absent. Raises ConfigError for any other text."""
-    from hetero_pp.errors import ConfigError
-    from hetero_pp.topology import parse_address
+    from hetero_pp.config.topology import parse_address
+    from hetero_pp.core.errors import ConfigError
 
     try:
         return None if text is None else parse_address(text)
@@ -537,7 +537,7 @@ def readable_errors() -> Iterator[None]:
 
     Exit codes: 1 for a failed run, 2 for bad input, 130 for an interrupt.
     """
-    from hetero_pp.errors import ConfigError, HeteroPPError
+    from hetero_pp.core.errors import ConfigError, HeteroPPError
 
     try:
         with interruptible():
@@ -557,7 +557,7 @@ def readable_errors() -> Iterator[None]:
 
 def _leave_for(error: OSError) -> NoReturn:
     """Print one line for a file that cannot be written or read. Raises any other error as it is."""
-    from hetero_pp.files import OF_FILES, complaint
+    from hetero_pp.core.files import OF_FILES, complaint
 
     if error.errno not in OF_FILES:
         raise error

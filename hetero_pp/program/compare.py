@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.bounded import read_json_object
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.sweeps import quantity_of
+from hetero_pp.core.bounded import read_json_object
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_number, format_seconds
 from hetero_pp.program.report.earlier import last_closed, reports_until
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.pictures import HEIGHT, STYLE, new_figure, save_figure
@@ -20,8 +22,6 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
-from hetero_pp.sweeps import quantity_of
-from hetero_pp.units import format_bits_per_second, format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
-from hetero_pp.lines import WAYS, Way
-from hetero_pp.links import Direction
+from hetero_pp.config.lines import WAYS, Way
+from hetero_pp.config.links import Direction
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.export import theta_after
 from hetero_pp.program.launch.claim import claim

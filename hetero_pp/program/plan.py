@@ -13,9 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_count, parse_fraction
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
 from hetero_pp.planner.search import Choice, Result, describe_penalty, search
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.show_exchange import print_exchange
@@ -24,7 +25,6 @@ from hetero_pp.run.alike import range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.simulator.machines import assumed_in
-from hetero_pp.units import format_count, parse_fraction
 
 MOST_EXPLAINED = 8
 """Most entries of the explanation that are shown."""

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.files import write_whole
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.snapshot import save_snapshot
+from hetero_pp.run.snapshot import save_snapshot
 from replica_groups.exchange.check_log import CheckedRound, LogCheck
 from replica_groups.exchange.log import ContributionLog
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_duration, format_seconds
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.exchange_load import (
@@ -17,7 +18,6 @@ from hetero_pp.simulator.exchange_load import (
     ExchangeLoad,
 )
 from hetero_pp.simulator.volumes import RINGS
-from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_duration, format_seconds
 
 ASSUMED_LINE = 1e9
 """Bits per second that the table assumes for an exchange without a line."""

@@ -9,8 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.lines import WAYS
-from hetero_pp.links import DIRECTIONS
+from hetero_pp.config.lines import WAYS
+from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.sweeps import changes_nothing
+from hetero_pp.core.units import (
+    format_bits_per_second,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
 from hetero_pp.program.show_exchange import print_exchange
@@ -20,16 +30,6 @@ from hetero_pp.simulator.memory import MEMORY_KINDS, by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
-from hetero_pp.sweeps import changes_nothing
-from hetero_pp.units import (
-    format_bits_per_second,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_number,
-    format_percent,
-    format_seconds,
-)
 
 
 def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Prediction) -> None:

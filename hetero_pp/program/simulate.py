@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
 from hetero_pp.run.changes import Given

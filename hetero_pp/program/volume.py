@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from hetero_pp.errors import ConfigError, DamagedFile
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError, DamagedFile
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_bytes, format_count
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model import shapes_by_block
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.volume import RoundVolume, Volume
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import say, standard_output
@@ -19,7 +20,6 @@ from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.volumes import expected_volume
-from hetero_pp.units import format_bytes, format_count
 from replica_groups.exchange.log import ContributionLog
 
 WAYS = {

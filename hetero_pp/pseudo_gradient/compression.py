@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.settings import NotPartOf, Ratio, Settings
+from hetero_pp.config.settings import NotPartOf, Ratio, Settings
+from hetero_pp.core.errors import ConfigError
 
 _Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
 """Rows or columns of a chunk; a contribution has four bytes for it."""

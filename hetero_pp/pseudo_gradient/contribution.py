@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_pp import bits
+from hetero_pp.core import bits
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings

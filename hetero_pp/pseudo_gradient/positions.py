@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_pp import bits
+from hetero_pp.core import bits
 from hetero_pp.pseudo_gradient.chunks import Group
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hetero_pp.seeds import seed_of
+from hetero_pp.core.seeds import seed_of
 
 
 def random_positions(chunks: int, size: int, kept: int, generator: torch.Generator | None) -> Tensor:

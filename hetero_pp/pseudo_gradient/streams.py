@@ -10,7 +10,7 @@ import struct
 
 import zstandard
 
-from hetero_pp.errors import MalformedContribution
+from hetero_pp.core.errors import MalformedContribution
 
 LEVEL = 1
 """zstd's fastest level: the data has no repetitions, so only the entropy coder matters."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.coefficients import Symbols
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.pipeline.coefficients import Symbols
 from hetero_pp.research.settings import AblationSettings
 from stages.boundary import Boundary
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.settings import Ratio, Settings
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
-from hetero_pp.settings import Ratio, Settings
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 
 class PeerSettings(Settings):

@@ -14,7 +14,7 @@ from typing import Protocol
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionServicer
 from hetero_pp.rpc.callers import Callers, Guests, shown_certificate

@@ -8,16 +8,16 @@ from typing import TypeVar
 
 import grpc
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
+from hetero_pp.core.proxies import Route, route_to
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionStub
-from hetero_pp.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
 from hetero_pp.rpc.services import ERROR_OF_CODE
-from hetero_pp.units import format_seconds
 
 SECONDS = 30.0
 """Seconds within which an exchange that is there answers."""

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import psutil
 
-from hetero_pp.errors import TooMuch
+from hetero_pp.core.errors import TooMuch
 from hetero_pp.rpc.pace import Pace
 
 CALLS_A_SECOND, BURST = 500.0, 2_000

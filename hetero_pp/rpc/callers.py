@@ -9,8 +9,8 @@ from typing import Protocol
 
 import grpc
 
-from hetero_pp.errors import Refused, WrongToken
-from hetero_pp.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.core.errors import Refused, WrongToken
 from hetero_pp.rpc.certificates import Shown, read_certificate
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.tickets import ticket_of

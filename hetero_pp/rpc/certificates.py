@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.core.errors import MalformedMessage
 
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
 """Seconds for which a certificate is valid if its process was started with the run's secret."""

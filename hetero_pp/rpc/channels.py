@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from hetero_pp.proxies import Route, route_to
+from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 
 PROTOCOL_VERSION = 12

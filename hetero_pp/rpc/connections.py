@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
-from hetero_pp.faults import NO_FAULTS, Faults
+from hetero_pp.config.links import RELAYED, Direction, stage_link_name
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import RELAYED, Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
-from hetero_pp.refusals import Refusals
+from hetero_pp.messages.refusals import Refusals
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.neighbour import Neighbour
 from hetero_pp.rpc.relayed import LocalAddress
 from hetero_pp.rpc.stage_link import StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import ParticipantsReplica
+from hetero_pp.store.faults import NO_FAULTS, Faults
 
 CONNECT_TIMEOUT = 120.0
 

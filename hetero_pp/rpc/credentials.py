@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from hetero_pp.links import LinkSpec
+from hetero_pp.config.links import LinkSpec
 from hetero_pp.rpc.certificates import Authority, Identity
 
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import grpc
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
+from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
+from hetero_pp.core.proxies import route_to
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkFarewell, LinkHello, LinkLeft
-from hetero_pp.proxies import route_to
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.certificates import holder_name
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.link_end import GrpcLinkEnd

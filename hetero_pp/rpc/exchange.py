@@ -18,13 +18,13 @@ import grpc
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy, IsAsked, always
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
-from hetero_pp.refusals import Kind
 from hetero_pp.rpc.admission import MOST_BLAMED, Admission, Host, Lobby, Places, Told
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.callers import Callers, claimed

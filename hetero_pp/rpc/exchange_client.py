@@ -17,7 +17,8 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.errors import (
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import (
     AskAgain,
     ExchangeLost,
     HeteroPPError,
@@ -27,11 +28,11 @@ from hetero_pp.errors import (
     StoreError,
     WrongToken,
 )
-from hetero_pp.links import EXCHANGE
+from hetero_pp.core.proxies import route_to
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN, Caller, ExchangeService, call_of
-from hetero_pp.proxies import route_to
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
@@ -41,7 +42,6 @@ from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_i
 from hetero_pp.rpc.handshake import new_run, require_trust
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
-from hetero_pp.units import format_seconds
 
 STANDSTILL = 60.0
 """Seconds without progress after which an upload or a download is given up."""

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from torch import Tensor
 
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.link.ledger import FRAME_BYTES, PREFIX_BYTES
 from hetero_pp.link.protocol import MAX_MESSAGE_BYTES, WIRE_DTYPES, Message
 from hetero_pp.messages.messages_pb2 import DType, LinkHeader

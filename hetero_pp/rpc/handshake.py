@@ -6,9 +6,9 @@ import ssl
 import time
 from datetime import UTC, datetime
 
-from hetero_pp.errors import NewRun, Refused, WrongToken
-from hetero_pp.links import EXCHANGE
-from hetero_pp.proxies import DIRECT, Route
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import NewRun, Refused, WrongToken
+from hetero_pp.core.proxies import DIRECT, Route
 from hetero_pp.rpc.certificates import Identity, Shown, read_certificate
 from hetero_pp.rpc.tickets import ticket_of
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from hetero_pp.errors import LinkClosed, MalformedMessage, PeerAtFault
+from hetero_pp.config.links import Direction, LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed, MalformedMessage, PeerAtFault
 from hetero_pp.link.ledger import PREFIX_BYTES, Ledger, wire_bytes
 from hetero_pp.link.outbox import COUNT_BYTES, Outbox, low_bytes
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import Direction, LinkShape, LinkSpec
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.framing import BufferPool
 from hetero_pp.rpc.link_stream import LinkStream, Outgoing
 

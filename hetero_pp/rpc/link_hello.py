@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from hetero_pp.messages.messages_pb2 import LinkHello
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import shown_by
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import LinkCredentials

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from hetero_pp.errors import LinkClosed
+from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shaping import ShapedQueue
 from hetero_pp.link.turns import StreamQueue

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from hetero_pp.errors import LinkTimeout
-from hetero_pp.faults import Faults
+from hetero_pp.config.links import RELAYED, Direction, LinkSpec, is_loopback
+from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import RELAYED, Direction, LinkSpec, is_loopback
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, OnRefusal
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+from hetero_pp.store.faults import Faults
 
 CONNECT_TIMEOUT = 120.0
 DIRECT_SECONDS = 10.0

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hetero_pp.errors import TooMuch
+from hetero_pp.core.errors import TooMuch
 
 
 class OpenCalls:

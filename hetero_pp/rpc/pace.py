@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hetero_pp.errors import TooMuch
+from hetero_pp.core.errors import TooMuch
 
 
 class Pace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from hetero_pp.errors import Forbidden
+from hetero_pp.core.errors import Forbidden
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.callers import Caller
 from hetero_pp.run.spec import Roster

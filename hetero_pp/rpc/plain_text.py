@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from hetero_pp.control_characters import escaped
+from hetero_pp.core.control_characters import escaped
 
 MOST_CHARACTERS = 2_000
 

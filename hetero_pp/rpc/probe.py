@@ -10,8 +10,8 @@ from queue import SimpleQueue
 
 import grpc
 
-from hetero_pp.errors import MalformedMessage
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from hetero_pp.proxies import DIRECT
+from hetero_pp.core.proxies import DIRECT
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel, readiness
 

@@ -15,10 +15,10 @@ from functools import partial
 
 import grpc
 
-from hetero_pp.errors import AskAgain, Forbidden, MalformedMessage, Refused
+from hetero_pp.core.errors import AskAgain, Forbidden, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.messages.messages_pb2_grpc import RelayServicer
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.services import Door
 

@@ -16,13 +16,13 @@ from typing import Protocol
 
 import grpc
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.sockets import socket_folder
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE, TAKEN_BYTES, cost_of
 from hetero_pp.rpc.services import call_path
-from hetero_pp.sockets import socket_folder
 
 _AGAIN_SECONDS = 0.5
 """Pause in seconds before a relay that is gone is called again."""

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from hetero_pp.errors import (
+from hetero_pp.core.errors import (
     AskAgain,
     ExchangeLost,
     Forbidden,
@@ -32,7 +32,7 @@ from hetero_pp.errors import (
     WrongToken,
 )
 from hetero_pp.messages.messages_pb2 import Frame
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.call_rate import CallRate, close_connection
 from hetero_pp.rpc.open_calls import OpenCalls
 from hetero_pp.rpc.stalled import STALL_SECONDS, StreamWatch

@@ -14,14 +14,14 @@ from typing import NamedTuple, NoReturn
 
 import grpc
 
-from hetero_pp.errors import Forbidden, LinkClosed, MalformedMessage, Refused
+from hetero_pp.config.links import Direction, LinkSpec
+from hetero_pp.core.errors import Forbidden, LinkClosed, MalformedMessage, Refused
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import Direction, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE, Dialling

@@ -12,8 +12,8 @@ import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero_pp.bounded import parse_json
-from hetero_pp.errors import Refused
+from hetero_pp.core.bounded import parse_json
+from hetero_pp.core.errors import Refused
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
 
 PREFIX = "hpp1."

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
 from hetero_pp.data.clusters import Clusters, find_clusters
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import Source, StreamedCorpus, tokens_digest
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.errors import ConfigError
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from hetero_pp.bounded import parse_yaml
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.bounded import parse_yaml
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.outer.methods import change_method
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key, entry_of, places_of

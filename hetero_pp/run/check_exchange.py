@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.topology import ExchangeSettings, GraceSettings, HangSettings, LeaseSettings
-from hetero_pp.units import format_seconds
+from hetero_pp.config.topology import ExchangeSettings, GraceSettings, HangSettings, LeaseSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_seconds
 
 
 def check_exchange(exchange: ExchangeSettings) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hetero_pp.engine_settings import DEEPSPEED_OWNED
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import LineSettings, SiteSettings, check_kind, check_sites
-from hetero_pp.links import EXCHANGE, LAUNCHER, LinkSettings
+from hetero_pp.config.engine_settings import DEEPSPEED_OWNED
+from hetero_pp.config.lines import LineSettings, SiteSettings, check_kind, check_sites
+from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkSettings
+from hetero_pp.config.topology import (
+    DatacenterReplica,
+    ExchangeSettings,
+    ParticipantsReplica,
+    ReplicaSettings,
+    StagesSettings,
+)
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.joins import lines_of_members
-from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings, StagesSettings
 
 
 def check_lines(

@@ -7,21 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from hetero_pp.config.lines import LineSettings, SiteSettings
+from hetero_pp.config.links import LinkSettings
+from hetero_pp.config.settings import Duration, NotPartOf, Settings, WhomItConcerns
+from hetero_pp.config.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.lines import LineSettings, SiteSettings
-from hetero_pp.links import LinkSettings
-from hetero_pp.model import ModelSettings
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.check_exchange import check_exchange
 from hetero_pp.run.check_topology import check_lines, check_topology
 from hetero_pp.run.counted import counted
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
-from hetero_pp.settings import Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.store.settings import StoreSettings
-from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 
 LONGEST_RUN_NAME = 100
 """Most characters of a run's name. File systems allow 255 for a folder; a number or a suffix may follow the name."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.hugging_face.config_json import read_architecture
-from hetero_pp.model import PRESETS, ModelShape
+from hetero_pp.model.transformer import PRESETS, ModelShape
 from hetero_pp.run.config import RunConfig
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.hugging_face.reading import read_parameters, require_checkpoint
-from hetero_pp.progress import OnProgress, untold
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.snapshot import Snapshot, initial_snapshot
 
 
 def require_weights(spec: RunSpec) -> None:

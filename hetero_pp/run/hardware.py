@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.settings import Bandwidth, Ratio, Settings, Size, Speed
+from hetero_pp.config.settings import Bandwidth, Ratio, Settings, Size, Speed
+from hetero_pp.core.errors import ConfigError
 
 
 class Hardware(Settings):

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetero_pp.lines import LineSpec
-from hetero_pp.links import DIRECTIONS, EXCHANGE, LinkSettings, LinkShape, LinkSpec, exchange_link_name, stage_link_name
-from hetero_pp.topology import ExchangeSettings, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.lines import LineSpec
+from hetero_pp.config.links import (
+    DIRECTIONS,
+    EXCHANGE,
+    LinkSettings,
+    LinkShape,
+    LinkSpec,
+    exchange_link_name,
+    stage_link_name,
+)
+from hetero_pp.config.topology import ExchangeSettings, ParticipantsReplica, ReplicaSettings
 
 
 def link_specs(

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.settings import WhomItConcerns
+from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
-from hetero_pp.settings import WhomItConcerns
-from hetero_pp.topology import ReplicaSettings
 
 Key = tuple[str | int, ...]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetero_pp.changed_keys import REPLICAS, replicas_of
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.changed_keys import REPLICAS, replicas_of
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.same import Key, differences
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import ParticipantsReplica
 
 _OPTIONAL = "optional"
 """Key of a known entry that may change later."""

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 
 from pydantic import Field
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import LineSettings, check_kind
-from hetero_pp.links import LinkSettings
-from hetero_pp.settings import Ratio, Settings
+from hetero_pp.config.lines import LineSettings, check_kind
+from hetero_pp.config.links import LinkSettings
+from hetero_pp.config.settings import Ratio, Settings
+from hetero_pp.core.errors import ConfigError
 
 
 class LooseParticipant(Settings):

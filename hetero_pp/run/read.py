@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetero_pp.changed_keys import read_changes
+from hetero_pp.config.changed_keys import read_changes
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetero_pp.learning_rates import LearningRates
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
+from hetero_pp.pipeline.subspace import columns_of
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.subspace import columns_of
-from hetero_pp.topology import ParticipantsReplica
 
 
 def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_pp.changed_keys import REPLICAS, Changes, Values, replicas_of, values_of
-from hetero_pp.errors import dotted
+from hetero_pp.config.changed_keys import REPLICAS, Changes, Values, replicas_of, values_of
+from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.core.errors import dotted
 from hetero_pp.run.config import RunConfig
-from hetero_pp.settings import NotPartOf, meaning
 
 Key = tuple[str | int, ...]
 

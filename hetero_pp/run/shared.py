@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.bounded import parse_json
+from hetero_pp.config.engine_settings import untold_deepspeed_key
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.bounded import parse_json
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
 from hetero_pp.data.settings import INSTALLED, DataSettings, is_on_the_hub
 from hetero_pp.data.tokenizers import CONFIG, FILE, tokenizer_path
-from hetero_pp.engine_settings import untold_deepspeed_key
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
 from hetero_pp.run.config import RunConfig
 from hetero_pp.store.settings import StoreSettings
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 
 _NOWHERE = "127.0.0.1:0"
 """Default address of an exchange; a host that joins has no exchange."""

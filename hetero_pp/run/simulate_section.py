@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from hetero_pp.config.settings import Bandwidth, Duration, Ratio, Settings, WhomItConcerns
+from hetero_pp.core.units import parse_any
 from hetero_pp.run.hardware import ASSUMED, Hardware
-from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings, WhomItConcerns
-from hetero_pp.units import parse_any
 
 
 class MeasuredCost(Settings):

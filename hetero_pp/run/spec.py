@@ -11,17 +11,17 @@ from types import MappingProxyType
 
 import torch
 
-from hetero_pp.changed_keys import NO_CHANGES, Changes
+from hetero_pp.config.changed_keys import NO_CHANGES, Changes
+from hetero_pp.config.lines import LineSpec, line_specs
+from hetero_pp.config.links import DIRECTIONS, LinkSpec
+from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSpec
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import Share
-from hetero_pp.errors import ConfigError
-from hetero_pp.learning_rates import LearningRates
-from hetero_pp.lines import LineSpec, line_specs
-from hetero_pp.links import DIRECTIONS, LinkSpec
-from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
+from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.joins import lines_of_members, link_specs
-from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSpec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from hetero_pp.errors import ConfigError, dotted
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError, dotted
+from hetero_pp.core.files import write_whole
 from hetero_pp.run.changes import Entry, Given, Override, in_order, require_named
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
-from hetero_pp.bounded import read_yaml, yaml_complaint
-from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.core.bounded import read_yaml, yaml_complaint
+from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key, keys_beside
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.files import whole
-from hetero_pp.links import DIRECTIONS
+from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.core.files import whole
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_duration, format_number
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.sweep import Sweep
-from hetero_pp.units import format_bits_per_second, format_bytes, format_duration, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_pp.engine_settings import Checkpointing
-from hetero_pp.model import ModelShape
+from hetero_pp.config.engine_settings import Checkpointing
+from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ReplicaSettings
+from hetero_pp.model.transformer import ModelShape
 from hetero_pp.run.hardware import Hardware
-from hetero_pp.topology import BoundarySettings, DatacenterReplica, ReplicaSettings
 
 BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
 """fp32 throughout: weights, gradients, two moments of AdamW, error feedback, parameters at the start of the round."""

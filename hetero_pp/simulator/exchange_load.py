@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hetero_pp.links import RELAYED, is_loopback
+from hetero_pp.config.links import RELAYED, is_loopback
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.spec import RunSpec
@@ -29,7 +30,6 @@ from hetero_pp.simulator.volumes import (
     wire_bytes_of,
 )
 from hetero_pp.store.opening import folder_of
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 TRANSFER_SECONDS_A_GIGABYTE = 1.9
 """CPU seconds of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-23.json, messages of 4 MiB."""

@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 
-from hetero_pp.coefficients import format_of, noise_key
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import WAYS, LineSpec, Way
+from hetero_pp.config.lines import WAYS, LineSpec, Way
+from hetero_pp.config.links import Direction, stage_link_name
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.link.token_ids import packed_tokens_bytes
-from hetero_pp.links import Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
+from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -31,7 +32,6 @@ from hetero_pp.simulator.memory import memory_of_member, require_memory
 from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 
 @dataclass(frozen=True)

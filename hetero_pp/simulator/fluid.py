@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from hetero_pp.schedule import Action, Event
+from hetero_pp.pipeline.schedule import Action, Event
 
 INFINITY = float("inf")
 ALMOST = 1e-9

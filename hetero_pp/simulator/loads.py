@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hetero_pp.coefficients import format_of
+from hetero_pp.config.links import Direction
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.link.token_ids import packed_tokens_bytes
-from hetero_pp.links import Direction
-from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import ParticipantsReplica
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.units import format_bytes, format_names
 from hetero_pp.run.hardware import ASSUMED, Hardware, hardware_named
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import ParticipantsReplica
-from hetero_pp.units import format_bytes, format_names
 
 SHOWN = 5
 """Largest number of names in a message."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_bytes
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import AHEAD_BYTES, LOCAL_BYTES, checkpointing_of, memory_of
 from hetero_pp.simulator.machines import assumption, unnamed
 from hetero_pp.simulator.parts import part_of
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.units import format_bytes
 
 MEMORY_KINDS: Mapping[str, Sequence[str]] = {
     "weights and gradients": ("weights", "gradients"),

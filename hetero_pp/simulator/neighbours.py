@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hetero_pp.lines import LineSpec, Way
+from hetero_pp.config.lines import LineSpec, Way
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, limited_lines
 from hetero_pp.simulator.fluid import Network, Path, Run, Stream, Wires, Work

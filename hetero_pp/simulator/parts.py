@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from hetero_pp.model import EMBEDDING, block_of
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.model.transformer import EMBEDDING, block_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import NOTHING, Part, beside
-from hetero_pp.topology import ParticipantsReplica
 
 
 def part_of(spec: RunSpec, member: MemberSpec) -> Part:

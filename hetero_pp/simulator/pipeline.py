@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
+from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
 from hetero_pp.simulator.fluid import INFINITY, Network, Path, Run, Stream, Wires, Work
 
 Array = np.ndarray

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import WAYS
-from hetero_pp.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
+from hetero_pp.config.lines import WAYS
+from hetero_pp.config.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
+from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
@@ -29,7 +30,6 @@ from hetero_pp.simulator.outer_round import run_outer_round, run_overlapped_roun
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
 from hetero_pp.simulator.round_steps import RoundSteps, round_lengths
-from hetero_pp.topology import ReplicaSettings
 
 ROUNDS = 2
 """Rounds that are timed. Only the last counts, because those after it are the same."""

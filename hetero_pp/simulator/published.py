@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.core.errors import ConfigError, dotted
+from hetero_pp.core.units import parse_any
 from hetero_pp.run.config import RunConfig
-from hetero_pp.units import parse_any
 
 _NAMES = ("name", "member")
 """Keys whose value may stand for the index of a list entry."""

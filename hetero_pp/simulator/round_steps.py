@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.neighbours import inner_loops

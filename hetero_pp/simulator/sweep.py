@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_pp.config.sweeps import parse_sweep, quantity_of
 from hetero_pp.run.changes import Override
-from hetero_pp.sweeps import parse_sweep, quantity_of
 
 _NAMES = {"bit/s": "bandwidth", "s": "seconds", "B": "bytes"}
 

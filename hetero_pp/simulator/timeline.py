@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.files import whole
+from hetero_pp.core.files import whole
 from hetero_pp.simulator.pipeline import Array, OnSpan
 
 NANOSECONDS = 1e9

@@ -22,11 +22,11 @@ from statistics import fmean
 
 import numpy as np
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import LineSpec
+from hetero_pp.config.lines import LineSpec
+from hetero_pp.config.links import EXCHANGE, Direction, LinkShape, exchange_link_name
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.links import EXCHANGE, Direction, LinkShape, exchange_link_name
-from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.outer.volume import Volume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.simulate_section import SimulateSettings

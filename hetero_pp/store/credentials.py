@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 
 IN_PLACE_OF_THE_FILE = (
     "AWS_ACCESS_KEY_ID",

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from hetero_pp.errors import StoreError
-from hetero_pp.files import PART, flush, free_space, is_part, remove_parts, whole
+from hetero_pp.core.errors import StoreError
+from hetero_pp.core.files import PART, flush, free_space, is_part, remove_parts, whole
 from hetero_pp.store.store import checked
 
 MOST_TRIES = 10

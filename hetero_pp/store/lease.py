@@ -25,7 +25,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, ValidationError
 
-from hetero_pp.errors import ConfigError, StoreError
+from hetero_pp.core.errors import ConfigError, StoreError
 from hetero_pp.store.folder import make_folder
 from hetero_pp.store.store import Store
 

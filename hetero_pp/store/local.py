@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hetero_pp.files import whole
+from hetero_pp.core.files import whole
 from hetero_pp.store.folder import make_folder, storing
 from hetero_pp.store.store import Store
 

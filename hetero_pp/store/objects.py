@@ -24,12 +24,12 @@ import psutil
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore, from_url
 
-from hetero_pp.control_characters import without_controls
-from hetero_pp.errors import StoreError
-from hetero_pp.files import whole
-from hetero_pp.proxies import PRIVATE_NETWORKS, is_private
+from hetero_pp.core.control_characters import without_controls
+from hetero_pp.core.errors import StoreError
+from hetero_pp.core.files import whole
+from hetero_pp.core.proxies import PRIVATE_NETWORKS, is_private
+from hetero_pp.core.units import format_bytes
 from hetero_pp.store.store import checked
-from hetero_pp.units import format_bytes
 
 PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
 """Size of the parts in which large files are transferred, and their largest number. Each part is retried separately."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 from urllib.request import url2pathname
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.store.credentials import credentials_from_file
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store

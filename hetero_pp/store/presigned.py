@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from hetero_pp.errors import StoreError
-from hetero_pp.proxies import needs_no_proxy
+from hetero_pp.core.errors import StoreError
+from hetero_pp.core.proxies import needs_no_proxy
 
 HEADERS = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockBlob"}
 """Headers of an upload. The second one is required by Azure and ignored by other services."""

@@ -6,15 +6,15 @@ import importlib
 import importlib.util
 import os
 
-from hetero_pp.engine_settings import EngineName
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelShape, build_filled
-from hetero_pp.topology import DatacenterReplica
+from hetero_pp.config.engine_settings import EngineName
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelShape, build_filled
 from replica_groups.engines.engine import Engine, Parameters
 from replica_groups.engines.plain import PlainEngine
-from replica_groups.ranks import Ranks
-from replica_groups.whole import WholeReplica
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.outer.ranks import Ranks
 
 
 def build_engine(

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_pp.learning_rates import LearningRates
-from replica_groups.parameter_store import ParameterStore
+from hetero_pp.model.learning_rates import LearningRates
+from replica_groups.outer.parameter_store import ParameterStore
 
 
 class Engine(ParameterStore, Protocol):

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.learning_rates import LearningRates
-from hetero_pp.tensor_files import save_object
-from replica_groups.moments import Moments
-from replica_groups.parameter_store import LocalParameters
-from replica_groups.whole import WholeReplica
+from hetero_pp.core.tensor_files import save_object
+from hetero_pp.model.learning_rates import LearningRates
+from replica_groups.engines.moments import Moments
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.outer.parameter_store import LocalParameters
 
 _STATE = "replica.pt"
 

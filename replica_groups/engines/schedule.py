@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from hetero_pp.inner import InnerSettings
-from hetero_pp.learning_rates import LearningRates
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.learning_rates import LearningRates
 
 
 class Schedule:

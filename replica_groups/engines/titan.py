@@ -33,15 +33,15 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from hetero_pp.engine_settings import TorchtitanSettings
-from hetero_pp.inner import InnerSettings
-from hetero_pp.learning_rates import LearningRates
-from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from hetero_pp.config.engine_settings import TorchtitanSettings
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.transformer import ModelShape, Transformer, next_token_loss
 from replica_groups.engines.engine import Parameters
+from replica_groups.engines.moments import Moments
 from replica_groups.engines.schedule import Schedule
-from replica_groups.moments import Moments
-from replica_groups.parameter_store import Shape
-from replica_groups.ranks import Ranks
+from replica_groups.outer.parameter_store import Shape
+from replica_groups.outer.ranks import Ranks
 
 
 class TitanEngine:

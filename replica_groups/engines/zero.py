@@ -17,14 +17,14 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerSettings
-from hetero_pp.learning_rates import LearningRates
-from hetero_pp.model import ModelShape, build_filled, next_token_loss
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.transformer import ModelShape, build_filled, next_token_loss
 from replica_groups.engines.engine import Parameters
+from replica_groups.engines.moments import Moments
 from replica_groups.engines.schedule import Schedule
-from replica_groups.moments import Moments
-from replica_groups.parameter_store import Shape
-from replica_groups.ranks import Ranks
+from replica_groups.outer.parameter_store import Shape
+from replica_groups.outer.ranks import Ranks
 
 
 class ZeroEngine:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
-from hetero_pp.refusals import Kind
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.ways import Addresses
 from replica_groups.protocol import events as e

@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import torch
 
-from hetero_pp.errors import RunFailed, StoreError
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import RunFailed, StoreError
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, parameters_sha256
-from hetero_pp.snapshot import Snapshot
+from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.replay import replay

@@ -10,7 +10,7 @@ import re
 
 from pydantic import BaseModel, ValidationError
 
-from hetero_pp.errors import DamagedFile, HeteroPPError
+from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.store.store import Store
 
 FOLDER = "audited"

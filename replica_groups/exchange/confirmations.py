@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.model import block_of
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.model.transformer import block_of
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.step import parameters_sha256
-from hetero_pp.refusals import Kind
 from replica_groups.exchange.deposits import DIGEST_BYTES
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetero_pp.errors import DamagedFile, Refused
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import DamagedFile, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
 from replica_groups.exchange.log import ContributionLog, key_of

@@ -11,11 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from hetero_pp.errors import AskAgain, DamagedFile, HeteroPPError, Refused, RunFailed, StoreError, Suspended, TermOver
-from hetero_pp.files import FIRST_PAUSE, LONGEST_PAUSE
+from hetero_pp.config.topology import MagnitudeSettings
+from hetero_pp.core.errors import (
+    AskAgain,
+    DamagedFile,
+    HeteroPPError,
+    Refused,
+    RunFailed,
+    StoreError,
+    Suspended,
+    TermOver,
+)
+from hetero_pp.core.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.outer.exchange_service import IsAsked, always
-from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hetero_pp.errors import MalformedContribution, Suspended
+from hetero_pp.core.errors import MalformedContribution, Suspended
 from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Upload
-from hetero_pp.model import Shapes
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
-from hetero_pp.refusals import Kind
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import take_upload, upload_url

@@ -15,16 +15,16 @@ from typing import Any
 from google.protobuf.message import Message
 from torch import Tensor
 
+from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.messages.refusals import Kind, Refusals
+from hetero_pp.messages.report_bounds import ReportBounds
+from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller, ExchangeService, IsAsked, always
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.refusals import Kind, Refusals
-from hetero_pp.report_bounds import ReportBounds
 from hetero_pp.run.same import Agreement
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
-from hetero_pp.snapshot import Snapshot
-from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.confirmations import Confirmations
 from replica_groups.exchange.decided import DecidedRounds

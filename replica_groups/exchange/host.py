@@ -7,13 +7,12 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from hetero_pp.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
+from hetero_pp.config.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
+from hetero_pp.core.errors import DamagedFile, HeteroPPError
+from hetero_pp.core.progress import NowAndThen
 from hetero_pp.data.sources import open_source
-from hetero_pp.errors import DamagedFile, HeteroPPError
-from hetero_pp.faults import NO_FAULTS, Faults
+from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.outer.exchange_service import AvailableStates
-from hetero_pp.progress import NowAndThen
-from hetero_pp.report_bounds import ReportBounds
 from hetero_pp.run.batches import examples_in, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
@@ -21,6 +20,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import AvailableStates, Caller
-from hetero_pp.refusals import Kind
 from hetero_pp.run.same import Agreement
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports

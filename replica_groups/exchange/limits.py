@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import LAYERS, block_of
+from hetero_pp.config.topology import DatacenterReplica, ReplicaSettings
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import LAYERS, block_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import DatacenterReplica, ReplicaSettings
 
 MARGIN = 1.1
 """How many times the limit is allowed: for rounding, and for quantised values larger than those they stand for."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_pp.errors import AskAgain, Forbidden, Refused
+from hetero_pp.core.errors import AskAgain, Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
 from hetero_pp.rpc.probe import BUSY
 

@@ -25,11 +25,11 @@ from contextlib import contextmanager
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from safetensors import safe_open
 
-from hetero_pp.bounded import before_gap
-from hetero_pp.errors import DamagedFile, StoreError
+from hetero_pp.core.bounded import before_gap
+from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
-from hetero_pp.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
+from hetero_pp.run.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited

@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median, median_low
 
+from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import scale_of
-from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.limits import ContributionLimits, Sizes
 from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS
 

@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.refusals import Kind
-from hetero_pp.report_bounds import ReportBounds, complaint, drop_unknown
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.messages.report_bounds import ReportBounds, complaint, drop_unknown
 from hetero_pp.run.spec import Roster
-from hetero_pp.steady_clock import steady_clock
 
 TRIES = 8
 """Number of times that one round may be reported, because a replica that reforms trains its round again."""

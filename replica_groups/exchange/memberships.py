@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetero_pp.errors import Forbidden, Refused, StoreError, TooMuch
+from hetero_pp.core.errors import Forbidden, Refused, StoreError, TooMuch
+from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.rpc.admission import MOST_BLAMED
 from hetero_pp.rpc.pace import Pace
-from hetero_pp.steady_clock import steady_clock
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from hetero_pp.files import LONGEST_PAUSE
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.files import LONGEST_PAUSE
 
 _FORGOTTEN = 2 * LONGEST_PAUSE
 """Seconds after which an operation that is not retried any more, because nobody needs it, is forgotten."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hetero_pp.errors import RunOver
+from hetero_pp.core.errors import RunOver
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, StatusReply
 from replica_groups.exchange.joining import Joining
 from replica_groups.exchange.patience import Expected

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hetero_pp.core.units import format_names, format_seconds
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Awaited, Missing, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
-from hetero_pp.units import format_names, format_seconds
 
 NAMED = 8
 """Number of members that a line names."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from hetero_pp.errors import MalformedContribution
+from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from hetero_pp.model import Shapes, shapes_by_block
+from hetero_pp.model.transformer import Shapes, shapes_by_block
 from hetero_pp.outer.step import RoundOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, scale_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.refusals import Kind
-from hetero_pp.report_bounds import ReportBounds
 from replica_groups.exchange.member_reports import MemberReports
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.run_state import RunState

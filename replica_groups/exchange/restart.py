@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, StoreError
+from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, StoreError
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.step import RoundOptimizer
-from hetero_pp.snapshot import Snapshot
+from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import replay
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hetero_pp.errors import DamagedFile
+from hetero_pp.core.errors import DamagedFile
 from replica_groups.exchange.log import ContributionLog, key_of, round_key, snapshot_key
 from replica_groups.exchange.uploads import UPLOADED
 

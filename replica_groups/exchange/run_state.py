@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hetero_pp.changed_keys import NO_CHANGES
-from hetero_pp.errors import Refused
+from hetero_pp.config.changed_keys import NO_CHANGES
+from hetero_pp.core.errors import Refused
+from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.outer.exchange_service import Caller, IsAsked, always
-from hetero_pp.refusals import Kind, Refusals
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.decisions import Decisions
 

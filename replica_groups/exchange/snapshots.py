@@ -7,11 +7,11 @@ import threading
 
 from torch import Tensor
 
-from hetero_pp.errors import DamagedFile, Refused
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import DamagedFile, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.snapshot import Snapshot
+from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
 from replica_groups.exchange.run_state import RunState

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import (
     EXCLUDED,
     HEALED,
@@ -22,7 +23,6 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     Standing,
 )
-from hetero_pp.units import format_seconds
 from replica_groups.protocol import events as e
 
 

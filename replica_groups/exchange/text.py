@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from hetero_pp.errors import ConfigError, DamagedFile
-from hetero_pp.files import write_whole
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import ConfigError, DamagedFile
+from hetero_pp.core.files import write_whole
 from hetero_pp.store.folder import storing
 
 _SHOWN = 12

@@ -6,7 +6,7 @@ none of this: it copies the blob inside the store to a key that the member has n
 
 from __future__ import annotations
 
-from hetero_pp.errors import DamagedFile, MalformedContribution
+from hetero_pp.core.errors import DamagedFile, MalformedContribution
 from replica_groups.exchange.log import ContributionLog
 
 UPLOADED = ".uploaded"

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
-from hetero_pp.errors import TooMuch
+from hetero_pp.core.errors import TooMuch
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.exchange_service import IsAsked, always
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-from hetero_pp.links import RELAYED, is_loopback
+from hetero_pp.config.links import RELAYED, is_loopback
 from replica_groups.exchange.run_state import RunState
 
 

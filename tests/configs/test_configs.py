@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_pp.model import Transformer, build_part
+from hetero_pp.model.transformer import Transformer, build_part
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config

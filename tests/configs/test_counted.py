@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec

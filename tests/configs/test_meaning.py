@@ -8,10 +8,10 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
+from hetero_pp.config.settings import NotPartOf, Settings, meaning
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.settings import NotPartOf, Settings, meaning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {

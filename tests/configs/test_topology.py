@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.links import LinkSettings
+from hetero_pp.config.links import LinkSettings
+from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import BoundarySettings
 
 
 @pytest.mark.parametrize(

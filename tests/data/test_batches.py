@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches, permute, validation_batches
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.errors import ConfigError
 
 
 def store_of(train: int, validation: int = 100) -> TokenStore:

@@ -14,11 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 import hetero_pp.data.clusters as of_windows
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.clusters import Clusters, find_clusters
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.errors import ConfigError
 from hetero_pp.run.batches import examples_in, replica_batches, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec

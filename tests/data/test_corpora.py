@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.corpora import Rows, documents, fingerprint
 from hetero_pp.data.prose import PACKAGES
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.errors import ConfigError
 
 
 def read(corpus: Path | str, **values: object) -> list[str]:

@@ -16,20 +16,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hetero_pp.coefficients import Floats
+from hetero_pp.config.topology import StageSpec
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.data.stream import StreamBatches
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
+from hetero_pp.pipeline.coefficients import Floats
 from hetero_pp.program.cli import app
-from hetero_pp.topology import StageSpec
-from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.plain import PlainEngine
-from replica_groups.participants import StageMember
-from replica_groups.training_member import TrainingMember
-from replica_groups.whole import WholeReplica
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.member.datacenter import DatacenterMember
+from replica_groups.member.participants import StageMember
+from replica_groups.member.training_member import TrainingMember
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings

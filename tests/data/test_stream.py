@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import load_position
 from hetero_pp.data.order import Order, Position, go_on_with
 from hetero_pp.data.parts import Part, deal, epoch_of
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.stream import StreamBatches, TokenStream
-from hetero_pp.errors import ConfigError
 
 SEPARATOR = 0
 

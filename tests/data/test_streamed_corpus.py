@@ -17,13 +17,13 @@ import pytest
 import torch
 import zstandard
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data import hub
 from hetero_pp.data.corpora import Rows, documents
 from hetero_pp.data.hub import open_splits
 from hetero_pp.data.settings import DataSettings, is_on_the_hub
 from hetero_pp.data.sources import StreamedCorpus, open_source
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.errors import ConfigError
 
 SHARDS, DOCUMENTS = 3, 40
 

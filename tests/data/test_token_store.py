@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.errors import ConfigError
 
 
 class CountingTokenizer(ByteTokenizer):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError
 
 
 def train_tokenizer(special: list[str]) -> Any:

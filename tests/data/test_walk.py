@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.corpora import documents, list_corpus, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.data.walk import list_files
-from hetero_pp.errors import ConfigError
 from hetero_pp.program.cli import app
 
 YAML = """

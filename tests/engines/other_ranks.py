@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rank import build, tokens_of
 
-from replica_groups.ranks import init_ranks
+from replica_groups.outer.ranks import init_ranks
 
 
 def main(saved: Path, told: Path) -> None:

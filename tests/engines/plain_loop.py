@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import Transformer
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import Transformer
 
 
 class PlainLoop:

@@ -16,24 +16,24 @@ import torch
 from members import begin, patient
 from plain_loop import PlainLoop
 
-from hetero_pp.engine_settings import EngineName
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelSettings, Transformer, initialise, shapes_by_block
+from hetero_pp.config.engine_settings import EngineName
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelSettings, Transformer, initialise, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.snapshot import Snapshot
 from hetero_pp.store.folder import FolderStore
-from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
-from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.outer_round import OuterRound
-from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.ranks import Ranks, init_ranks
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from hetero_pp.engine_settings import Checkpointing
-from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from hetero_pp.config.engine_settings import Checkpointing
+from hetero_pp.model.transformer import ModelShape, Transformer, next_token_loss
 from hetero_pp.simulator.costs import Part, memory_of
 
 ROWS, LENGTH, LAYERS = 2, 128, 6

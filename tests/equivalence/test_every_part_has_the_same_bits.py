@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from started import run_program
 
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.run.config import RunConfig
@@ -17,7 +18,6 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.folder import FolderStore
-from hetero_pp.topology import ParticipantsReplica
 from replica_groups.exchange.log import ContributionLog
 
 HERE = Path(__file__).parent

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from started import run_program
 
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.run.snapshot import load_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
-from hetero_pp.snapshot import load_snapshot
 
 pytestmark = pytest.mark.starts_processes
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from started import run_program
 
+from hetero_pp.config.links import Direction, stage_link_name
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.link.protocol import Message, sealed
-from hetero_pp.links import Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
+from hetero_pp.run.snapshot import load_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes, stage_link_loads
 from hetero_pp.simulator.prediction import predict
-from hetero_pp.snapshot import load_snapshot
 from hetero_pp.store.folder import FolderStore
-from hetero_pp.topology import ParticipantsReplica
 from replica_groups.exchange.log import ContributionLog
 
 pytestmark = pytest.mark.starts_processes

@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.snapshot import load_snapshot
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.snapshot import load_snapshot
-from hetero_pp.topology import DatacenterReplica
 
 H = 4
 ROUNDS = 2

@@ -15,7 +15,7 @@ import torch
 from started import run_program
 
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.model import shapes_by_block
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.run.folder import RunFolder

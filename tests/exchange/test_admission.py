@@ -22,16 +22,17 @@ import pytest
 from members import TIMEOUT
 from small_run import Clock, Run
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
+from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Finished, Report, StatusReply
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.program.join.status import status as status_of
-from hetero_pp.refusals import Kind
 from hetero_pp.rpc import admission, admission_client, certificates, probe
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.admission_client import enrol, give, status
@@ -43,7 +44,6 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
-from hetero_pp.steady_clock import steady_clock
 from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
 from replica_groups.exchange.memberships import Memberships
 

@@ -12,7 +12,7 @@ import pytest
 from members import TIMEOUT, in_thread
 from small_run import Run, closed
 
-from hetero_pp.errors import Suspended
+from hetero_pp.core.errors import Suspended
 from hetero_pp.outer.exchange_service import Caller
 
 MIXED = {"dc": 1, "home": 2}

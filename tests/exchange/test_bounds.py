@@ -17,13 +17,13 @@ from google.protobuf.message import Message
 from members import TIMEOUT, in_thread
 from small_run import SETTINGS, Run
 
-from hetero_pp.errors import Refused, TooMuch
-from hetero_pp.links import LAUNCHER
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.errors import Refused, TooMuch
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
-from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.call_rate import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate
 from hetero_pp.rpc.callers import Callers, shown

@@ -9,12 +9,12 @@ from google.protobuf.message import Message
 from members import TIMEOUT
 from torch import Tensor
 
-from hetero_pp.errors import ExchangeLost, HeteroPPError
-from hetero_pp.links import LinkShape, LinkSpec
+from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.core.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
 from hetero_pp.outer.exchange_service import Caller, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.exchange.carried import CarriedExchange
+from replica_groups.loop.carried import CarriedExchange
 
 MINE, OTHERS = b"mine", b"others"
 

@@ -12,17 +12,17 @@ import safetensors.torch
 import torch
 from log_files import folder_of, snapshot_path
 
-from hetero_pp.files import PART, whole, write_whole
+from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.model import ModelShape
+from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
-from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.reporter import Reporter
-from replica_groups.ranks import ALONE
-from replica_groups.saved_states import SavedStates
+from replica_groups.loop.reporter import Reporter
+from replica_groups.loop.saved_states import SavedStates
+from replica_groups.outer.ranks import ALONE
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 

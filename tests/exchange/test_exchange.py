@@ -18,25 +18,25 @@ from members import assign_all, begin, in_thread, patient
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, RunFailed
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, RunFailed
 from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, Report, RoundRecord
-from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
+from hetero_pp.model.transformer import ModelShape, block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import replay
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
 
 TIMEOUT = 10.0
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)

@@ -12,21 +12,21 @@ from log_files import snapshot_path
 from members import begin, patient
 from torch import Tensor, nn
 
-from hetero_pp.errors import HeteroPPError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.retention import Retention
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
 
 TIMEOUT = 20.0
 ROUNDS = 4

@@ -27,7 +27,7 @@ from members import TIMEOUT
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lies import HEADERS, RAW, Call, fields_of, lies_about, lying, raw_lies, sent_by
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.certificates import new_key, signing_request

@@ -19,7 +19,7 @@ from lying_run import LyingRun, Replacer, lying_spec
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lies import Call, fields_of, link_lies, lying, raw_lies
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc import neighbour
 from hetero_pp.rpc.channels import make_channel

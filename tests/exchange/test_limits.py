@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.config import RunConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_run import Clock
 
-from hetero_pp.errors import AskAgain, Forbidden, Refused
+from hetero_pp.core.errors import AskAgain, Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
 from hetero_pp.planner.spares import group_spares
 from replica_groups.exchange import lobby as lobby_module

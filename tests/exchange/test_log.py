@@ -10,7 +10,7 @@ from threading import Barrier
 
 import pytest
 
-from hetero_pp.errors import DamagedFile
+from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.store.folder import FolderStore

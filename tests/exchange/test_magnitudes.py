@@ -17,16 +17,16 @@ from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from test_uncounted import Member
 
-from hetero_pp.errors import Refused
-from hetero_pp.inner import InnerSettings
+from hetero_pp.config.topology import MagnitudeSettings
+from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import LEFT_OUT, SCALED, BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob, scale_of
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import key_of
 from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound, remembered_before

@@ -17,15 +17,15 @@ import torch
 from members import TIMEOUT
 from small_run import GRACE, Run
 
-from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.refusals import Kind
 from hetero_pp.rpc.admission import MOST_BLAMED, Told
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.connections import NetworkConnections
@@ -42,9 +42,9 @@ from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.loop.take_part import take_part
 from replica_groups.protocol import coordinator
 from replica_groups.protocol.coordinator import MOST_MALFORMED
-from replica_groups.take_part import take_part
 
 ROUNDS = 3
 SECRET = Secret("the run's secret")

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from small_run import Run
 
-from hetero_pp.errors import Refused
+from hetero_pp.core.errors import Refused
+from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.refusals import Kind
-from hetero_pp.report_bounds import MOST_BYTES, ReportBounds, complaint
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.messages.report_bounds import MOST_BYTES, ReportBounds, complaint
 from hetero_pp.rpc.permissions import REPORTS
 from hetero_pp.run.spec import Roster
-from hetero_pp.steady_clock import steady_clock
 from replica_groups.exchange import member_reports
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.member_reports import MemberReports
-from replica_groups.exchange.reporter import Reporter
+from replica_groups.loop.reporter import Reporter
 
 STEPS, TOKENS = 10, 400
 

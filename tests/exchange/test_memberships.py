@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.errors import Refused, StoreError, TooMuch
+from hetero_pp.core.errors import Refused, StoreError, TooMuch
 from hetero_pp.rpc.admission import MOST_BLAMED
 from replica_groups.exchange import memberships as memberships_module
 from replica_groups.exchange.memberships import SEATS_A_MINUTE, SEATS_AT_ONCE, Memberships

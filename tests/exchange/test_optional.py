@@ -8,7 +8,7 @@ import pytest
 from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run, closed
 
-from hetero_pp.errors import RunOver
+from hetero_pp.core.errors import RunOver
 from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Finished, Report
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange

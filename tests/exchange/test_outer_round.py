@@ -15,17 +15,17 @@ from members import begin, patient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hetero_pp.errors import HeteroPPError
-from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
 
 Array = NDArray[np.float32]
 TIMEOUT = 10.0

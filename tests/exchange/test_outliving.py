@@ -12,7 +12,7 @@ from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
 
-from hetero_pp.errors import ExchangeLost, Refused, RunFailed, StoreError
+from hetero_pp.core.errors import ExchangeLost, Refused, RunFailed, StoreError
 from hetero_pp.messages.messages_pb2 import RecordRequest, Report
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress

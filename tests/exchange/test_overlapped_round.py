@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.errors import LinkClosed, Suspended
+from hetero_pp.core.errors import LinkClosed, Suspended
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
+from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
-from hetero_pp.snapshot import initial_snapshot
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
+from hetero_pp.run.snapshot import initial_snapshot
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
 
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
 COMPRESSION = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=32, quantiser="levels")

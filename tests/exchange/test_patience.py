@@ -13,7 +13,7 @@ from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report
 from hetero_pp.outer.exchange_service import FIRST_TOLD
-from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog

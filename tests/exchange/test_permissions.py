@@ -10,10 +10,10 @@ import pytest
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import Forbidden, Refused, WrongToken
-from hetero_pp.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.core.errors import Forbidden, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.callers import Caller, Callers, Guests, shown
 from hetero_pp.rpc.certificates import new_key

@@ -9,7 +9,7 @@ import pytest
 from members import TIMEOUT, assign_all, in_thread
 from small_run import GRACE, LEASE, Run, closed
 
-from hetero_pp.errors import Refused, Suspended, TermOver
+from hetero_pp.core.errors import Refused, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, BeatReply, Report
 from hetero_pp.outer.exchange_service import Caller
 

@@ -11,8 +11,7 @@ import pytest
 from google.protobuf.message import Message
 from members import TIMEOUT
 
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
-from hetero_pp.faults import Missed, Phase
+from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.messages.messages_pb2 import AssignReply, BeatReply, BeatRequest, Report, ReportRequest
@@ -22,10 +21,11 @@ from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from replica_groups.exchange import pulse as pulse_module
+from hetero_pp.store.faults import Missed, Phase
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.pulse import Pulse
-from replica_groups.seat import LedgerOf, Seat
+from replica_groups.loop import pulse as pulse_module
+from replica_groups.loop.pulse import Pulse
+from replica_groups.loop.seat import LedgerOf, Seat
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 

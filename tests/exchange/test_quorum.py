@@ -8,7 +8,7 @@ import pytest
 from members import TIMEOUT
 from small_run import GRACE, LIMIT, Run, closed
 
-from hetero_pp.errors import Refused
+from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import LATE, NOT_AWAITED, PAUSED, WENT_ON
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report, Standing
-from hetero_pp.refusals import SECONDS_BETWEEN, TOLD_AT_ONCE, Kind, Refusals
+from hetero_pp.messages.refusals import SECONDS_BETWEEN, TOLD_AT_ONCE, Kind, Refusals
 from hetero_pp.rpc.plain_text import MOST_CHARACTERS, make_plain, plain
 
 

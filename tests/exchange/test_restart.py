@@ -15,25 +15,25 @@ from log_files import folder_of, snapshot_path
 from members import begin, patient
 from torch import Tensor, nn
 
-import hetero_pp.snapshot
-from hetero_pp.errors import DamagedFile, HeteroPPError
-from hetero_pp.model import ModelShape, block_of
+import hetero_pp.run.snapshot
+from hetero_pp.core.errors import DamagedFile, HeteroPPError
+from hetero_pp.model.transformer import ModelShape, block_of
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart, lasting
 from replica_groups.exchange.retention import Retention
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
-from replica_groups.saved_states import DIGESTS, SavedStates
-from replica_groups.usable_states import newest_usable_state
+from replica_groups.loop.saved_states import DIGESTS, SavedStates
+from replica_groups.loop.usable_states import newest_usable_state
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 SETTINGS = OuterSettings(
@@ -244,9 +244,9 @@ def test_every_tensor_of_a_snapshot_is_in_its_digest(
     snapshot = load_snapshot(trained[0] / "snapshot-000005.safetensors")
     save_snapshot(snapshot, tmp_path / "same")
     assert load_snapshot(tmp_path / "same").round == 5
-    real = hetero_pp.snapshot.save_tensors
+    real = hetero_pp.run.snapshot.save_tensors
     monkeypatch.setattr(
-        hetero_pp.snapshot,
+        hetero_pp.run.snapshot,
         "save_tensors",
         lambda tensors, path, metadata: real({**tensors, name: tensors[name] + 1}, path, metadata),
     )

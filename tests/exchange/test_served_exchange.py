@@ -17,14 +17,14 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from torch import Tensor
 
-from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
-from hetero_pp.links import LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.config.changed_keys import Changes
+from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
@@ -34,9 +34,9 @@ from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
-from replica_groups.exchange.carried import CarriedExchange
-from replica_groups.exchange.collective import CollectiveExchange
-from replica_groups.ranks import ALONE
+from replica_groups.loop.carried import CarriedExchange
+from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.outer.ranks import ALONE
 
 TIMEOUT = 20.0
 RUN = "run"

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 from small_run import Run
 
-import replica_groups.stopping
-from hetero_pp.errors import Stopped
+import replica_groups.loop.stopping
+from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.core.errors import Stopped
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
-from replica_groups.exchange.shaped import ShapedExchange
-from replica_groups.ranks import ALONE
-from replica_groups.stopping import Stopping
+from replica_groups.loop.shaped import ShapedExchange
+from replica_groups.loop.stopping import Stopping
+from replica_groups.outer.ranks import ALONE
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_block_is_ended_at_once_unless_its_round_may_be_closed(
 
 def test_the_record_of_a_closed_round_is_waited_for(stopping: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds on slow machines too: other members have the record, and save their states after that round."""
-    monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
     assert not _is_ended(stopping, 5, 5, seconds=0.2)
     stopping.check(ALONE, 5)  # it trains ahead of that round
     with pytest.raises(Stopped):
@@ -62,7 +62,7 @@ def test_the_record_of_a_closed_round_is_waited_for(stopping: Stopping, monkeypa
 def test_the_record_of_a_round_is_not_waited_for_long_if_nobody_knows_whether_it_is_closed(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
     assert _is_ended(stopping, None, 5, seconds=60)
 
 
@@ -103,7 +103,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has applied the round, and saves its state although the exchange is gone."""
-    monkeypatch.setattr(replica_groups.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
     is_over = threading.Event()
 
     class Gone:

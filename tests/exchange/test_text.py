@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_run import SETTINGS, Run
 
-from hetero_pp.errors import Refused
+from hetero_pp.core.errors import Refused
 from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.exchange import Exchange
 

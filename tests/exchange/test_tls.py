@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import LinkTimeout, NewRun, PeerAtFault, Refused, WrongToken
+from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkTimeout, NewRun, PeerAtFault, Refused, WrongToken
 from hetero_pp.link.protocol import Message
-from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LastRoundReply, LastRoundRequest, LinkHeader
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import channels
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key, read_certificate
 from hetero_pp.rpc.channels import make_channel, make_server

@@ -13,16 +13,16 @@ from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
-from hetero_pp.errors import Refused, Suspended, TermOver
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import Refused, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, RoundRecord
-from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
-from hetero_pp.snapshot import MOMENTUM
+from hetero_pp.run.snapshot import MOMENTUM
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.log import snapshot_key
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
 
 DECAY = SETTINGS.compression.error_feedback_decay
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hetero_pp.links import EXCHANGE, RELAYED
+from hetero_pp.config.links import EXCHANGE, RELAYED
 from hetero_pp.rpc import reach as reach_module
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret

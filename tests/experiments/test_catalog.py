@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from catalogs import SHIPPED
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.catalog import SHIPPED_SCALES, Catalog
 from hetero_pp.research.experiments.definition import Row
 from hetero_pp.research.experiments.request import Request

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from catalogs import SHIPPED
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
 from hetero_pp.research.experiments.markdown import markdown
@@ -21,7 +22,6 @@ from hetero_pp.research.experiments.report import result_of, write_result
 from hetero_pp.research.experiments.request import Request, scale_of
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of, judge
-from hetero_pp.topology import ParticipantsReplica
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """The type of the fixture of conftest.py."""

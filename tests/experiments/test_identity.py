@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from catalogs import SHIPPED
 
+from hetero_pp.config.settings import NotPartOf, meaning
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.model import PRESETS
+from hetero_pp.model.transformer import PRESETS
 from hetero_pp.research.experiments.corpus import Corpus
 from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.jobs import Job, key_of, known_outcomes, make_job
 from hetero_pp.research.experiments.outcomes import ROWS, read_outcomes
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.settings import NotPartOf, meaning
 
 ROOT = Path(__file__).parents[2]
 MICRO = SHIPPED.scale("micro")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.outcomes import ROWS, add_outcome, alone, read_outcomes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.figures import with_figures
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.overview import write_overview

@@ -11,7 +11,8 @@ import pytest
 from catalogs import SHIPPED
 from matplotlib.figure import Figure
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.plots import draw
@@ -19,7 +20,6 @@ from hetero_pp.research.experiments.report import result_of
 from hetero_pp.research.experiments.request import Request
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
-from hetero_pp.topology import ParticipantsReplica
 
 MICRO = SHIPPED.scale("micro")
 

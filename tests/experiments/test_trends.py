@@ -13,7 +13,7 @@ from catalogs import SHIPPED
 from scipy.stats import linregress
 from scipy.stats import t as students_t
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment, Row, Trend
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.plots import draw

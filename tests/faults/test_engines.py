@@ -10,7 +10,7 @@ import pytest
 from started import run_program
 from typer.testing import CliRunner
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
 from replica_groups.engines.build import require_engine
 

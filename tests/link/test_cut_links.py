@@ -18,13 +18,13 @@ import torch
 from cutting_proxy import CuttingProxy
 from stage_members import StageMembers, group_spec, links_of
 
-from hetero_pp.errors import LinkClosed
-from hetero_pp.lines import LineSpec
+from hetero_pp.config.lines import LineSpec
+from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, PEER_CLOSED, Message
-from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd

@@ -10,11 +10,11 @@ from typing import Protocol
 import pytest
 import torch
 
-from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.link import ledger
 from hetero_pp.link.protocol import WIRE_DTYPES, Message, sealed, wire_frames
 from hetero_pp.messages.messages_pb2 import ACTIVATION, BF16, FP32, UINT8, LinkHeader, TensorHeader

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from connect_proxy import ConnectProxy
 
-from hetero_pp import proxies
-from hetero_pp.errors import LinkTimeout
-from hetero_pp.proxies import DIRECT, is_private, route_to
+from hetero_pp.core import proxies
+from hetero_pp.core.errors import LinkTimeout
+from hetero_pp.core.proxies import DIRECT, is_private, route_to
 from hetero_pp.rpc.channels import make_channel, make_server, readiness
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient

@@ -20,12 +20,12 @@ from cutting_proxy import CuttingProxy
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import LinkTimeout, MalformedMessage, Refused
+from hetero_pp.config.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkTimeout, MalformedMessage, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import channels, relay
 from hetero_pp.rpc.callers import Caller, Metadata, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key

@@ -12,12 +12,12 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from torch import Tensor
 
+from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller, ExchangeService, call_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.exchange.shaped import ShapedExchange
+from replica_groups.loop.shaped import ShapedExchange
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9

@@ -9,10 +9,10 @@ from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_pp.errors import LinkClosed, LinkTimeout
+from hetero_pp.config.links import LinkShape
+from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.shaper import Shaper
 from hetero_pp.link.shaping import DelayLine, ShapedQueue, TokenBucket
-from hetero_pp.links import LinkShape
 
 RATE = 8e6
 """Bits per second: a byte takes a microsecond."""

@@ -17,11 +17,11 @@ import grpc
 import pytest
 import torch
 
-from hetero_pp.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
+from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
 from hetero_pp.link.protocol import Message, sealed
-from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
-from hetero_pp.refusals import Kind
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.credentials import LinkCredentials

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from fake_clock import FakeClock
 
-from hetero_pp.lines import LineSpec
+from hetero_pp.config.lines import LineSpec
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.link.protocol import PEER_CLOSED
 from hetero_pp.link.shaping import ShapedQueue
 from hetero_pp.link.shared_lines import FileBucket, Lines
@@ -22,7 +23,6 @@ from hetero_pp.link.turns import (
     ThreadBucket,
     _Share,
 )
-from hetero_pp.links import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
 
 RATE = 8e6
 """Bits per second: a byte takes a microsecond."""

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, initialise
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, initialise
+from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.research.ablations import (
     OUTPUT_PROJECTIONS,
     AblatedOptimizer,
@@ -16,8 +18,6 @@ from hetero_pp.research.ablations import (
     with_ablations,
 )
 from hetero_pp.research.settings import AblationSettings
-from hetero_pp.subspace import perpendicular, random_basis
-from hetero_pp.topology import BoundarySettings
 from stages.boundary import boundary_of
 
 WIDTH, RANK = 16, 4

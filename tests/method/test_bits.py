@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_pp import bits
+from hetero_pp.core import bits
 
 WIDTHS = st.integers(1, 20)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_pp.coefficients import STEP_OF_BITS, Bits, CoefficientFormat, Floats, noise
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.pipeline.coefficients import STEP_OF_BITS, Bits, CoefficientFormat, Floats, noise
 
 SHAPE = (3, 5, 12)
 KEY = torch.tensor(1234567)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from wire_reference import decode
 
-from hetero_pp.errors import MalformedContribution
+from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import (

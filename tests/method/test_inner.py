@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.model import EMBEDDING, ModelShape, Transformer, initialise, parameters_of
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, initialise, parameters_of
+from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.subspace import perpendicular, random_basis
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 TOTAL = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.model.inner import InnerSettings
 
 SECONDS = InnerSettings.model_validate(
     {"seconds": 10, "learning_rate": 0.4, "warmup_rounds": 1, "final_learning_rate_share": 0}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of, initialise, next_token_loss
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, block_of, initialise, next_token_loss
 
 SHAPE = ModelShape(width=32, layers=4, heads=2, feed_forward=48, vocabulary=64)
 

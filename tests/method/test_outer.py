@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.model.inner import InnerSettings
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.methods import METHODS, OuterSettings, change_method
 from hetero_pp.outer.step import (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
+from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
 
 STAGES = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 12)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.pseudo_gradient import chunks, error_feedback, two_level
 from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.subspace import expand_gradient, perpendicular, project, random_basis, reconstruct
+from hetero_pp.pipeline.subspace import expand_gradient, perpendicular, project, random_basis, reconstruct
 
 B, L, D, V = 2, 16, 32, 64
 

@@ -17,6 +17,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from test_run_state import START, inner_step, link_use, made_up_spec, state_of
 from typer.testing import CliRunner
 
+from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.pictures import MOST_NAMED, draw_links, draw_losses
 from hetero_pp.run import alike as alike_module
@@ -27,7 +28,6 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import MOST_ROWS
 from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.prediction import predict
-from hetero_pp.topology import ReplicaSettings
 
 YAML = """\
 name: t

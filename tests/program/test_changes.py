@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from started import run_program
 
-from hetero_pp.changed_keys import NO_CHANGES, Changes, read_changes, values_of, with_values
-from hetero_pp.errors import ConfigError, HeteroPPError, MalformedMessage
+from hetero_pp.config.changed_keys import NO_CHANGES, Changes, read_changes, values_of, with_values
+from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.core.errors import ConfigError, HeteroPPError, MalformedMessage
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
+from hetero_pp.run.snapshot import load_snapshot
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.snapshot import load_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog, snapshot_key
 from replica_groups.exchange.restart import snapshot_after

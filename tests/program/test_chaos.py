@@ -14,15 +14,15 @@ import pytest
 from started import run_program
 from typer.testing import CliRunner
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.faults import Phase
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.chaos.file import read_chaos
 from hetero_pp.program.chaos.schedule import Schedule, missed, schedule_of
 from hetero_pp.program.chaos.settings import FAULTS, Chaos, Kind, kind_of
 from hetero_pp.program.cli import app
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.store.faults import Phase
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 CONFIGS = Path(__file__).parents[2] / "configs"

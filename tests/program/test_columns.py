@@ -17,8 +17,8 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.links import DIRECTIONS
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.folding import fold, fold_names

@@ -27,7 +27,7 @@ from test_run_state import (
 )
 from test_standings import standing
 
-from hetero_pp.links import DIRECTIONS
+from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, PAUSED, SILENT, Report
 from hetero_pp.program.report.display import (
     LOSS_SECONDS,

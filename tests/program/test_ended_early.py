@@ -19,10 +19,11 @@ import torch
 from rich.console import Console
 from started import run_program
 
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
-from hetero_pp.links import LAUNCHER
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch import unfinished
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
@@ -34,7 +35,6 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.refusals import Kind
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange

@@ -18,24 +18,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from typer.testing import CliRunner
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
 from hetero_pp.hugging_face.config_json import read_architecture
 from hetero_pp.hugging_face.names import halves_of_pairs, pairs_of_halves, ungrouped
 from hetero_pp.hugging_face.reading import read_parameters
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.hugging_face.writing import shards_of, write_model, write_weights
-from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise
+from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.cli import app
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described
+from hetero_pp.run.snapshot import load_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.snapshot import load_snapshot
 
 SHAPE = ModelShape(width=48, layers=2, heads=3, feed_forward=80, vocabulary=300, rope_theta=5000.0, norm_epsilon=1e-4)
 TEXTS = [

@@ -24,13 +24,13 @@ from members import TIMEOUT, in_thread
 from test_run_state import made_up_reports, made_up_spec
 from typer.testing import CliRunner
 
-from hetero_pp.changed_keys import NO_CHANGES, write_changes
+from hetero_pp.config.changed_keys import NO_CHANGES, write_changes
+from hetero_pp.core.errors import ConfigError, StoreError
+from hetero_pp.core.files import PART, LastingLog, write_whole
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError, StoreError
-from hetero_pp.files import PART, LastingLog, write_whole
 from hetero_pp.hugging_face.writing import write_weights
-from hetero_pp.model import ModelShape
+from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import _own_key
 from hetero_pp.program.launch.command import run_topology
@@ -42,11 +42,11 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.run.yaml_file import save_config
-from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.ranks import ALONE, Ranks
-from replica_groups.saved_states import SavedStates
+from replica_groups.loop.saved_states import SavedStates
+from replica_groups.outer.ranks import ALONE, Ranks
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
@@ -58,7 +58,7 @@ NOW_AND_THEN = 1 / 50
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry failed operations at once."""
-    for module in ("hetero_pp.files", "replica_groups.exchange.decisions"):
+    for module in ("hetero_pp.core.files", "replica_groups.exchange.decisions"):
         monkeypatch.setattr(f"{module}.FIRST_PAUSE", 0.001)
         monkeypatch.setattr(f"{module}.LONGEST_PAUSE", 0.001)
 
@@ -324,7 +324,7 @@ def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest
 
 
 def test_too_much_that_waits_is_dropped_and_known_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_pp.files.MOST_WAITING", 10)
+    monkeypatch.setattr("hetero_pp.core.files.MOST_WAITING", 10)
     with failing_disk(tmp_path) as disk:
         log = LastingLog(tmp_path / "log")
         disk.fail(1, lasts=True)

@@ -17,14 +17,14 @@ import psutil
 import pytest
 from test_run_state import made_up_spec
 
-from hetero_pp.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.core.sockets import socket_folder
 from hetero_pp.program import interrupts
 from hetero_pp.program.interrupts import interruptible
 from hetero_pp.program.launch import crew
 from hetero_pp.program.launch.fork_server import unheard
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.sockets import socket_folder
 
 TIMEOUT = 120.0
 INTERRUPTED_BY_AN_IMPORT = """

@@ -23,9 +23,9 @@ from members import TIMEOUT
 from ruamel.yaml import YAML
 from started import Started, run_program, start_program
 
+from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError, LinkClosed, NewRun, RunFailed
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.command import Here, join

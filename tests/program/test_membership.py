@@ -13,9 +13,11 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from hetero_pp.changed_keys import Changes, read_changes, replicas_of
+from hetero_pp.config.changed_keys import Changes, read_changes, replicas_of
+from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.data.sources import open_source
-from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.folder import RunFolder
@@ -24,8 +26,6 @@ from hetero_pp.run.read import read_run
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.topology import BoundarySettings
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H = 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_standings import standing
 
-from hetero_pp.changed_keys import NO_CHANGES, REPLICAS, replicas_of
+from hetero_pp.config.changed_keys import NO_CHANGES, REPLICAS, replicas_of
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,

@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from hetero_pp import Run
-from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed, StoreError
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, StoreError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.simulate import Outputs, simulate
-from hetero_pp.snapshot import load_snapshot
+from hetero_pp.run.snapshot import load_snapshot
 from replica_groups.exchange.auditor import Auditor
-from replica_groups.gate import Gate
-from replica_groups.outer_round import OuterRound
+from replica_groups.loop.gate import Gate
+from replica_groups.outer.outer_round import OuterRound
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 3

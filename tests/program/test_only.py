@@ -16,8 +16,8 @@ import pytest
 from started import Started, run_program, start_program
 from test_run_state import made_up_spec
 
-from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
-from hetero_pp.links import LAUNCHER
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.check import print_check
 from hetero_pp.program.launch import crew as crew_module

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.planner.grouping import LARGEST_LINK, Pool, group
 from hetero_pp.planner.outer import with_outer
 from hetero_pp.planner.participants import group_participants
@@ -28,8 +30,6 @@ from hetero_pp.planner.schedules import schedules_of
 from hetero_pp.planner.split import Load, best_split, best_splits
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.schedule import Action, one_forward_one_backward
-from hetero_pp.topology import BoundarySettings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "micro"
 

@@ -23,11 +23,11 @@ from test_run_state import (
 )
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, MemberRound, Refusal, Report
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch.recorded import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.refusals import Kind
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 

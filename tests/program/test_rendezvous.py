@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.program.launch.rendezvous import NodeRendezvous, interface_towards, meeting_place
 
 SOON = timedelta(seconds=30)

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.snapshot import load_snapshot, save_snapshot
+from hetero_pp.run.snapshot import load_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.audits import Audit, audit_key
 from replica_groups.exchange.log import ContributionLog, record_digest, record_key, snapshot_key

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.lines import LineSpec
+from hetero_pp.config.lines import LineSpec
 from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, LinkUse, Report, RoundRecord
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
 from hetero_pp.program.report.replica_state import STILL_TOLD, ReplicaState
 from hetero_pp.program.report.state import RunState, format_share
-from hetero_pp.refusals import Kind
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

@@ -15,9 +15,10 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stage_members import StageMembers, group_spec, links_of
 from typer.testing import CliRunner
 
+from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
 from hetero_pp.run.config import RunConfig
@@ -29,7 +30,6 @@ from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.memory import memory_of_member
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
-from hetero_pp.topology import BoundarySettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 YAML = """\

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.links import EXCHANGE
-from hetero_pp.model import shapes_by_block
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.cli import app
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob

@@ -24,7 +24,7 @@ from test_run_state import (
     state_of,
 )
 
-from hetero_pp.files import write_whole
+from hetero_pp.core.files import write_whole
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,

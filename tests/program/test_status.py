@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from hetero_pp.errors import ConfigError, RunOver
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import ConfigError, RunOver
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.status import status
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets

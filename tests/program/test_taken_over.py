@@ -13,8 +13,8 @@ import pytest
 from test_ended_early import MIXED, ROUNDS
 from test_run_state import made_up_spec
 
-from hetero_pp.errors import LinkClosed, LinkTimeout, RunOver
-from hetero_pp.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunOver
 from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Over, Report
 from hetero_pp.program.launch import crew as crew_module
 from hetero_pp.program.launch.command import run_topology

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import crew, this_machine
 from hetero_pp.program.launch.this_machine import limits_of

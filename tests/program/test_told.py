@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ConfigError, MalformedMessage
+from hetero_pp.config.changed_keys import Changes
+from hetero_pp.core.errors import ConfigError, MalformedMessage
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.shared import listen_told, own_configuration
 from hetero_pp.run.spec import RunSpec

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.spec import RunSpec
-from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.outer.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"density": 1 / 16}}, {"anchors": {"rank": 4}}, {"missed": 0.4}),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from table_config import table_config
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.moments import KINDS

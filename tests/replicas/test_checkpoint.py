@@ -9,8 +9,8 @@ import pytest
 import torch
 from table_config import table_config
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.spec import RunSpec
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from started import run_program
 
+from hetero_pp.core.errors import ConfigError, Refused
 from hetero_pp.data.clusters import find_clusters
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.errors import ConfigError, Refused
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process

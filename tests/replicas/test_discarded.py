@@ -10,7 +10,7 @@ import torch
 from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.spec import RunSpec
 

@@ -12,12 +12,12 @@ import torch
 from table_config import table_config
 from torch import Tensor
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches, validation_batches
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.model import Transformer, initialise
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import Transformer, initialise
 from hetero_pp.outer import methods as outer_methods
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
@@ -26,7 +26,7 @@ from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from replica_groups.whole import WholeReplica
+from replica_groups.engines.whole import WholeReplica
 
 GOLDEN = Path(__file__).with_name("golden.json")
 HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4}

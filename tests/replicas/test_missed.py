@@ -14,8 +14,8 @@ import torch
 from table_config import table_config
 from torch import Tensor
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process

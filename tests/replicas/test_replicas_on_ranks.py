@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from started import run_on_ranks
 
-from hetero_pp.errors import ConfigError
-from replica_groups.ranks import ALONE, Ranks
+from hetero_pp.core.errors import ConfigError
+from replica_groups.outer.ranks import ALONE, Ranks
 
 SCRIPT = Path(__file__).with_name("rank.py")
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from replica_groups.ranks import Ranks
-from replica_groups.round_length import AsRecorded, AsTold, OfFirstRank, RoundLength, SoManySteps, SoMuchTime
-from replica_groups.steps_taken import StepsTaken
+from replica_groups.loop.round_length import AsRecorded, AsTold, OfFirstRank, RoundLength, SoManySteps, SoMuchTime
+from replica_groups.loop.steps_taken import StepsTaken
+from replica_groups.outer.ranks import Ranks
 
 
 class Watch:

@@ -11,8 +11,8 @@ import torch
 from table_config import table_config
 from torch import Tensor
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.similarity import Similarities

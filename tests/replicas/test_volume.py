@@ -12,8 +12,8 @@ from table_config import table_config
 from torch import Tensor
 from typer.testing import CliRunner
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.volume import RoundVolume, Volume, bytes_of_sum
 from hetero_pp.program.cli import app

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.coefficients import format_of, noise_key
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, build_part, initialise
+from hetero_pp.config.topology import BoundarySettings, StageSpec
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, build_part, initialise
+from hetero_pp.pipeline.coefficients import format_of, noise_key
+from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.research.vectorized.compiler import can_compile, compile_layers
 from hetero_pp.research.vectorized.replica import TableReplica
-from hetero_pp.subspace import random_basis
-from hetero_pp.topology import BoundarySettings, StageSpec
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.stage import Stage

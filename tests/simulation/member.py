@@ -1,4 +1,4 @@
-"""A process that holds a slot, as a model of replica_groups/take_part.py.
+"""A process that holds a slot, as a model of replica_groups/loop/take_part.py.
 
 Training is modelled by names: each training adds a unit to every position of the parameters.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from hetero_pp.schedule import Action, one_forward_one_backward
+from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 
 Stream = tuple[str, int]
 PACKETS = 150

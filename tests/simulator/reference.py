@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hetero_pp.schedule import Action, one_forward_one_backward
+from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 
 Run = Iterator["float | _Queue"]
 """A stage, as an iterator. It yields seconds of computation, or a queue to receive from."""

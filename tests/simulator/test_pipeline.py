@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Group, simulate
 
-from hetero_pp.schedule import one_forward_one_backward
+from hetero_pp.pipeline.schedule import one_forward_one_backward
 from hetero_pp.simulator import pipeline
 from hetero_pp.simulator.pipeline import Groups, Hops, step_order, time_steps
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.model import block_of
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.transformer import block_of
+from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.schedule import Action, one_forward_one_backward
 from hetero_pp.simulator.fleets import fleets_of, message_bytes
 from hetero_pp.simulator.pipeline import GroupClock
 from hetero_pp.simulator.prediction import Prediction, predict

@@ -12,18 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Bits, noise, noise_key
-from hetero_pp.inner import InnerSettings
+from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.topology import StageSpec
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.token_ids import pack_tokens
-from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
-from hetero_pp.model import EMBEDDING, AfterLayer, ModelShape, Transformer, build_part, initialise, parameters_of
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import (
+    EMBEDDING,
+    AfterLayer,
+    ModelShape,
+    Transformer,
+    build_part,
+    initialise,
+    parameters_of,
+)
+from hetero_pp.pipeline.coefficients import Bits, noise, noise_key
+from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.research.vectorized.replica import TableReplica, whole_loss
-from hetero_pp.seeds import seed_of
-from hetero_pp.subspace import random_basis
-from hetero_pp.topology import StageSpec
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings

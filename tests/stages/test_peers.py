@@ -9,16 +9,16 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from hetero_pp.coefficients import noise_key
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelSettings
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelSettings
+from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.research.peers.mapl import Mapl, polar
 from hetero_pp.research.peers.peer import Peer, bytes_per_token, peer_of
 from hetero_pp.research.peers.resbm import ResBM
 from hetero_pp.research.peers.tah_quant import TahQuant
 from hetero_pp.research.settings import PeerSettings
-from hetero_pp.topology import BoundarySettings
 from stages.own_parameters import OwnParameters
 
 SHAPE = ModelSettings(width=64, heads=2, feed_forward=64, layers=3).resolve(50)

@@ -12,17 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Bits, CoefficientFormat, Floats, noise_key
-from hetero_pp.errors import HeteroPPError, PeerAtFault
-from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.topology import StageSpec
+from hetero_pp.core.errors import HeteroPPError, PeerAtFault
 from hetero_pp.link.in_process import InProcessLinkEnd, in_process_pair
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens
-from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, next_token_loss, parameters_of
-from hetero_pp.subspace import random_basis
-from hetero_pp.topology import StageSpec
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.transformer import (
+    EMBEDDING,
+    ModelShape,
+    Transformer,
+    build_part,
+    initialise,
+    next_token_loss,
+    parameters_of,
+)
+from hetero_pp.pipeline.coefficients import Bits, CoefficientFormat, Floats, noise_key
+from hetero_pp.pipeline.subspace import random_basis
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings

@@ -13,7 +13,7 @@ import pytest
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import Refused
+from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.credentials import Secret

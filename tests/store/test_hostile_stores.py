@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from hetero_pp.errors import StoreError
+from hetero_pp.core.errors import StoreError
 from hetero_pp.store import objects
 from hetero_pp.store.opening import open_store
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from started import Started
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.store.lease import acting_for
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from hetero_pp.errors import ConfigError, StoreError
+from hetero_pp.core.errors import ConfigError, StoreError
 from hetero_pp.store.credentials import IN_PLACE_OF_THE_FILE, credentials_from_file
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.objects import ObjectStore

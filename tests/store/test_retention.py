@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hetero_pp.errors import StoreError
+from hetero_pp.core.errors import StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.command import run_topology

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from started import Started
 
-from hetero_pp.errors import DamagedFile, StoreError
+from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.model import ModelShape
+from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.objects import ObjectStore

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from hetero_pp.errors import MalformedContribution, StoreError
+from hetero_pp.core.errors import MalformedContribution, StoreError
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from hetero_pp.bounded import DEPTH_MAX, parse_json, parse_yaml, read_bounded, read_bounded_json, yaml_complaint
-from hetero_pp.control_characters import without_controls
+from hetero_pp.core.bounded import DEPTH_MAX, parse_json, parse_yaml, read_bounded, read_bounded_json, yaml_complaint
+from hetero_pp.core.control_characters import without_controls
 
 
 def _doubled(levels: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 
 
 def test_a_complaint_arrives_from_another_process_as_it_was() -> None:

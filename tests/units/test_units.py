@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings, Size
-from hetero_pp.units import (
+from hetero_pp.config.settings import Bandwidth, Duration, Ratio, Settings, Size
+from hetero_pp.core.units import (
     BITS_PER_SECOND,
     BYTES,
     SECONDS,

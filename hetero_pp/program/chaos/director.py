@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from hetero_pp.faults import Phase
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import INJECTED, Report, Standing
 from hetero_pp.program.chaos.file import ranks_of
 from hetero_pp.program.chaos.injected import Orders
 from hetero_pp.program.chaos.schedule import Injection, Point, Schedule, missed
 from hetero_pp.program.chaos.settings import Kind
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.store.faults import Phase
 
 
 class Director:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.faults import Phase
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.settings import Settings
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.chaos.schedule import missed
 from hetero_pp.program.chaos.settings import (
     FAULTS,
@@ -31,8 +32,7 @@ from hetero_pp.program.chaos.settings import (
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_lines import YamlLines, complaint
-from hetero_pp.settings import Settings
-from hetero_pp.topology import DatacenterReplica
+from hetero_pp.store.faults import Phase
 from replica_groups.exchange.host import rules_of
 
 T = TypeVar("T", bound=Settings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from hetero_pp.errors import StoreError
+from hetero_pp.core.errors import StoreError
 from hetero_pp.store.store import Store
 
 

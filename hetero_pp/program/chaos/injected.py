@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.program.chaos.full_disk import FullDisk
 from hetero_pp.program.chaos.schedule import Point
 from hetero_pp.program.chaos.settings import Kind
 from hetero_pp.program.chaos.wire import Wire
+from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.store.store import Store
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from hetero_pp.faults import Phase
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.program.chaos.settings import (
     AtRate,
     Chaos,
@@ -25,7 +25,7 @@ from hetero_pp.program.chaos.settings import (
     Miss,
 )
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.seeds import seed_of
+from hetero_pp.store.faults import Phase
 
 Point = tuple[int, Phase]
 """(round, phase)"""

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
-from hetero_pp.faults import Phase
-from hetero_pp.settings import Duration, Settings
-from hetero_pp.units import parse_quantity
+from hetero_pp.config.settings import Duration, Settings
+from hetero_pp.core.units import parse_quantity
+from hetero_pp.store.faults import Phase
 
 _RATES = {"/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver, TooMuch
-from hetero_pp.files import print_without_fail
-from hetero_pp.links import RELAYED
+from hetero_pp.config.links import RELAYED
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver, TooMuch
+from hetero_pp.core.files import print_without_fail
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members

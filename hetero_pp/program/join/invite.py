@@ -12,8 +12,10 @@ from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError
-from hetero_pp.links import LAUNCHER
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.report.output import complain, standard_output, tell
@@ -23,8 +25,6 @@ from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
-from hetero_pp.units import SECONDS, parse_quantity
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import NAMED, listed
 

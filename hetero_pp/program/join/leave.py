@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
 from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.folder import RunFolder

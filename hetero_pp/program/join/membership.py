@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.bounded import read_bounded, read_json_object
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
-from hetero_pp.files import write_whole
+from hetero_pp.core.bounded import read_bounded, read_json_object
+from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.join.processes import own_process, running_process
@@ -25,7 +26,6 @@ from hetero_pp.rpc.probe import be_probed
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
-from hetero_pp.units import format_seconds
 
 _KEY, _CERTIFICATE, _ABOUT, _WAITING = "key.pem", "certificate.pem", "about.json", "waiting.json"
 _PEM_BYTES_MAX = 20_000

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 from filelock import FileLock, Timeout
 
-from hetero_pp.bounded import read_json_object
-from hetero_pp.changed_keys import read_changes
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.changed_keys import read_changes
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.bounded import read_json_object
 from hetero_pp.program.launch.claim import LOCKS
 from hetero_pp.program.report.earlier import last_closed
 from hetero_pp.program.report.recorder import INTERRUPTED

@@ -12,9 +12,10 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
-from hetero_pp.files import write_whole
-from hetero_pp.links import LAUNCHER
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.invite import good_for
 from hetero_pp.program.join.membership import Wait, has_joined, memberships_in, waits_in
@@ -28,7 +29,6 @@ from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.tickets import PREFIX, Ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.units import format_seconds
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import listed
 

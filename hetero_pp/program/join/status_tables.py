@@ -8,11 +8,11 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.links import RELAYED
+from hetero_pp.config.links import RELAYED
+from hetero_pp.core.units import format_bytes, format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.plain_text import plain
-from hetero_pp.units import format_bytes, format_count, format_seconds
 from replica_groups.exchange.memberships import IssuedTicket
 from replica_groups.exchange.patience import listed
 

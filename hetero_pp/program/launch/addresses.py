@@ -10,10 +10,10 @@ from functools import cached_property
 
 import psutil
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.links import EXCHANGE, RELAYED
+from hetero_pp.config.links import EXCHANGE, RELAYED
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
-from hetero_pp.topology import ParticipantsReplica
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder

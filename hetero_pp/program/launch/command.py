@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.changed_keys import Values
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import print_without_fail
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.changed_keys import Values
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import print_without_fail
 from hetero_pp.program.chaos.file import read_chaos
 from hetero_pp.program.chaos.schedule import missed, schedule_of
 from hetero_pp.program.launch.claim import claim, claim_store
@@ -39,7 +40,6 @@ from hetero_pp.run.changes import Given
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
-from hetero_pp.topology import DatacenterReplica
 
 
 @dataclass(frozen=True)

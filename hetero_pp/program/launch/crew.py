@@ -18,9 +18,10 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
-from hetero_pp.changed_keys import Values
-from hetero_pp.errors import ConfigError, RunFailed
-from hetero_pp.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.changed_keys import Values
+from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.core.errors import ConfigError, RunFailed
+from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.chaos.director import Director
 from hetero_pp.program.chaos.schedule import Schedule
@@ -34,7 +35,6 @@ from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_count, format_seconds
 from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 
-from hetero_pp.sockets import place_sockets_of_multiprocessing
+from hetero_pp.core.sockets import place_sockets_of_multiprocessing
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Modules imported once for all processes. The first optimizer would import torch._dynamo in each of them."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.changed_keys import Values
-from hetero_pp.errors import ConfigError, RunFailed, RunOver
-from hetero_pp.files import write_whole
-from hetero_pp.links import EXCHANGE, RELAYED
+from hetero_pp.config.changed_keys import Values
+from hetero_pp.config.links import EXCHANGE, RELAYED
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError, RunFailed, RunOver
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.crew import Crew
@@ -29,8 +31,6 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
-from hetero_pp.units import format_seconds
 
 TOKEN_FILE = "token"
 """Name of the token's file in the commands for all hosts."""

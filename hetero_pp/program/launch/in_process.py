@@ -9,25 +9,25 @@ from types import MappingProxyType
 
 import torch
 
-from hetero_pp.changed_keys import Values
-from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
-from hetero_pp.faults import Missed
+from hetero_pp.config.changed_keys import Values
+from hetero_pp.config.links import stage_link_name
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.store.faults import Missed
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange
-from replica_groups.gate import Gate
-from replica_groups.round_length import StepsOf
-from replica_groups.take_part import take_part
+from replica_groups.loop.gate import Gate
+from replica_groups.loop.round_length import StepsOf
+from replica_groups.loop.take_part import take_part
 
 
 def run_in_process(

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError, HeteroPPError, StoreError
+from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError, HeteroPPError, StoreError
-from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
-from hetero_pp.progress import OnProgress, untold
 from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
@@ -24,7 +25,6 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import require_engine
 
 

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.units import format_count
 from replica_groups.exchange.open_log import open_log
-from replica_groups.saved_states import SavedStates
+from replica_groups.loop.saved_states import SavedStates
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_pp.changed_keys import Values
+from hetero_pp.config.changed_keys import Values
 from hetero_pp.run.folder import RunFolder
 
 FAILED = 1

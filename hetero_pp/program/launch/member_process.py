@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, Refused, RunFailed, StoreError, WrongToken
-from hetero_pp.faults import Faults
-from hetero_pp.files import keep_trying, print_without_fail
+from hetero_pp.config.links import EXCHANGE, exchange_link_name
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkError, Refused, RunFailed, StoreError, WrongToken
+from hetero_pp.core.files import keep_trying, print_without_fail
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import EXCHANGE, exchange_link_name
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.fork_server import ignore_unheard
@@ -44,14 +44,14 @@ from hetero_pp.rpc.memory import giving_freed_memory_back, keep_freed_memory
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import DatacenterReplica
+from hetero_pp.store.faults import Faults
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
-from replica_groups.stopping import Stopping
-from replica_groups.take_part import take_part
+from replica_groups.loop.stopping import Stopping
+from replica_groups.loop.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
 """Seconds for which the exchange still answers after the run has ended, for members that have not heard of it."""

@@ -7,9 +7,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from hetero_pp.bounded import read_json_object
-from hetero_pp.errors import RunOver
-from hetero_pp.files import write_whole
+from hetero_pp.core.bounded import read_json_object
+from hetero_pp.core.errors import RunOver
+from hetero_pp.core.files import write_whole
 from hetero_pp.run.folder import RunFolder
 
 

@@ -16,9 +16,9 @@ from typing import NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
-from hetero_pp.faults import Missed
-from hetero_pp.files import print_without_fail
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
+from hetero_pp.core.files import print_without_fail
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import CREDENTIALS, RankJob
@@ -28,11 +28,11 @@ from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
-from hetero_pp.topology import DatacenterReplica
-from replica_groups.build_member import device_of
-from replica_groups.ranks import Ranks, init_ranks
-from replica_groups.stopping import Stopping
-from replica_groups.take_part import take_part
+from hetero_pp.store.faults import Missed
+from replica_groups.loop.stopping import Stopping
+from replica_groups.loop.take_part import take_part
+from replica_groups.member.build_member import device_of
+from replica_groups.outer.ranks import Ranks, init_ranks
 
 _COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of collectives. It is long because ranks wait in one while the first rank waits for other replicas.

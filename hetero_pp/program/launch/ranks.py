@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import HeteroPPError, RunFailed
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.topology import DatacenterReplica
 
 CREDENTIALS = "HETERO_PP_CREDENTIALS"
 """Environment variable with the member's credentials, for its ranks."""

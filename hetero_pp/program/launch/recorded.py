@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hetero_pp.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
-from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder

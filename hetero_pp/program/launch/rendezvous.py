@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.core.errors import HeteroPPError, Refused
+from hetero_pp.core.units import format_seconds
 from hetero_pp.program.launch.addresses import reached_addresses, resolved
-from hetero_pp.units import format_seconds
 
 BACKEND = "hetero_pp"
 """Name under which torchrun's agent finds this rendezvous."""

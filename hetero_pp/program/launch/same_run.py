@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetero_pp.changed_keys import REPLICAS, Changes, read_changes, replicas_of, values_of, with_values
-from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.config.changed_keys import REPLICAS, Changes, read_changes, replicas_of, values_of, with_values
+from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.membership import changed_entries, wanted_replicas
 from hetero_pp.run.same import Agreement, differences, shown
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.settings import NotPartOf, meaning
 
 
 def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:

@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_bytes, format_count, format_duration, format_seconds
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.memory import memory_of_member
 from hetero_pp.simulator.parts import part_of
-from hetero_pp.topology import DatacenterReplica
-from hetero_pp.units import format_bytes, format_count, format_duration, format_seconds
-from replica_groups.build_member import device_of
+from replica_groups.member.build_member import device_of
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 """Seconds of a step, and of the run, beyond which the user is warned."""

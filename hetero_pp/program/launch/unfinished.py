@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.prompt import Prompt
 
-from hetero_pp.changed_keys import Changes, read_changes
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.changed_keys import Changes, read_changes
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.units import format_count
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.open_log import fetch_configuration, open_log
 

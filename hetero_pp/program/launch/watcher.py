@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from hetero_pp.errors import LinkError, Refused, RunFailed
+from hetero_pp.core.errors import LinkError, Refused, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 
 

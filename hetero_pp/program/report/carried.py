@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetero_pp.lines import WAYS, LineSpec, Way
-from hetero_pp.links import EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.lines import WAYS, LineSpec, Way
+from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkUse
 from hetero_pp.program.report.replica_state import STILL_TOLD
 from hetero_pp.run.spec import RunSpec

@@ -15,7 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_pp.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.carried import LinkState
@@ -26,8 +28,6 @@ from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standing_lines import reasons, result_standings, trouble_lines
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_two, heads_of
-from hetero_pp.topology import DatacenterReplica
-from hetero_pp.units import format_bytes, format_count, format_number, format_seconds
 from replica_groups.exchange.patience import listed, whom
 
 REFRESH_SECONDS = 0.25

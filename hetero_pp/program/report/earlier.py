@@ -15,9 +15,9 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from hetero_pp.bounded import before_gap, parse_json
-from hetero_pp.errors import DamagedFile
-from hetero_pp.links import EXCHANGE
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.bounded import before_gap, parse_json
+from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hetero_pp.core.units import format_number, format_seconds
 from hetero_pp.messages.messages_pb2 import (
     EXCLUDED,
     GIVEN_UP,
@@ -26,7 +27,6 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.report.standings import with_name
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_number, format_seconds
 
 
 class Happenings:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_pp.lines import WAYS
+from hetero_pp.config.lines import WAYS
+from hetero_pp.core.units import format_bits_per_second, format_bytes
 from hetero_pp.program.report.carried import LineState
 from hetero_pp.program.report.state import format_share
 from hetero_pp.program.report.tables import PlainTable, format_two, heads_of
-from hetero_pp.units import format_bits_per_second, format_bytes
 
 
 def live_lines(lines: Sequence[LineState], seconds: float, now: float) -> PlainTable:

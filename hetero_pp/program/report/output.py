@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from hetero_pp.control_characters import without_controls
+from hetero_pp.core.control_characters import without_controls
 from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.files import write_whole
-from hetero_pp.lines import WAYS, Way
-from hetero_pp.links import DIRECTIONS, Direction
+from hetero_pp.config.lines import WAYS, Way
+from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.run.alike import lines_alike, links_alike, range_of
-from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

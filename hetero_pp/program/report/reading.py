@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from hetero_pp.core.progress import NowAndThen, OnProgress
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
 from hetero_pp.program.report.output import tell
-from hetero_pp.progress import NowAndThen, OnProgress
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 

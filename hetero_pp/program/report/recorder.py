@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from hetero_pp.files import PART, LastingLog, complaint, flush, write_whole
+from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, Happened, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hetero_pp.core.units import format_count, format_seconds, format_times
 from hetero_pp.program.report.standings import Standings
 from hetero_pp.program.report.state import format_share
-from hetero_pp.units import format_count, format_seconds, format_times
 from replica_groups.exchange.patience import listed
 
 ROWS_OF_TROUBLE = 3

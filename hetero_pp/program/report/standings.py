@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero_pp.changed_keys import Changes
+from hetero_pp.config.changed_keys import Changes
+from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,
@@ -27,7 +28,6 @@ from hetero_pp.messages.messages_pb2 import (
     Standing,
 )
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import ReplicaSettings
 
 
 @dataclass

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.changed_keys import Changes
-from hetero_pp.lines import WAYS, LineSpec
-from hetero_pp.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.changed_keys import Changes
+from hetero_pp.config.lines import WAYS, LineSpec
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     Begun,
     Evaluation,
@@ -31,12 +31,12 @@ from hetero_pp.messages.messages_pb2 import (
     RoundVerified,
     Waiting,
 )
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.messages.report_bounds import ReportBounds, complaint
 from hetero_pp.program.report.carried import DirectionState, LineState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standings import Standings
-from hetero_pp.refusals import Kind
-from hetero_pp.report_bounds import ReportBounds, complaint
 from hetero_pp.run.spec import RunSpec
 
 _KINDS = frozenset(Kind)

@@ -11,9 +11,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from hetero_pp.core.units import format_bits_per_second
 from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold, fold_names, widest_part, widest_word
-from hetero_pp.units import format_bits_per_second
 
 ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "down": "↓"}
 """Arrows for the directions of a link, and for up and down of a line."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hetero_pp.units import parse_any
+from hetero_pp.core.units import parse_any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

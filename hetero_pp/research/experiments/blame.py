@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment, Row, Scale, SweptRow
 from hetero_pp.run.known_keys import keys_of_replica
 

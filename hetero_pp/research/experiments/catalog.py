@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment, Scale, is_a_name
 from hetero_pp.run.yaml_lines import YamlLines, complaint
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hetero_pp.errors import RunFailed
+from hetero_pp.core.errors import RunFailed
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
@@ -24,7 +24,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import counted
 from hetero_pp.research.experiments.training import train, train_on_ranks
 from hetero_pp.run.folder import CACHE
-from replica_groups.ranks import init_ranks
+from replica_groups.outer.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import whole
+from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.corpora import documents, fingerprint, sample
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import Source, StreamedCorpus, open_source
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import whole
-from hetero_pp.progress import OnProgress, untold
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoding

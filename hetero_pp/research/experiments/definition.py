@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.config.settings import Ratio, Settings
+from hetero_pp.config.topology import Rank
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.yaml_lines import YamlLines
-from hetero_pp.settings import Ratio, Settings
-from hetero_pp.topology import Rank
 
 Cells = dict[str, Any]
 """Changed cells of a run by dotted name, as `outer.method: diloco`; `replicas.batch_size` changes every replica."""

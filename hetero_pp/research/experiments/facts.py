@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+from hetero_pp.core.units import format_number
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_number
 
 PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
 """Compression settings of SparseLoCo's paper."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.run.config import RunConfig
-from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 
 def settings_of(config: RunConfig, vocabulary: int) -> Any:

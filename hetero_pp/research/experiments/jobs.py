@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from hetero_pp.core.files import keep_trying
 from hetero_pp.data.sources import open_source
-from hetero_pp.files import keep_trying
 from hetero_pp.research.experiments.corpus import Corpus
 from hetero_pp.research.experiments.definition import Row
 from hetero_pp.research.experiments.identity import settings_of
@@ -26,7 +26,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.ranks import ALONE, Ranks
+from replica_groups.outer.ranks import ALONE, Ranks
 
 OUTCOME_VERSION = 1
 """Version of outcomes. Raise it if a change, even of a default, alters outcomes by more than rounding.

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_bytes, format_flops, format_number
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.research.experiments.definition import Row
@@ -21,7 +22,6 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import Estimates, Supply
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_bytes, format_flops, format_number
 
 SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}
 """Seconds per FLOP of one core at the micro scale (measured), and of one large GPU at a tenth of its peak (assumed)."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from hetero_pp.core.units import format_number
 from hetero_pp.research.experiments.definition import WAYS
 from hetero_pp.research.experiments.provenance import describe
-from hetero_pp.units import format_number
 
 COLUMNS = {
     "paper": "loss in the paper, nats",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError
 from hetero_pp.research.experiments.definition import Scale
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import flush, naming, write_whole
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import flush, naming, write_whole
 
 ROWS = "rows.jsonl"
 """File in a scale's folder of results."""

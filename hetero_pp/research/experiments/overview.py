@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import write_whole
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
 from hetero_pp.research.experiments.figures import FOUND, distinct_claims, with_figures
 from hetero_pp.research.experiments.markdown import COLUMNS
 from hetero_pp.research.experiments.verdict import holm

@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.core.units import format_bytes, format_ratio
 from hetero_pp.research.experiments.axis import Place, lay_out, places_of
 from hetero_pp.research.experiments.outcomes import Outcomes
-from hetero_pp.units import format_bytes, format_ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

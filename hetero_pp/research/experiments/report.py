@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from hetero_pp.files import whole, write_whole
+from hetero_pp.core.files import whole, write_whole
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.research.experiments.claims import claim_results, known_values, ways_of

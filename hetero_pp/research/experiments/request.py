@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import STREAMED
-from hetero_pp.errors import ConfigError
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.definition import Scale
 from hetero_pp.research.experiments.jobs import Training

@@ -21,9 +21,9 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from hetero_pp.core.progress import NowAndThen
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.report.output import tell
-from hetero_pp.progress import NowAndThen
 from hetero_pp.research.experiments.jobs import Job
 
 FIRST_LINE = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.outer.methods import change_method
 from hetero_pp.research.experiments.blame import located
 from hetero_pp.research.experiments.definition import EVERY, Cells, Experiment, Row, Scale

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_number
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import StreamedCorpus
-from hetero_pp.errors import ConfigError
 from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, require_tokenizer
 from hetero_pp.research.experiments.facts import rounded
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
-from hetero_pp.units import format_number
 
 MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"
 SURE = 1.25

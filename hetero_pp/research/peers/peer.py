@@ -6,15 +6,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_pp.coefficients import format_of
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelShape
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import ModelShape
+from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.peers.mapl import Mapl
 from hetero_pp.research.peers.resbm import ResBM
 from hetero_pp.research.peers.tah_quant import TahQuant
 from hetero_pp.research.settings import PeerSettings
-from hetero_pp.topology import BoundarySettings
 from stages.boundary import Boundary
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.model.inner import InnerSettings
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters
 

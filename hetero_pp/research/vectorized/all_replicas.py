@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
-from hetero_pp.errors import ConfigError
-from hetero_pp.model import EMBEDDING, build_filled
+from hetero_pp.model.transformer import EMBEDDING, build_filled
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
@@ -35,12 +37,10 @@ from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.research.vectorized.stack import Stack, is_faster
 from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.seeds import seed_of
-from hetero_pp.snapshot import Snapshot
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
-from replica_groups.ranks import ALONE, CPU, Ranks
-from replica_groups.whole import WholeReplica
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.outer.ranks import ALONE, CPU, Ranks
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import boundary_of
 from stages.own_parameters import OwnParameters

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.research.vectorized.replica import TableReplica
-from replica_groups.ranks import Ranks
+from replica_groups.outer.ranks import Ranks
 
 
 class BiasMeter:

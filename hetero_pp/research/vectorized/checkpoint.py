@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.files import PART, complaint, flush, naming, remove_parts
-from hetero_pp.tensor_files import save_object
-from replica_groups.ranks import Ranks
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import PART, complaint, flush, naming, remove_parts
+from hetero_pp.core.tensor_files import save_object
+from replica_groups.outer.ranks import Ranks
 
 
 class Checkpoint:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from hetero_pp.model import Transformer
+from hetero_pp.model.transformer import Transformer
 
 
 @lru_cache(maxsize=4)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.model import block_of
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.transformer import block_of
 from hetero_pp.outer.volume import RoundVolume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection
@@ -18,7 +18,7 @@ from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
-from replica_groups.ranks import CPU
+from replica_groups.outer.ranks import CPU
 
 
 class Measured:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero_pp.seeds import seed_of
+from hetero_pp.core.seeds import seed_of
 
 _DRAWS = 2**63
 """Number of values of a seed."""

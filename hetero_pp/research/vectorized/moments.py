@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from replica_groups.ranks import Ranks
-from replica_groups.whole import WholeReplica
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.outer.ranks import Ranks
 
 KINDS = ("exp_avg", "exp_avg_sq")
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import noise_key
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import EMBEDDING, Transformer
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.transformer import EMBEDDING, Transformer
+from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer
 from hetero_pp.research.peers.peer import Peer
-from replica_groups.whole import WholeReplica, whole_loss
+from replica_groups.engines.whole import WholeReplica, whole_loss
 from stages.anchors import Anchors
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters

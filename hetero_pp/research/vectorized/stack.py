@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_pp.data.batches import Batches
-from hetero_pp.inner import InnerOptimizer
+from hetero_pp.model.inner import InnerOptimizer
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.research.vectorized.stacked_model import Block, stacked_block, stacked_losses
 

@@ -1,4 +1,4 @@
-"""Model of hetero_pp.model for n replicas at once: every parameter has a leading dimension of replicas.
+"""Model of hetero_pp.model.transformer for n replicas at once: every parameter has a leading dimension of replicas.
 
 Shapes: n replicas, B sequences, L positions, D width, F any other width, V vocabulary. Products are batched over
 replicas; all other operations treat their sequences as one batch. The model is written out, because torch.vmap of it
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_pp.model import EMBEDDING, AfterLayer, ModelShape, rotate
+from hetero_pp.model.transformer import EMBEDDING, AfterLayer, ModelShape, rotate
 
 Block = Callable[[Tensor, Mapping[str, Tensor], Tensor, ModelShape], Tensor]
 """(hidden states [n, B, L, D], the layer's parameters by their names in it, rotations, shape) -> hidden states"""
 
 
 def stacked_block(x_nBLD: Tensor, weights: Mapping[str, Tensor], rope_LE: Tensor, shape: ModelShape) -> Tensor:
-    """Apply one layer of every replica, as hetero_pp.model.TransformerBlock does."""
+    """Apply one layer of every replica, as hetero_pp.model.transformer.TransformerBlock does."""
     normed = _norm(x_nBLD, weights["attention_norm.weight"], shape)
     q, k, v = (
         _linear(normed, weights[f"attention.{name}.weight"]).flatten(0, 1).unflatten(-1, (shape.heads, -1))

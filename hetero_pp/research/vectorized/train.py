@@ -17,17 +17,17 @@ from pathlib import Path
 
 import torch
 
-from hetero_pp.coefficients import format_of
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import Source
-from hetero_pp.errors import ConfigError
+from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.peers.peer import bytes_per_token
 from hetero_pp.research.settings import ablations_of
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
-from replica_groups.ranks import ALONE, CPU, Ranks
+from replica_groups.outer.ranks import ALONE, CPU, Ranks
 
 SLICES = 8
 """Number of consecutive parts of the validation rows; losses on them show what other rows would have given."""

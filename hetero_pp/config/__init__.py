@@ -1,0 +1,1 @@
+"""The settings that a run is started with, and their validation."""

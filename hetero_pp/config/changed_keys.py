@@ -1,0 +1,192 @@
+"""Keys that were changed when a run was resumed, with their values by round; equal on all hosts.
+
+A run keeps the name and the configuration of its start. Changes are stored beside it, in changes.yaml in the folder of
+the exchange, and members receive them when they join. So every round has one configuration, whichever round a run
+resumes from, and a user does not repeat earlier changes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from hetero_pp.config.settings import NotPartOf, Settings, meaning
+from hetero_pp.core.bounded import parse_json, read_yaml, yaml_complaint
+from hetero_pp.core.errors import ConfigError, MalformedMessage
+from hetero_pp.core.files import write_whole
+
+Values = Mapping[str, Any]
+"""Dotted key -> value, as in JSON."""
+
+REPLICAS = "replicas"
+"""Key whose value is a list: the current entries, as all hosts agree on them."""
+
+PENDING = 2**31 - 1
+"""First round of replicas that will take part. It stands for a round that is not known yet when the run resumes."""
+
+Config = TypeVar("Config", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes of a run so far."""
+
+    history: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """Dotted key -> first round -> value; for every changed key, from round 1 on."""
+
+    def at(self, config: Config, round_: int | None) -> Config:
+        """Return the configuration of a round; None stands for the last round.
+
+        Raises MalformedMessage for values that do not fit.
+        """
+        if not self.history:
+            return config
+        dumped = config.model_dump(mode="json")
+        try:
+            for key, values in self.history.items():
+                since = max(first for first in values if round_ is None or first <= max(round_, 1))
+                value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
+                _put(dumped, key.split("."), value)
+            return type(config).model_validate(dumped)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise MalformedMessage(f"changes of the run: a value does not fit ({reason})") from None
+
+    def require_changeable(self, config: Settings) -> None:
+        """Raise MalformedMessage for a key that cannot change, such as a path: another host may have sent it."""
+        unknown = sorted(self.history.keys() - {*values_of(config), REPLICAS}) if self.history else []
+        if unknown:
+            raise MalformedMessage(f"changes of the run: {unknown[0]}: found a key that cannot change during a run")
+
+    @cached_property
+    def mark(self) -> int:
+        """Checksum that identifies the changes; 0 if there are none."""
+        return zlib.crc32(self.to_json().encode())
+
+    @property
+    def pending(self) -> Any:
+        """Replicas that will take part from a round that is not known yet; None if there are none."""
+        return self.history.get(REPLICAS, {}).get(PENDING)
+
+    def settled(self) -> Changes:
+        """Return the changes without pending ones."""
+        known = {
+            key: {since: value for since, value in values.items() if since != PENDING}
+            for key, values in self.history.items()
+        }
+        return Changes(known)
+
+    @property
+    def replicas_since(self) -> Sequence[int]:
+        """Rounds from which other replicas take part; round 1 comes first."""
+        return sorted(self.history.get(REPLICAS, {1: None}))
+
+    def had(self, key: str, first: Any) -> Sequence[Any]:
+        """Return all values that a key ever had, the newest last; `first` is the value at the run's start."""
+        return [first] if key not in self.history else [value for _, value in sorted(self.history[key].items())]
+
+    def changed(self, first: Settings, round_: int, values: Values) -> Changes:
+        """Return these changes with new values from a round on; `first` is the run's first configuration."""
+        began = values_of(first) | {REPLICAS: replicas_of(first)}
+        found = dict(self.history)
+        for key, value in values.items():
+            before = {since: was for since, was in found.get(key, {1: began[key]}).items() if since < round_}
+            is_new = not before or before[max(before)] != value
+            found[key] = before | ({round_: value} if is_new else {})
+        return Changes(found)
+
+    def to_json(self) -> str:
+        """Return the changes as JSON; empty if there are none."""
+        return json.dumps(self.history, sort_keys=True) if self.history else ""
+
+    @staticmethod
+    def from_json(text: str) -> Changes:
+        """Parse the result of `to_json`. Raises MalformedMessage for any other text."""
+        try:
+            return Changes(_history(parse_json(text))) if text else NO_CHANGES
+        except ValueError as error:
+            raise MalformedMessage(f"changes of the run: {str(error).splitlines()[0]}") from None
+
+
+NO_CHANGES = Changes()
+
+
+def values_of(config: Settings) -> dict[str, Any]:
+    """Return the keys that may change when a run is resumed, with their values."""
+    agreed = dict(_leaves(meaning(config, NotPartOf.RUN)))
+    lasting = dict(_leaves(meaning(config, NotPartOf.RUN | NotPartOf.PAST)))
+    return {key: value for key, value in agreed.items() if key not in lasting}
+
+
+def replicas_of(config: Settings) -> list[Any]:
+    """Return the entries of `replicas`, as all hosts agree on them."""
+    found: list[Any] = meaning(config, NotPartOf.RUN)[REPLICAS]
+    return found
+
+
+def with_values(config: Config, values: Values) -> Config:
+    """Return the configuration with other values of some keys."""
+    return Changes({key: {1: value} for key, value in values.items()}).at(config, 1)
+
+
+def read_changes(path: Path) -> Changes:
+    """Read changes from a file; empty if there is no such file. Raises ConfigError if the content is not valid."""
+    if not path.exists():
+        return NO_CHANGES
+    try:
+        return Changes(_history(read_yaml(path) or {}))
+    except (OSError, YAMLError, ValueError) as error:
+        reason = yaml_complaint(path, error).removeprefix(f"{path}:").strip()
+        found = f"{path}: cannot be read ({reason})"
+        raise ConfigError((), f"{found}; hetero-pp writes this file itself: restore it from a copy") from None
+
+
+def write_changes(changes: Changes, path: Path) -> None:
+    """Write the changes atomically, flushed to the disk."""
+    yaml = YAML()
+    yaml.default_flow_style = False
+    text = io.StringIO()
+    text.write("# Changes of the run: value of each key, by its first round.\n")
+    yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, text)
+    write_whole(path, text.getvalue().encode())
+
+
+def _history(values: Any) -> dict[str, dict[int, Any]]:
+    """Return the history by key and round. Raises ValueError for anything else."""
+    history = TypeAdapter(dict[str, dict[int, Any]]).validate_python(values)
+    for key, by_round in history.items():
+        if min(by_round, default=0) != 1:
+            raise ValueError(f"{key}: found no value for round 1, expected one")
+    return history
+
+
+def _as_here(config: Settings, own: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
+    """Return the entries in their order. An entry that this host also has comes with the host's own settings."""
+    agreed = replicas_of(config)
+    here = [agreed.index(entry) if entry in agreed else None for entry in entries]
+    return [entry if index is None else own[index] for index, entry in zip(here, entries, strict=True)]
+
+
+def _put(dumped: dict[str, Any], key: Sequence[str], value: Any) -> None:
+    for part in key[:-1]:
+        dumped = dumped[part]
+    dumped[key[-1]] = value
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value that is not a mapping."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _leaves(below, f"{key}.{name}" if key else name)
+    else:
+        yield key, value

@@ -1,0 +1,117 @@
+"""Access lines: the connection of a machine, or of all machines of a site, to all others. Data only.
+
+A machine has one line. All that it sends leaves by `up`, and all that it receives comes by `down`: to and from
+neighbouring stages and the exchange. A *link* is a path between two members. It passes the lines of both its ends,
+except between members of one site, which reach each other without a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from hetero_pp.config.settings import Bandwidth, Duration, Settings
+from hetero_pp.core.errors import ConfigError
+
+Way = Literal["up", "down"]
+WAYS: tuple[Way, Way] = ("up", "down")
+
+
+class LineSettings(Settings):
+    """Kind of access line. `up` and `down` override `bandwidth` in one direction."""
+
+    bandwidth: Bandwidth | None = Field(None, gt=0, description="bandwidth in each direction; unlimited by default")
+    up: Bandwidth | None = Field(
+        None,
+        gt=0,
+        description="bandwidth for everything that the line's machines send together; by default `bandwidth`",
+    )
+    down: Bandwidth | None = Field(
+        None, gt=0, description="bandwidth for everything that they receive; by default `bandwidth`"
+    )
+    latency: Duration = Field(0.0, ge=0, description="latency that the line adds to each message, in either direction")
+    jitter: Duration = Field(0.0, ge=0, description="largest additional delay of a message, drawn uniformly")
+
+    def limit(self, way: Way) -> float | None:
+        """Return the bits per second in one direction; None is unlimited."""
+        own = self.up if way == "up" else self.down
+        return self.bandwidth if own is None else own
+
+
+class SiteSettings(Settings):
+    """Members that share a line, which replaces their own lines. They need no line between each other."""
+
+    line: str = Field(description="kind of line, from `lines`")
+    members: list[str] = Field(min_length=1, description="members, or replicas with all of their members")
+
+
+@dataclass(frozen=True)
+class LineSpec:
+    """One line of a run: bits per second in each direction (None: unlimited), and seconds."""
+
+    name: str
+    """Name of its site, or of the only member that has it."""
+    kind: str
+    members: tuple[str, ...]
+    up: float | None
+    down: float | None
+    latency: float
+    jitter: float
+
+    def bandwidth(self, way: Way) -> float | None:
+        return self.up if way == "up" else self.down
+
+
+def line_specs(
+    own: Mapping[str, str | None], sites: Mapping[str, SiteSettings], kinds: Mapping[str, LineSettings]
+) -> Iterator[LineSpec]:
+    """Yield every line of a run, sites first. `own` has the kind of line of every member, in the order of the run."""
+    at_sites: set[str] = set()
+    for name, site in sites.items():
+        members = members_at(site, list(own))
+        at_sites |= set(members)
+        yield _line_spec(name, site.line, members, kinds)
+    for member, kind in own.items():
+        if kind is not None and member not in at_sites:
+            yield _line_spec(member, kind, (member,), kinds)
+
+
+def _line_spec(name: str, kind: str, members: tuple[str, ...], kinds: Mapping[str, LineSettings]) -> LineSpec:
+    settings = kinds[kind]
+    up, down = settings.limit("up"), settings.limit("down")
+    return LineSpec(name, kind, members, up, down, settings.latency, settings.jitter)
+
+
+def members_at(site: SiteSettings, members: Sequence[str]) -> tuple[str, ...]:
+    """Return the members of a site, which names them or their replica (`home` is all of `home.0`, `home.1`, ...)."""
+    return tuple(one for one in members if one in site.members or one.rpartition(".")[0] in site.members)
+
+
+def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds: Mapping[str, LineSettings]) -> None:
+    """Raise ConfigError for unknown kinds of lines, unknown members, and members of two sites."""
+    seen: set[str] = set()
+    for name, site in sites.items():
+        key = ("sites", name)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+            raise ConfigError(key, f"found the site `{name}`, expected a name of letters, digits, `-` and `_`")
+        if name in members:
+            raise ConfigError(key, f"found `{name}`, which is a member's name, expected another name for the site")
+        check_kind(site.line, kinds, (*key, "line"))
+        for one in site.members:
+            found = set(members_at(SiteSettings(line=site.line, members=[one]), members))
+            if not found:
+                raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
+            if seen & found:
+                raise ConfigError((*key, "members"), f"found {min(seen & found)} at two sites, expected it at one")
+            seen |= found
+
+
+def check_kind(kind: str | None, kinds: Mapping[str, LineSettings], key: tuple[str | int, ...]) -> None:
+    """Raise ConfigError at `key` for an unknown kind of line."""
+    if kind is not None and kind not in kinds:
+        known = ", ".join(kinds) or "none are defined"
+        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `lines` ({known})")

@@ -1,0 +1,1 @@
+"""The language model, the inner optimizer and its learning rates."""

@@ -1,0 +1,251 @@
+"""Inner loop: its length, and its optimizer, with clipping by the norm of the whole replica.
+
+AdamW: Het-PP Table 9. Muon trains the matrices of layers, and AdamW everything else. The learning rate is the same, as
+Muon's steps are scaled to the size of AdamW's (torch.optim.Muon, Jordan et al. 2024; MuLoCo, Therien et al. 2025). An
+optimizer's state is kept across outer rounds. Steps are counted over the whole run, so the learning rate is the same
+function of (round, step) in every process (hetero_pp/model/learning_rates.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hetero_pp.config.settings import Beta, NotPartOf, Seconds, Settings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count, format_seconds
+from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
+from hetero_pp.model.transformer import EMBEDDING, LAYERS
+
+
+class InnerSettings(Settings):
+    """Inner loop of a round: a number of steps, or as many as fit into a given time."""
+
+    steps: int | None = Field(
+        10, ge=1, description="inner steps per outer round (H in the papers); null with `seconds`"
+    )
+    seconds: Seconds | None = Field(
+        None,
+        gt=0,
+        description="duration of the inner steps of a round, instead of `steps`: each "
+        "replica takes as many as fit, at least one",
+    )
+    learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
+    final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
+        0.1, ge=0, le=1, description="learning rate at the end of the cosine, as a share of the peak"
+    )
+    warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(
+        10, ge=0, description="steps of linear warmup, with `steps`"
+    )
+    warmup_rounds: Annotated[float | None, NotPartOf.PAST] = Field(
+        None, ge=0, allow_inf_nan=False, description="rounds of linear warmup with `seconds`; 1 by default"
+    )
+    optimizer: Literal["adamw", "sgd", "muon"] = Field(
+        "adamw",
+        description="optimizer of the inner steps; `muon` trains the matrices of layers, and AdamW everything else",
+    )
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="momentum of SGD (by default none) or Muon (by default 0.95)"
+    )
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="weight decay; norms have none")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="largest norm of the replica's whole gradient; null: no clipping"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_what_goes_with_seconds(cls, values: Any) -> Any:
+        """Set the fields that count steps to null if `seconds` is given."""
+        if not isinstance(values, dict) or values.get("seconds") is None:
+            return values
+        return {"steps": None, "warmup_steps": None, "warmup_rounds": 1.0, **values}
+
+    def check(self) -> None:
+        """Raise ConfigError unless a round has one length with its own warm-up, and the settings fit the optimizer."""
+        if self.momentum is not None and self.optimizer == "adamw":
+            found = f"found {self.momentum:g} with `optimizer: adamw`, which has its own in `betas`"
+            raise ConfigError(("inner", "momentum"), f"{found}, expected none, or `optimizer: sgd` or `muon`")
+        if self.steps is not None and self.seconds is not None:
+            both = f"found {self.seconds:g} s and {self.steps} `steps`"
+            raise ConfigError(("inner", "seconds"), f"{both}, expected one of them: set the other to null")
+        if self.steps is None and self.seconds is None:
+            raise ConfigError(("inner", "steps"), "found nothing, expected `steps` or `seconds`")
+        length, wanted, other = ("steps", "warmup_steps", "warmup_rounds")
+        if self.seconds is not None:
+            length, wanted, other = ("seconds", "warmup_rounds", "warmup_steps")
+        if getattr(self, other) is not None:
+            raise ConfigError(("inner", other), f"found {getattr(self, other):g}, expected `{wanted}` with `{length}`")
+        if getattr(self, wanted) is None:
+            raise ConfigError(("inner", wanted), f"found nothing, expected a number with `{length}`")
+
+    @property
+    def length(self) -> str:
+        """Length of a round's inner loop, in words."""
+        if self.steps is not None:
+            return format_count(self.steps, "inner step")
+        return f"as many inner steps as fit into {format_seconds(self.seconds or 0.0)}"
+
+    def require_steps(self, why: str) -> int:
+        """Return H. Raises ConfigError with the reason `why` if a round lasts a given time."""
+        if self.steps is None:
+            raise ConfigError(("inner", "seconds"), f"found {self.seconds:g} s, expected `steps`: {why}")
+        return self.steps
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """Return the learning rate of a step, counted from 0: linear warm-up, then a cosine to the final share.
+
+        It reaches the final share at `total_steps`.
+        """
+        return self.rates(total_steps).at(step)
+
+    def rates(self, total_steps: int) -> LearningRates:
+        """Return the learning rates of a run of `total_steps` steps."""
+        assert self.warmup_steps is not None, "a round has a fixed duration"
+        return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
+
+    def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
+        """Return the learning rates of one of `rounds` rounds of a given time. ByRounds explains the arguments."""
+        assert self.warmup_rounds is not None, "a round has a fixed number of steps"
+        share = self.final_learning_rate_share
+        return ByRounds(self.learning_rate, share, self.warmup_rounds, rounds, round_, first, expected)
+
+    def first_rates(self, total_steps: int | None) -> LearningRates:
+        """Return the initial learning rates: those of the run's steps, or of its first round if these are not known."""
+        return self.rates_in(1, 1, 0, None) if total_steps is None else self.rates(total_steps)
+
+
+class InnerOptimizer:
+    """Optimizer of the parameters of one replica, or of one stage of it.
+
+    In a replica with compressed boundaries T_perp is fixed during the inner loop. So the embedding's weight decay acts
+    only on T_S = TE - T_perp. Set `perpendicular` to T_perp [V, D] after every outer round.
+    """
+
+    leading_dimensions = 0
+    """Number of dimensions of every parameter before those of the model."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: InnerSettings,
+        total_steps: int | None,
+    ) -> None:
+        self.settings = settings
+        self.total_steps = total_steps
+        """None if it is not known. Then each round has its own learning rates, set by `follow`."""
+        self.rates = settings.first_rates(total_steps)
+        self.defers = False
+        """Whether the outer round takes the steps, because gradients are averaged."""
+        self._named = parameters
+        self._parameters = list(parameters.values())
+        self._embedding = parameters.get(EMBEDDING)
+        self._perpendicular: Tensor | None = None
+        self.optimizers = self._build()
+
+    def _build(self) -> list[torch.optim.Optimizer]:
+        groups, settings = list(self._groups()), self.settings
+        if settings.optimizer == "sgd":
+            return [torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum or 0.0)]
+        if settings.optimizer == "adamw":
+            return self._adamw(groups)
+        hidden = [group for group in groups if group.pop("is_hidden", False)]
+        others = self._adamw([group for group in groups if group not in hidden])
+        return [*map(self._muon, hidden), *others]
+
+    def _muon(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        rate, momentum = self.settings.learning_rate, self.settings.momentum
+        return torch.optim.Muon(
+            [group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+        rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
+        return [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)] if groups else []
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """Yield groups of matrices, norms, and the embedding."""
+        decay = self.settings.weight_decay
+        matrices = {name: p for name, p in self._named.items() if self._is_matrix(p) and name != EMBEDDING}
+        hidden: list[nn.Parameter] = []
+        if self.settings.optimizer == "muon":
+            hidden = [matrices.pop(name) for name in list(matrices) if name.startswith(LAYERS)]
+        found: list[dict[str, Any]] = [
+            {"params": list(matrices.values()), "weight_decay": decay},
+            {"params": hidden, "weight_decay": decay, "is_hidden": True},
+            {"params": [p for p in self._parameters if not self._is_matrix(p)], "weight_decay": 0.0},
+        ]
+        if self._embedding is not None:
+            found.append({"params": [self._embedding], "weight_decay": decay, "embeds": True})
+        return (group for group in found if group["params"])
+
+    def _is_matrix(self, parameter: Tensor) -> bool:
+        return parameter.ndim - self.leading_dimensions > 1
+
+    @property
+    def perpendicular(self) -> Tensor | None:
+        """T_perp [V, D] of the synchronized embedding; None in a replica without compressed boundaries."""
+        return self._perpendicular
+
+    @perpendicular.setter
+    def perpendicular(self, table: Tensor | None) -> None:
+        self._perpendicular = table
+        self._take_perpendicular(table)
+
+    def _take_perpendicular(self, table: Tensor | None) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if group.get("embeds"):
+                    group["weight_decay"] = self.settings.weight_decay if table is None else 0.0
+
+    def follow(self, rates: LearningRates) -> None:
+        """Use other learning rates from the next step on."""
+        self.rates = rates
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return moments and step counts, as tensors that are still in use."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Load the result of `state` into an optimizer of the same parameters."""
+        for optimizer, saved in zip(self.optimizers, state, strict=True):
+            optimizer.load_state_dict(saved)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients of these parameters."""
+        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def step(self, step: int, replica_norm: Tensor) -> float:
+        """Clip by the whole replica's norm, step, clear the gradients; return the learning rate.
+
+        If it `defers`, gradients stay unchanged, because the outer round takes the step.
+        """
+        if self.defers:
+            return self.rates.at(step)
+        if self.settings.clip_norm is not None:
+            self._clip(self.settings.clip_norm, replica_norm)
+        rate = self.rates.at(step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self._before(rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        return rate
+
+    def _clip(self, largest: float, norm: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(self._parameters, largest, norm)
+
+    @torch.no_grad()
+    def _before(self, rate: float) -> None:
+        """Apply weight decay to T_S in a replica with compressed boundaries."""
+        embedding, table = self._embedding, self._perpendicular
+        if embedding is not None and table is not None:
+            embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))

@@ -1,0 +1,294 @@
+"""Model: a LLaMA decoder in plain PyTorch, with torchtitan's module layout and parameter names.
+
+Shapes: B sequences, L positions, D width, N heads, E = D / N head width, F feed-forward width, V vocabulary.
+
+Attributes and names (`tok_embeddings`, `layers.3.attention.wq.weight`, `norm`, `lm_head`) are those that torchtitan's
+parallelisms expect. So the same class serves a whole replica and, with layers left out, one stage. Parts that a stage
+does not own are None; its layers keep their global index in their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from hetero_pp.config.settings import NotPartOf, Settings
+from hetero_pp.config.topology import StageSpec
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.seeds import seed_of
+
+PRESETS: dict[str, dict[str, int]] = {
+    "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
+    "178m": {"width": 1024, "layers": 9, "heads": 8, "feed_forward": 2688},
+    "512m": {"width": 1536, "layers": 12, "heads": 12, "feed_forward": 5440},
+    "1b": {"width": 2048, "layers": 16, "heads": 16, "feed_forward": 8192},
+}
+"""The paper's sizes (Het-PP Table 9, read so that the parameter counts match their names) and a CPU-sized one."""
+
+
+EMBEDDING = "tok_embeddings.weight"
+
+LAYERS = "layers."
+"""Prefix of the names of a layer's parameters."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of parameters, by name."""
+
+AfterLayer = Callable[[int, Tensor], Tensor]
+"""(layer, hidden states [B, L, D] after it) -> hidden states that go on"""
+
+
+class ModelSettings(Settings):
+    """Shape of the model: a preset, with single values overridden."""
+
+    preset: Literal["micro", "178m", "512m", "1b"] = "micro"
+    width: int | None = Field(None, ge=1, description="d_model; by default the preset's")
+    layers: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1)
+    feed_forward: int | None = Field(None, ge=1)
+    vocabulary: int | None = Field(None, ge=2, description="vocabulary size; by default the tokenizer's")
+    rope_theta: float = Field(10000.0, gt=0)
+    norm_epsilon: float = Field(1e-5, gt=0)
+    weights: Annotated[str | None, NotPartOf.RUN] = Field(
+        None,
+        description="folder of a LLaMA checkpoint (config.json and .safetensors) to start from. Its "
+        "shape, and its tokenizer if it has one, replace values that are not set. By "
+        "default, weights are drawn at random",
+    )
+
+    def filled_from(self, shape: ModelShape) -> ModelSettings:
+        """Return the settings with missing values taken from `shape`: those that neither a key nor the preset gives."""
+        given = set(PRESETS[self.preset]) if "preset" in self.model_fields_set else set()
+        given |= {name for name in self.model_fields_set if getattr(self, name) is not None}
+        missing = {name: value for name, value in shape.model_dump().items() if name not in given}
+        return self.model_copy(update=missing)
+
+    def with_absolute_paths(self) -> ModelSettings:
+        """Return the settings with an absolute path, valid from any folder."""
+        if self.weights is None:
+            return self
+        return self.model_copy(update={"weights": str(Path(self.weights).expanduser().absolute())})
+
+    def resolve(self, vocabulary: int | None) -> ModelShape:
+        """Return the concrete shape. Raises ConfigError if it cannot be built."""
+        values = PRESETS[self.preset] | {
+            name: value
+            for name in ("width", "layers", "heads", "feed_forward")
+            if (value := getattr(self, name)) is not None
+        }
+        if values["width"] % (2 * values["heads"]):
+            raise ConfigError(
+                ("model", "heads"),
+                f"found {values['heads']}, expected a divisor of half the width {values['width']}",
+            )
+        size = self.vocabulary or vocabulary
+        if size is None:
+            raise ConfigError(
+                ("model", "vocabulary"), "found nothing, expected a number: there is no tokenizer to take it from"
+            )
+        if vocabulary is not None and size < vocabulary:
+            raise ConfigError(
+                ("model", "vocabulary"),
+                f"found {size}, expected at least the tokenizer's {vocabulary} tokens",
+            )
+        return ModelShape(**values, vocabulary=size, rope_theta=self.rope_theta, norm_epsilon=self.norm_epsilon)
+
+
+class ModelShape(Settings):
+    """Concrete shape of the model."""
+
+    width: int
+    layers: int
+    heads: int
+    feed_forward: int
+    vocabulary: int
+    rope_theta: float = 10000.0
+    norm_epsilon: float = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.wq = nn.Linear(shape.width, shape.width, bias=False)
+        self.wk = nn.Linear(shape.width, shape.width, bias=False)
+        self.wv = nn.Linear(shape.width, shape.width, bias=False)
+        self.wo = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
+        batch, length, _ = x_BLD.shape
+        # the number of heads follows from the output: under tensor parallelism, those of this rank
+        q, k, v = (w(x_BLD).view(batch, length, -1, self.head_width) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, rope_LE), rotate(k, rope_LE)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.w2 = nn.Linear(shape.feed_forward, shape.width, bias=False)
+        self.w3 = nn.Linear(shape.width, shape.feed_forward, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention = Attention(shape)
+        self.feed_forward = FeedForward(shape)
+        self.attention_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.ffn_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+
+    def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope_LE)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+class Transformer(nn.Module):
+    """The whole decoder, or the part of it that a stage owns."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layers: Iterable[int] | None = None,
+        embeds: bool = True,
+        predicts: bool = True,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.enable_weight_tying = False
+        owned = range(shape.layers) if layers is None else layers
+        self.tok_embeddings = _empty_embedding(shape) if embeds else None
+        self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in owned})
+        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False) if predicts else None
+        self._rope_LE: Tensor | None = None
+
+    def forward(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
+        """Map tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V] or hidden states.
+
+        `after_layer` may change the hidden states after each layer: a boundary inside a whole replica.
+        """
+        x_BLD = inputs if self.tok_embeddings is None else self.tok_embeddings(inputs)
+        rope_LE = self.rope(inputs.shape[1], x_BLD.device)
+        for index, block in self.layers.items():
+            x_BLD = block(x_BLD, rope_LE)
+            if after_layer is not None:
+                x_BLD = after_layer(int(index), x_BLD)
+        if self.norm is not None:
+            x_BLD = self.norm(x_BLD)
+        return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
+
+    def rope(self, length: int, device: torch.device) -> Tensor:
+        """Return the rotations [L, E / 2, 2], cached between calls."""
+        if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
+            self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
+        return self._rope_LE[:length]
+
+
+def _empty_embedding(shape: ModelShape) -> nn.Embedding:
+    # nn.Embedding initializes its weights, and on the meta device that needs a second of imports of torch.
+    return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
+
+
+def build_part(shape: ModelShape, spec: StageSpec) -> Transformer:
+    """Build the module of a stage. Parameters keep the whole model's names; values are not set."""
+    return Transformer(shape, spec.layers, embeds=spec.is_first, predicts=spec.is_last)
+
+
+def build_filled(
+    shape: ModelShape, values: Mapping[str, Tensor], stage: StageSpec | None = None, device: torch.device | None = None
+) -> Transformer:
+    """Build the whole model, or a stage's part, with the parameter values given by name; by default on the CPU."""
+    with torch.device("meta"):
+        module = Transformer(shape) if stage is None else build_part(shape, stage)
+    module.to_empty(device=device or "cpu")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values[name])
+    return module
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the module's parameters by name, in a fixed order."""
+    return dict(sorted(module.named_parameters()))
+
+
+def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Return cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
+    frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
+
+
+def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of a head's dimensions by the position's angles, [L, E / 2, 2].
+
+    Uses real numbers, with the same bits as complex ones, because a compiler can fuse them.
+    """
+    even, odd = x_BLNE.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = rope_LE[:, None].unbind(-1)
+    return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1).flatten(-2).type_as(x_BLNE)
+
+
+def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+
+
+def block_of(parameter: str) -> str:
+    """Return the layer block of a parameter, the unit in which contributions are grouped and fetched."""
+    parts = parameter.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
+    """Group parameter shapes by layer block, in block order."""
+    blocks: dict[str, Shapes] = defaultdict(dict)
+    for name, shape in sorted(shapes.items()):
+        blocks[block_of(name)][name] = shape
+    return dict(sorted(blocks.items()))
+
+
+def initialise(model: Transformer, seed: int) -> None:
+    """Draw every parameter from (seed, its name), so that a stage's weights equal the whole model's.
+
+    Standard deviations: embedding 0.05, matrices 0.8 / sqrt(d), output projections 0.04 / sqrt(2 layers). They were
+    found to train well at small width; at the paper's widths they are close to the usual 0.02.
+    """
+    width, layers = model.shape.width, model.shape.layers
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            if name.startswith("tok_embeddings"):
+                deviation = 0.05
+            elif name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+                deviation = 0.04 / math.sqrt(2 * layers)
+            else:
+                deviation = 0.8 / math.sqrt(width)
+            generator = torch.Generator().manual_seed(seed_of(seed, name))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)

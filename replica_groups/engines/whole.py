@@ -1,0 +1,80 @@
+"""A whole replica in one process: the uncut model and its inner optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, next_token_loss, parameters_of
+
+
+class WholeReplica:
+    """A model and its inner optimizer."""
+
+    def __init__(
+        self,
+        name: str,
+        module: Transformer,
+        inner: InnerSettings,
+        total_steps: int | None,
+        micro_batches: int = 1,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.parameters = parameters_of(module)
+        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
+        self.micro_batches = micro_batches
+
+    def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
+        """Return the mean cross entropy of tokens [B, L + 1], on any device, with this replica's forward."""
+        return whole_loss(self.module, tokens.to(self.parameters[EMBEDDING].device))
+
+    def backward(self, tokens: Tensor, step: int) -> float:
+        """Accumulate the gradient of one inner step's batch; return its loss. `step` counts over the whole run."""
+        total = 0.0
+        for index, micro_batch in enumerate(tokens.chunk(self.micro_batches)):
+            loss = self.loss(micro_batch, step, index) / self.micro_batches
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        """Run one inner step; return (loss, gradient norm, learning rate)."""
+        loss = self.backward(tokens, step)
+        norm = self.optimizer.gradient_norm()
+        rate = self.optimizer.step(step, norm)
+        return loss, norm.item(), rate
+
+    def drop(self) -> None:
+        """Discard the gradients of an unfinished step."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that the next step after an outer round depends on, as tensors that are still in use."""
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "optimizer": self.optimizer.state(),
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, in a replica with the same settings."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        self.optimizer.load(state["optimizer"])
+
+    @torch.no_grad()
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        """Return the mean loss over batches [b, L + 1], weighted by rows."""
+        rows = sum(len(tokens) for tokens in validation)
+        return sum(self.loss(tokens).item() * len(tokens) for tokens in validation) / rows
+
+
+def whole_loss(module: Transformer, tokens: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
+    """Return the loss of a model on tokens [B, L + 1]; `after_layer` transforms the output of each layer."""
+    return next_token_loss(module(tokens[:, :-1], after_layer), tokens[:, 1:])

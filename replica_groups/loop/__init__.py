@@ -1,0 +1,1 @@
+"""A member's rounds from joining the run to its end."""

@@ -1,0 +1,184 @@
+"""Measures the time that each member of a run needs on this machine.
+
+The trainer of every member is built with its real weights and boundaries and run in this process, one member after the
+other. It makes the same calls as a stage worker and an outer round, without links. Times are medians.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.model.transformer import EMBEDDING, build_filled
+from hetero_pp.pipeline.coefficients import noise_key
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
+from hetero_pp.run.simulate_section import MeasuredCost
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.member.build_member import Start, build_stage
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
+from stages.stage import Stage
+
+REPEATS = 9
+
+
+def measure_all(spec: RunSpec) -> Iterator[tuple[str, MeasuredCost]]:
+    """Yield the measured cost of every member, with the member's name."""
+    snapshot = initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed)
+    for replica in spec.config.replicas:
+        members = [member for member in spec.members.values() if member.replica is replica]
+        if isinstance(replica, ParticipantsReplica) and len(members) > 1:
+            yield from _measure_group(spec, replica, members, snapshot)
+        else:
+            yield members[0].name, _measure_whole(spec, members[0], snapshot)
+
+
+def _tokens(spec: RunSpec, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(spec.shape.vocabulary, (rows, spec.config.data.sequence_length + 1), generator=generator)
+
+
+def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
+    replica, config = member.replica, spec.config
+    module = build_filled(spec.shape, snapshot.parameters)
+    whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
+    tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
+    forward, backward, update = [], [], []
+    for step in range(REPEATS):
+        started = time.perf_counter()
+        loss = whole.loss(tokens)
+        middle = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        whole.optimizer.step(step, whole.optimizer.gradient_norm())
+        forward.append(middle - started)
+        backward.append(ended - middle)
+        update.append(time.perf_counter() - ended)
+    evaluate = median_seconds(lambda: whole.evaluate([tokens]))
+    contribute, apply = _measure_outer(spec, member, dict(whole.parameters), snapshot)
+    return MeasuredCost.model_construct(
+        forward=median(forward),
+        backward=median(backward),
+        update=median(update),
+        contribute=contribute,
+        apply=apply,
+        evaluate=evaluate,
+    )
+
+
+def _measure_group(
+    spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], snapshot: Snapshot
+) -> Iterator[tuple[str, MeasuredCost]]:
+    start = Start(snapshot.parameters, snapshot.basis)
+    stages = [build_stage(spec, replica, member.stage, start) for member in members if member.stage is not None]
+    for stage in stages:
+        stage.split_embedding(snapshot.parameters[EMBEDDING])
+    rows = replica.batch_size // replica.micro_batches
+    tokens = _tokens(spec, rows)
+    spent: dict[str, list[list[float]]] = {
+        kind: [[] for _ in stages] for kind in ("forward", "backward", "update", "evaluate")
+    }
+    for step in range(REPEATS):
+        _pass(stages, tokens, step, spent)
+    for index, (member, stage) in enumerate(zip(members, stages, strict=True)):
+        contribute, apply = _measure_outer(spec, member, dict(stage.parameters), snapshot)
+        yield (
+            member.name,
+            MeasuredCost.model_construct(
+                forward=median(spent["forward"][index]),
+                backward=median(spent["backward"][index]),
+                update=median(spent["update"][index]),
+                contribute=contribute,
+                apply=apply,
+                evaluate=median(spent["evaluate"][index]),
+            ),
+        )
+
+
+def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[list[float]]]) -> None:
+    """Time a forward and backward pass of one micro-batch, an optimizer step and an evaluation, per stage.
+
+    Encoding and decoding of the messages between stages is included.
+    """
+    vocabulary, (rows, length) = stages[0].module.shape.vocabulary, tokens.shape
+    packed, wire = pack_tokens(tokens, vocabulary), None
+    for evaluates in (True, False):
+        wire = None
+        for index, stage in enumerate(stages):
+            started = time.perf_counter()
+            shape = (rows, length - 1, stage.boundary.dimensions)
+            own = tokens if wire is None else unpack_tokens(packed, vocabulary, rows, length - 1)
+            came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
+            output = stage.evaluate(own, came) if evaluates else stage.forward(0, own, came, 1)
+            if not stage.spec.is_last:
+                packed = pack_tokens(own, vocabulary)
+                wire = stage.boundary.format.to_wire(stage.boundary.encode_activation(output))
+            spent["evaluate" if evaluates else "forward"][index].append(time.perf_counter() - started)
+    wire = None
+    for index, stage in reversed(list(enumerate(stages))):
+        started = time.perf_counter()
+        shape = (rows, length - 1, stage.boundary.dimensions)
+        came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
+        symbols = stage.backward(0, came, noise_key(0, "calibration", index, step, 0))
+        wire = None if symbols is None else stage.boundary.format.to_wire(symbols)
+        spent["backward"][index].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        stage.step(step, stage.optimizer.gradient_norm())
+        spent["update"][index].append(time.perf_counter() - started)
+
+
+def _measure_outer(
+    spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter], snapshot: Snapshot
+) -> tuple[float, float]:
+    """Return the seconds to make a contribution, and to apply the contributions of all replicas."""
+    start = {name: snapshot.parameters[name] for name in parameters}
+    exchange = _Echo(member.replica.name, len(spec.config.replicas))
+    outer = OuterRound(
+        spec.run, member.name, member.replica.name, LocalParameters(parameters), start, exchange, spec.config.outer
+    )
+    contribute = median_seconds(lambda: outer.contribute(1))
+    own = outer.contribute(1)
+    record = exchange.record(1)
+    return contribute, median_seconds(lambda: outer.apply(record, own))
+
+
+class _Echo:
+    """Returns one member's contribution as the contributions of all replicas. Implements Contributions."""
+
+    def __init__(self, replica: str, replicas: int) -> None:
+        self._replica, self._replicas = replica, replicas
+        self._blobs: dict[str, BlobEntry] = {}
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        self._blobs[address.block] = entry_of(address, data, ())
+
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+        entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
+        return RoundRecord(round=round_, contributions=[entry] * self._replicas)
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """Fail: the outer round never fetches the member's own blobs."""
+        raise AssertionError(f"{member} asked for {block} of {replica}")
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """Do nothing."""
+
+
+def median_seconds(run: Callable[[], object]) -> float:
+    """Return the median time of REPEATS calls, in seconds, after one warm-up call."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)

@@ -1,0 +1,217 @@
+"""Member checkpoints: optimizer, error feedback and data position of one member after a round.
+
+  <folder>/round-000010/...
+  <folder>/round-000010/digests.json
+
+A folder gets its final name only once it is complete and on disk. The newest two are kept. If a run dies while its
+members save, it resumes from the newest round that all members have. Nothing else is deleted. A run that starts again,
+or resumes from an earlier round, moves unused checkpoints to <folder>/aside-1, aside-2, ...
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
+from hetero_pp.outer.exchange_service import AvailableStates
+from replica_groups.loop.state_copies import StateCopies
+from replica_groups.outer.ranks import ALONE, Ranks
+
+KEPT = 2
+DIGESTS = "digests.json"
+
+_UNREAD = "cannot be read: "
+"""Prefix, before the reason, that replaces the digest of an unreadable file."""
+
+T = TypeVar("T")
+
+
+class _Noted(BaseModel):
+    """Content of digests.json: the run of a member checkpoint, and the sha256 of each of its files."""
+
+    run: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """Checkpoints of one member, every `every` rounds. All its ranks make every call and share one file system."""
+
+    folder: Path
+    run: str
+    """Name of the run; member checkpoints of other runs are ignored."""
+    every: int
+    ranks: Ranks = ALONE
+    copies: StateCopies | None = None
+    """Copies in the store, on the first rank, if another machine may take over the slot."""
+
+    def find(self) -> AvailableStates:
+        """Return the intact local checkpoints, after fetching the newest intact copy from the store if it is newer."""
+        found, tried = self.check(), math.inf
+        while (fetched := self._broadcast(self._fetch(max(found.rounds, default=0), tried))) is not None:
+            again, tried = self.check(), fetched
+            found = AvailableStates(again.rounds, tuple(dict.fromkeys((*found.damaged, *again.damaged))))
+        return found
+
+    def _fetch(self, after: int, before: float) -> int | None:
+        part = self.folder / "fetched"
+        round_ = None if self.copies is None else self.copies.fetch(part, after, before)
+        if round_ is not None:
+            keep_trying(partial(self._take, part, round_), self._say)
+        return round_
+
+    def _take(self, part: Path, round_: int) -> None:
+        """Move a fetched copy to the final path of the checkpoint after a round. It is safe to repeat."""
+        if part.exists():
+            if self.path(round_).exists():
+                self.path(round_).rename(self._new_aside() / self.path(round_).name)
+            rename_whole(part, self.path(round_))
+
+    def path(self, round_: int) -> Path:
+        """Return the folder of the checkpoint after a round."""
+        return self.folder / f"round-{round_:06d}"
+
+    def rounds(self) -> list[int]:
+        """Return the rounds that have a checkpoint folder, intact or not."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d{6,})", path.name)))
+
+    def check(self) -> AvailableStates:
+        """Read all checkpoints of this run and compare them with their digests."""
+        whole, damaged = [], []
+        for round_ in self._broadcast(self.rounds()):
+            digests = self._digests(self.path(round_))
+            complaint = self._broadcast(self._complaint(round_, digests))
+            if complaint is None:
+                whole.append(round_)
+            elif complaint:
+                damaged.append(f"{self.path(round_)} is damaged: {complaint}")
+        return AvailableStates(frozenset(whole), tuple(damaged))
+
+    def _broadcast(self, seen: T) -> T:
+        """Return the first rank's value on all ranks, because they all have to take the same branches."""
+        return json.loads(self.ranks.broadcast_bytes(json.dumps(seen).encode()))
+
+    def _complaint(self, round_: int, digests: dict[str, str]) -> str | None:
+        """Return what is wrong with a checkpoint: None if nothing, an empty string if it belongs to another run."""
+        try:
+            noted = _Noted.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
+        except (OSError, ValidationError):
+            return f"{DIGESTS} cannot be read"
+        if noted.run != self.run:
+            return ""
+        expected = noted.files
+        wrong = sorted(name for name in {*expected, *digests} if expected.get(name) != digests.get(name))
+        return f"{wrong[0]!r} does not match its digest" if wrong else None
+
+    def _digests(self, folder: Path) -> dict[str, str]:
+        """Return the sha256 of every file in a folder; each file is read by one rank."""
+        own: dict[str, str] = {}
+        try:
+            files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
+            mine = files[self.ranks.rank :: self.ranks.world]
+            own = {path.relative_to(folder).as_posix(): _sha256(path) for path in mine}
+        except OSError as error:  # the other ranks wait for this rank's list
+            own = {".": f"{_UNREAD}{error.strerror}"}
+        parts = self.ranks.gather_bytes(json.dumps(own).encode())
+        return {name: digest for part in parts for name, digest in json.loads(part).items()}
+
+    def require(self, round_: int) -> None:
+        """Raise HeteroPPError if there is no checkpoint after this round."""
+        if not self.path(round_).is_dir():
+            raise HeteroPPError(f"{self.folder}: found no state of round {round_}, after which the run resumes")
+
+    def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
+        """Move the other checkpoints to a new folder; return that folder, or None if there are none."""
+        others = [round_ for round_ in self._broadcast(self.rounds()) if round_ not in kept]
+        if not others:
+            return None
+        aside = None
+        if self.ranks.is_first:
+            aside = keep_trying(self._new_aside, self._say)
+            for round_ in others:
+                keep_trying(partial(self.path(round_).rename, aside / self.path(round_).name), self._say)
+        return Path(self._broadcast(str(aside)))
+
+    def _new_aside(self) -> Path:
+        number = 1
+        while (aside := self.folder / f"aside-{number}").exists():
+            number += 1
+        aside.mkdir()
+        return aside
+
+    def has(self, round_: int) -> bool:
+        """Return whether there is a checkpoint after this round; the same on all ranks."""
+        return round_ in self._broadcast(self.rounds())
+
+    def is_due(self, round_: int) -> bool:
+        return round_ % self.every == 0
+
+    def save(self, round_: int, write: Callable[[Path], object]) -> str:
+        """Let `write` fill a folder for this round, and delete all but the newest checkpoints.
+
+        If writing fails on the disk of any rank, return the reason on all ranks; otherwise return an empty string.
+        After a failure the earlier checkpoints stay, and nothing of this round is left.
+        """
+        part = self.folder / "part"
+        failure = (
+            self._failure_of(partial(self._begin, part), self.ranks.is_first)
+            or self._failure_of(partial(write, part))
+            or self._failure_of(partial(self._end, part, round_, self._digests(part)), self.ranks.is_first)
+        )
+        if self.ranks.is_first:
+            if failure:
+                shutil.rmtree(part, ignore_errors=True)
+            elif self.copies is not None:
+                self.copies.saved(round_, self.path(round_))
+        return failure
+
+    def _failure_of(self, do: Callable[[], object], is_mine: bool = True) -> str:
+        """Call `do` on the ranks with `is_mine`; return the message of any rank's OSError on all ranks."""
+        failure = ""
+        if is_mine:
+            try:
+                with naming(self.folder):
+                    do()
+            except OSError as error:
+                failure = complaint(error)
+        failures = (one.decode() for one in self.ranks.gather_bytes(failure.encode()))
+        return next(filter(None, failures), "")
+
+    def _begin(self, part: Path) -> None:
+        if part.exists():  # a failed save left it
+            shutil.rmtree(part)
+        part.mkdir(parents=True)
+
+    def _end(self, part: Path, round_: int, files: dict[str, str]) -> None:
+        for name, digest in files.items():
+            if digest.startswith(_UNREAD):
+                raise OSError(errno.EIO, digest, str(part / name))
+        write_whole(part / DIGESTS, _Noted(run=self.run, files=files).model_dump_json(indent=1).encode())
+        rename_whole(part, self.path(round_))
+        for old in self.rounds()[:-KEPT]:
+            shutil.rmtree(self.path(old), ignore_errors=True)  # if this fails, the next save tries again
+
+    def _say(self, line: str) -> None:
+        print(f"{self.folder.name}: {line}", file=sys.stderr, flush=True)
+
+
+def _sha256(path: Path) -> str:
+    """Return the digest of a file, or `_UNREAD` and the reason if it cannot be read."""
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        return f"{_UNREAD}{error.strerror}"

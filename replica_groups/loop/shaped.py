@@ -1,0 +1,82 @@
+"""A member's link to the exchange, shaped and counted like any other link."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from google.protobuf.message import Message
+from torch import Tensor
+
+from hetero_pp.config.links import DIRECTIONS, LinkSpec
+from hetero_pp.core.errors import Stopped
+from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
+from hetero_pp.link.shaper import Shaper
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller, ExchangeService, ForwardedExchange
+from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
+
+
+class ShapedExchange(ForwardedExchange):
+    """Delays what a member sends to and fetches from the exchange as the link's shape says.
+
+    Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
+    """
+
+    def __init__(
+        self,
+        exchange: ExchangeService,
+        spec: LinkSpec,
+        seed: int,
+        lines: Lines | None = None,
+        stopping: Stopping = NEVER_STOPPED,
+    ) -> None:
+        """`lines`: the member's lines, which its stage links share. `stopping` may interrupt the calls that wait."""
+        super().__init__(exchange)
+        lines = lines or Lines()
+        self._stopping = stopping
+        up, down = (lines.buckets(spec, way) for way in DIRECTIONS)
+        self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward", lines.clock, up)
+        self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward", lines.clock, down)
+        self.forward = Ledger()
+        self.backward = Ledger()
+
+    def call(self, request: Message, caller: Caller) -> Any:
+        """Make a call. Stopped may interrupt it while it waits.
+
+        A member that is asked to stop and gets no reply to its hashes continues without one: it has applied the round.
+        """
+        match request:
+            case pb.AssignRequest():
+                with self._stopping.allowed():
+                    return super().call(request, caller)
+            case pb.RecordRequest():
+                with self._stopping.allowed(request.round):
+                    return super().call(request, caller)
+            case pb.HashReport():
+                with suppress(Stopped), self._stopping.allowed(request.round):
+                    super().call(request, caller)
+                return pb.HashReply()
+        return super().call(request, caller)
+
+    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+        tensors = super().read_snapshot(request, caller)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        _carry(self._down, self.backward, 0, size)
+        return tensors
+
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        with self._stopping.allowed(header.round):  # the round may be decided by this blob
+            _carry(self._up, self.forward, header.round, len(data))
+            super().deposit_blob(header, data, caller)
+
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        data = super().fetch_blob(request, caller)
+        _carry(self._down, self.backward, request.round, len(data))
+        return data
+
+
+def _carry(shaper: Shaper, ledger: Ledger, round_: int, size: int) -> None:
+    wire = wire_bytes(raw_frames(size))
+    ledger.add(round_, size, wire, shaper.start_message().transmit(wire))

@@ -1,0 +1,96 @@
+"""Stops a member on a signal, only at points from which the state after its last round can be saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from hetero_pp.core.errors import Stopped
+from replica_groups.outer.ranks import Ranks
+
+SECONDS_TO_AGREE = 2.0
+"""Seconds for which a stopping member waits for the record of its round, if it does not know whether it is closed.
+
+The other members may have the record already.
+"""
+
+
+class Stopping:
+    """Raises Stopped in the main thread, which trains, after a signal has asked the member to stop.
+
+    A signal may arrive at any instruction, even while parameters are half updated. Therefore the exception is raised
+    only in blocks of `allowed` and in `check`. Elsewhere the signal is only noted.
+    """
+
+    def __init__(self, number: signal.Signals | None = None, leave: Callable[[], object] = lambda: None) -> None:
+        """`number`: the signal, or None for none. `leave`: ends this process after the state is saved."""
+        self.is_asked = False
+        self.closed: int | None = None
+        """The last round that the exchange has closed before it was asked to close no more; None if unknown."""
+        self.leave = leave
+        self._number = number
+        self._is_allowed = False
+        self._round: int | None = None
+        """The round whose record follows the current block; None if none does."""
+
+    def listen(self) -> None:
+        """Handle the signal from now on, in the main thread. Before this call, the signal ends the process."""
+        if self._number is not None:
+            signal.signal(self._number, self._hear)
+            signal.signal(signal.SIGALRM, self._raise)
+
+    def ask(self, closed: int | None) -> None:
+        """Have the main thread stop; see `closed`. For another thread to call."""
+        self.closed = closed
+        if self._number is not None:
+            os.kill(os.getpid(), self._number)
+
+    @contextmanager
+    def allowed(self, round_: int | None = None) -> Iterator[None]:
+        """Raise Stopped in the block after the signal, at any instruction of the main thread.
+
+        If the record of `round_` follows the block, and that round is closed, the block is not ended: other members
+        have the record.
+        """
+        if self._number is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._is_allowed, self._round = True, round_
+        try:
+            if self.is_asked:
+                self._raise_soon()
+            yield
+        finally:
+            self._is_allowed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def check(self, ranks: Ranks, round_: int | None = None) -> None:
+        """Raise Stopped on all ranks if one of them was asked to stop, and `round_` is not closed; see `allowed`."""
+        if self._number is None:
+            return
+        is_closed = round_ is not None and self.closed is not None and self.closed >= round_
+        if any(ranks.gather(float(self.is_asked and not is_closed))):
+            raise Stopped
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True
+        if self._is_allowed:
+            self._raise_soon()
+
+    def _raise_soon(self) -> None:
+        if self._round is None or (self.closed is not None and self.closed < self._round):
+            raise Stopped
+        if self.closed is None:
+            signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_AGREE)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._is_allowed:
+            raise Stopped
+
+
+NEVER_STOPPED = Stopping()
+"""For members that are threads: their process ends them."""

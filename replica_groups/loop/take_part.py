@@ -1,0 +1,237 @@
+"""One member's part in a run, from joining to the last round; the same in a process, on ranks and in a thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from hetero_pp.config.links import exchange_link_name, stage_link_name
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import LinkClosed, Refused, Stopped
+from hetero_pp.core.files import keep_trying
+from hetero_pp.data.sources import Source, open_source
+from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
+from hetero_pp.link.shaping import MonotonicClock
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.messages.messages_pb2 import AssignReply
+from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.run.batches import text_digest
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.snapshot import BASIS, MOMENTUM
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.store.faults import NO_FAULTS, Faults
+from replica_groups.loop.carried import CarriedExchange
+from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.loop.gate import Gate
+from replica_groups.loop.held_back import HeldBack
+from replica_groups.loop.reporter import Reporter
+from replica_groups.loop.round_length import StepsOf, round_length
+from replica_groups.loop.saved_states import SavedStates
+from replica_groups.loop.seat import LedgerOf, Seat
+from replica_groups.loop.shaped import ShapedExchange
+from replica_groups.loop.state_copies import StateCopies
+from replica_groups.loop.steps_taken import StepsTaken
+from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
+from replica_groups.loop.training_loop import TrainingLoop, momentum_of
+from replica_groups.loop.usable_states import newest_usable_state
+from replica_groups.member.build_member import Start, build_member, device_of
+from replica_groups.member.training_member import TrainingMember
+from replica_groups.outer.outer_round import Carrier, OuterRound
+from replica_groups.outer.ranks import ALONE, Ranks
+
+
+class Connections(Protocol):
+    """Connections of a member to the rest of its run."""
+
+    @property
+    def exchange(self) -> ExchangeService:
+        """The exchange, without traffic shaping. If several ranks form one member, only the first rank uses it."""
+
+    @property
+    def lines(self) -> Lines:
+        """The access lines that all links of the member share."""
+
+    def listen(self) -> str:
+        """Start to listen for the neighbouring stages; return the address (empty if there is none)."""
+
+    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
+        """Open the links to the neighbouring stages in this generation of the group. The member must have joined.
+
+        `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbour dials or does not
+        exist. A neighbour whose holder number differs from `holders` is refused. A call for a newer generation aborts
+        the links of older ones; the byte counts continue.
+
+        Raises LinkClosed if the generation is over, and LinkTimeout if a neighbour does not connect.
+        """
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Close links of generations before this one; their users, and callers waiting in `open`, get LinkClosed.
+
+        May be called from any thread. From then on `open` raises for these generations.
+        """
+
+
+def take_part(
+    spec: RunSpec,
+    member: MemberSpec,
+    connections: Connections,
+    folder: RunFolder,
+    ranks: Ranks = ALONE,
+    gate: Gate | None = None,
+    steps_of: StepsOf | None = None,
+    faults: Faults = NO_FAULTS,
+    stopping: Stopping = NEVER_STOPPED,
+) -> None:
+    """Train all remaining rounds as one member of a run, or as one of several ranks that form a member.
+
+    The exchange tells the round after which the run resumes. The caller closes the connections, or aborts them if this
+    function raises HeteroPPError, which means that the run failed here or elsewhere.
+
+    `gate`, if set, delays each round until it is open. `steps_of`, if set, replaces the clock in rounds of a fixed time
+    (`round_length`). `faults` are injected into the member. `stopping` asks it to save its state and leave.
+    """
+
+    def say(line: str) -> None:
+        print(f"{member.name}: {line}", file=sys.stderr, flush=True)
+
+    config = spec.config
+    link = spec.links[exchange_link_name(member.name)]
+    kind = CarriedExchange if config.outer.overlap else ShapedExchange
+    shaped = kind(connections.exchange, link, config.seed, connections.lines, stopping)
+    exchange: ExchangeService = (
+        shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
+    )
+    source = keep_trying(lambda: open_source(config.data, folder.cache), say) if member.reads_data else None
+    run = exchange.agree(member.name, spec.agreed, text_digest(spec, source))
+    copies = _copies(config, folder, member) if ranks.is_first else None
+    states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
+    available, address = states.find(), connections.listen()
+    seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
+    with seat.taken():
+        saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
+        spec = spec.with_changes(exchange.changes())
+        if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
+            ranks = Ranks(device=device_of(member.replica))
+        carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
+        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults, carrier)
+        states = replace(states, every=spec.latest.states_every)
+        length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
+        steps = StepsTaken(member.replica.name, config.inner.steps)
+        if saved is not None:
+            trainer.load(states.path(saved))
+            outer.load(states.path(saved), saved, holds)
+            outer.restore()
+            steps.load(states.path(saved))
+        reporter = Reporter(exchange, member.name)
+        loop = TrainingLoop(
+            trainer,
+            member.replica.name,
+            outer,
+            seat,
+            reporter,
+            states,
+            length,
+            steps,
+            gate=gate,
+            faults=faults,
+            stopping=stopping,
+            undoes=config.states.undo,
+        )
+        if saved is not None:
+            loop.load(states.path(saved))
+        stopping.listen()
+        try:
+            loop.run(holds, saved, spec)
+            if copies is not None:
+                copies.drain()
+        except Stopped:
+            stopping.leave()
+            raise
+        finally:
+            if copies is not None:
+                copies.end()
+            reporter.close()
+
+
+def _copies(config: RunConfig, folder: RunFolder, member: MemberSpec) -> StateCopies | None:
+    """Return the copies of the member's checkpoints in the store, if another machine may take over the slot."""
+    return StateCopies(config.store.open(config.name, folder.log), member.name) if config.states.to == "store" else None
+
+
+def _build(
+    spec: RunSpec,
+    run: str,
+    member: MemberSpec,
+    exchange: ExchangeService,
+    source: Source | None,
+    ranks: Ranks,
+    faults: Faults,
+    carrier: Carrier | None,
+) -> tuple[TrainingMember, OuterRound, int]:
+    """Build the trainer and the outer round from the newest run checkpoint; return them and its round."""
+    held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
+    basis = [] if spec.largest_rank is None else [BASIS]
+    round_, names = exchange.newest_snapshot()
+    tensors = exchange.snapshot([*held, *basis, *momentum_of(names, held)], round_)
+    start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
+    trainer = build_member(spec, member, start, LinkEnds(), source, ranks)
+    outer = OuterRound(
+        run,
+        member.name,
+        member.replica.name,
+        trainer.parameters,
+        start.parameters,
+        HeldBack(exchange, faults),
+        spec.config.outer,
+        optimizer=round_optimizer(spec, start.basis),
+        ranks=ranks,
+        keeps_undo=member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local,
+        carrier=carrier,
+    )
+    if round_ > 0:
+        momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}
+        outer.reset(start.parameters, momentum, round_)
+    return trainer, outer, round_
+
+
+class _Links:
+    """Links of a member to the neighbouring stages, and the byte counts of all its links. Implements Links."""
+
+    def __init__(self, member: MemberSpec, connections: Connections, shaped: ShapedExchange) -> None:
+        self._member, self._connections, self._shaped = member, connections, shaped
+        self._ends = LinkEnds()
+
+    def form(self, work: AssignReply) -> LinkEnds:
+        upstream = work.upstream_holder if work.HasField("upstream_holder") else None
+        downstream = work.downstream_holder if work.HasField("downstream_holder") else None
+        try:
+            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, (upstream, downstream))
+        except Refused as error:  # the word of a neighbour alone must not end this member
+            raise LinkClosed(str(error)) from error
+        return self._ends
+
+    def give_up(self, before: int, cause: str) -> None:
+        self._connections.give_up(before, cause)
+
+    @property
+    def ledgers(self) -> Sequence[LedgerOf]:
+        return list(_ledgers(self._member, self._shaped, self._ends))
+
+
+def _ledgers(member: MemberSpec, shaped: ShapedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:
+    """Yield the member's byte counts.
+
+    The sending end counts each direction of a stage link. The member counts both directions of its exchange link.
+    """
+    link = exchange_link_name(member.name)
+    yield link, "forward", shaped.forward
+    yield link, "backward", shaped.backward
+    if member.stage is not None and ends.downstream is not None:
+        yield stage_link_name(member.replica.name, member.stage.index), "forward", ends.downstream.ledger
+    if member.stage is not None and ends.upstream is not None:
+        yield stage_link_name(member.replica.name, member.stage.index - 1), "backward", ends.upstream.ledger

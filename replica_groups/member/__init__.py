@@ -1,0 +1,1 @@
+"""Training of one member: a whole replica, or one stage of it."""

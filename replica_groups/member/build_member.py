@@ -1,0 +1,110 @@
+"""Builds the trainer of one member: a whole replica with its engine, or one stage of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, StageSpec
+from hetero_pp.data.shares import SharedBatches
+from hetero_pp.data.sources import Source
+from hetero_pp.link.ends import LinkEnds
+from hetero_pp.model.transformer import build_filled
+from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from replica_groups.engines.build import build_engine
+from replica_groups.engines.plain import PlainEngine
+from replica_groups.member.datacenter import DatacenterMember
+from replica_groups.member.participants import StageMember
+from replica_groups.member.training_member import TrainingMember
+from replica_groups.outer.ranks import Ranks
+from stages.anchors import anchors_of
+from stages.boundary import boundary_of
+from stages.stage import Stage
+from stages.worker import StageWorker, WorkerSettings
+
+
+@dataclass(frozen=True)
+class Start:
+    """Tensors of the run checkpoint that a member needs."""
+
+    parameters: Mapping[str, Tensor]
+    """The whole parameters that the member trains or follows, by name."""
+    basis: Tensor | None
+    """U [D, K']; None if nothing in the run is compressed."""
+
+
+RECEIVE_TIMEOUT = 600.0
+"""Seconds without data after which a neighbour is considered hung: far longer than any step on a slow link."""
+
+
+def build_member(
+    spec: RunSpec, member: MemberSpec, start: Start, ends: LinkEnds, source: Source | None, ranks: Ranks
+) -> TrainingMember:
+    """Build the trainer of a member from the start of the run. `source` is set if the member reads the corpus.
+
+    Raises ConfigError for a corpus that is too small.
+    """
+    if isinstance(member.replica, DatacenterReplica):
+        return _build_datacenter(spec, member, member.replica, start, source, ranks)
+    return _build_stage(spec, member, member.replica, start, ends, source)
+
+
+def _build_datacenter(
+    spec: RunSpec, member: MemberSpec, replica: DatacenterReplica, start: Start, source: Source | None, ranks: Ranks
+) -> DatacenterMember:
+    assert source is not None
+    config = spec.config
+    batches, validation = replica_batches(spec, member, source)
+    engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks)
+    if isinstance(engine, PlainEngine):
+        engine.whole.optimizer.defers = config.outer.source == "gradient"
+    return DatacenterMember(replica.name, engine, batches, validation, config.states.undo)
+
+
+def _build_stage(
+    spec: RunSpec, member: MemberSpec, replica: ParticipantsReplica, start: Start, ends: LinkEnds, source: Source | None
+) -> StageMember:
+    assert member.stage is not None
+    config = spec.config
+    rows = replica.batch_size // replica.micro_batches
+    batches: SharedBatches | None = None
+    validation: list[Tensor] = []
+    if member.stage.is_first:
+        assert source is not None
+        batches, validation = replica_batches(spec, member, source)
+    stage = build_stage(spec, replica, member.stage, start)
+    stage.optimizer.defers = config.outer.source == "gradient"
+    settings = WorkerSettings(
+        micro_batches=replica.micro_batches,
+        micro_batch_size=rows,
+        sequence_length=config.data.sequence_length,
+        extra_in_flight=replica.extra_in_flight,
+        receive_timeout=RECEIVE_TIMEOUT,
+        replica=replica.name,
+        seed=config.seed,
+        overlap=config.outer.overlap > 0,
+    )
+    worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
+    count = -(-config.data.validation_sequences // rows)
+    return StageMember(replica.name, worker, batches, validation, count, config.states.undo)
+
+
+def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start) -> Stage:
+    """Build the computation of one stage of a group from the start of the run."""
+    settings, inner = replica.boundary, spec.config.inner
+    boundary = boundary_of(settings, spec.shape.width, start.basis)
+    module = build_filled(spec.shape, start.parameters, stage)
+    rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
+    anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of)
+    return Stage(stage, module, boundary, inner, spec.total_steps, anchors)
+
+
+def device_of(replica: DatacenterReplica) -> torch.device:
+    """Return the device of a datacenter replica; `auto` is a GPU if there is one."""
+    if replica.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(replica.device)

@@ -1,0 +1,1 @@
+"""A member's side of the outer round."""
