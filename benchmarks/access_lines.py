@@ -146,8 +146,9 @@ def _bits(counted: Counted, counts_headers: bool) -> tuple[int, int]:
 
 
 def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, Any]:
-    """Run the group in namespaces. Return the time of a step, and the used share of each line from the first step to
-    the last.
+    """Run the group in namespaces.
+
+    Returns the time of a step, and the used share of each line from the first step to the last.
     """
     lines = {EXCHANGE: None} | dict.fromkeys(group.members, group.line)
     with _folder() as folder, network(lines, counts_headers) as made:
@@ -164,8 +165,9 @@ def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, A
 
 
 def launch_on_hosts(made: Network, folder: Path) -> None:
-    """Run `launch --only` on every machine until all have ended. Raises SystemExit with the output of the first that
-    fails.
+    """Run `launch --only` on every machine until all have ended.
+
+    Raises SystemExit with the output of the first machine that fails.
     """
     processes = {name: _launch(one, name, made, folder) for name, one in made.machines.items()}
     try:

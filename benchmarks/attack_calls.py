@@ -155,8 +155,9 @@ def asked(call: str, request: Message, metadata: Metadata, by: Credentials) -> C
 def flood(
     address: str, stretch: Stretch, calls: Sequence[Call], a_second: float = CALLS_A_SECOND, peer: str = EXCHANGE
 ) -> None:
-    """Make the calls in turn at a bounded rate, with up to IN_FLIGHT under way. Each caller has a connection of its
-    own.
+    """Make the calls in turn at a bounded rate, with up to IN_FLIGHT under way.
+
+    Each caller has a connection of its own.
     """
     room = threading.Semaphore(IN_FLIGHT)
 

@@ -101,8 +101,9 @@ A process that carries the link could cut it in the same way.
 
 
 def last_refused(target: Target, door: str) -> Sequence[Call]:
-    """Return one call for each kind of refusal. Its refusal makes the exchange report those that were not reported
-    before.
+    """Return one call for each kind of refusal.
+
+    Its refusal makes the exchange report earlier refusals that it has not reported yet.
     """
     if door == "link":
         path, hello = call_path(LINK_SERVICE, "Open"), pb.LinkHello().SerializeToString()

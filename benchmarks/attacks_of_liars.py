@@ -198,9 +198,7 @@ def absurd_reports(target: Target, stretch: Stretch) -> None:
 
 
 def made_up_hashes(target: Target, stretch: Stretch) -> None:
-    """Confirm equal hashes of parameters that no member holds, as several guests, for the last rounds and the next
-    ones.
-    """
+    """Confirm hashes of parameters that no member holds, as several guests that agree, for recent and future rounds."""
     with ExitStack() as stack:
         calls = []
         for one in (target.guest, *target.ends):
@@ -275,8 +273,9 @@ def unsent_deposits(target: Target, stretch: Stretch) -> None:
 
 
 def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
-    """Train as two stages. The first one changes every eighth message header to the stage beside it, each time
-    differently.
+    """Train as two stages of which the first one changes every eighth message header to the second.
+
+    Each change is made once. There are no more changes when all have been made.
     """
     lied = set[tuple[str, str]]()
     said = count()

@@ -105,9 +105,7 @@ def forged_reports(target: Target, stretch: Stretch) -> None:
 
 
 def forged_hashes(target: Target, stretch: Stretch) -> None:
-    """Confirm hashes that no member holds: of a wrong value or length, of an unknown parameter, of one parameter, of
-    none.
-    """
+    """Confirm hashes that no member holds: wrong or too long ones, of an unknown parameter, of one parameter, none."""
     names = target.parameters
     forged: Sequence[Mapping[str, bytes]] = [
         dict.fromkeys(names, b"\1" * 31),

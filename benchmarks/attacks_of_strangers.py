@@ -136,8 +136,9 @@ def no_certificate(target: Target, stretch: Stretch) -> None:
 
 
 def another_authority(target: Target, stretch: Stretch) -> None:
-    """Show certificates with names of the run, issued by another authority of the same name, by a member, and by their
-    key.
+    """Show certificates of another authority of the same name, of a member as an authority, and self-signed ones.
+
+    Their names are those of the run.
     """
     names = (target.honest, target.guest.name, EXCHANGE)
     strangers = [credentials_of(name, target) for name in names]

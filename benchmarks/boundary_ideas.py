@@ -62,9 +62,7 @@ def compressed(group: AllReplicas) -> list[tuple[TableReplica, ParticipantsRepli
 
 @dataclass
 class Thinner(Boundary):
-    """Boundary whose gradients have other bits, or fewer coefficients: the first ones, or a random choice for each
-    message.
-    """
+    """Boundary whose gradients have other bits, or fewer coefficients: the first, or a random choice per message."""
 
     back: Bits = field(default_factory=lambda: Bits(4))
     share: float = 1.0

@@ -2,10 +2,11 @@
 
     python benchmarks/chaos.py [--json FILE] [--minutes 30] [--rate 125] [--seed 0] [--parts PART ...]
 
-A datacenter replica, a group of two stages and a group of three train on one machine, as separate processes. Rounds
-have a fixed duration. `rate` faults an hour come at random, equally likely for each member and for the exchange. A
-third are kills, a third are freezes and cuts of 2 seconds, and a third are freezes and cuts of 10 seconds, which end a
-lease.
+A datacenter replica, a group of two stages and a group of three train on one machine, as separate processes.
+
+Except in `matrix` and `soak`, rounds have a fixed duration, and `rate` faults an hour come at random. They are equally
+likely for each member and for the exchange. One third are kills. One third are freezes and cuts of 2 seconds. One third
+are freezes and cuts of 10 seconds, which end a lease.
 
 - `matrix`: inject each kind of fault into each role in each phase of a round, one fault per round. Every round waits
   for all replicas.
@@ -14,8 +15,8 @@ lease.
   shared machine may change its speed by a factor of two. Losses are reported by kind of fault. `growth` reports memory
   and file descriptors.
 - `all_or_nothing`: the same, but each death ends the run, which is then started again with `--resume`.
-- `soak`: measure how memory and descriptors of each process grow in the second half of the time, without faults and
-  with rounds as short as possible.
+- `soak`: train without faults, with rounds as short as possible, and measure how memory and descriptors of each process
+  grow in the second half of the time.
 
 With --json, results are written as they come. Parts that the file contains are not measured again.
 """
@@ -74,7 +75,7 @@ def entry(cell: tuple[str, str, str], round_: int) -> str:
 
 
 def matrix(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """Inject one fault per round, from the second round on. If a round stalls, try the remaining cells in another run."""
+    """Inject one fault per round, from the second on. If a round stalls, try the remaining cells in another run."""
     left, rows, runs = cells()[: arguments.cells], list[dict[str, Any]](), list[dict[str, Any]]()
     while left:
         run = ChaosRun(folder / f"matrix-{len(runs)}", ["exchange.quorum=1", f"outer.rounds={len(left) + 3}"])
@@ -149,8 +150,9 @@ def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace,
 
 
 def sample(run: ChaosRun, most: float, samples: Samples) -> Iterator[float]:
-    """Record the size of every process every five seconds, for `most` seconds or until the run ends. Yields the seconds
-    so far.
+    """Record the size of every process every five seconds, for `most` seconds or until the run ends.
+
+    Yields the seconds so far.
     """
     begin = time.monotonic()
     while (seconds := time.monotonic() - begin) < most and run.wait(5.0):
@@ -322,8 +324,9 @@ def slope(x: Any, y: Any) -> list[float]:
 
 
 def all_or_nothing(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """Measure a run that ends with each death and is resumed at once. A fault costs all members the work that was not
-    saved.
+    """Measure a run that ends with each death and is resumed at once.
+
+    A fault costs all members the work that was not saved.
     """
     usual = baseline(folder, "before-all", arguments)
     run = ChaosRun(folder / "all", timed(arguments, "restarts.count=0", "exchange.quorum=1"))

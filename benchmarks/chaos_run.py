@@ -102,7 +102,7 @@ class ChaosRun:
         return "\n".join(self._output.read_text().splitlines()[-3:])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events so far, without link use. Each line is read once, because hundreds are written per second."""
+        """Return the events so far, without link use. Each line is read once, because there are hundreds per second."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
             with path.open("rb") as file:
@@ -153,18 +153,14 @@ class ChaosRun:
 
 
 def _needed(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of an event that are needed. Inner steps are shortened, because there are hundreds of
-    thousands.
-    """
+    """Return the needed fields of an event, or None for link use. There are hundreds of thousands of events."""
     if line["event"] == "inner_step":
         return {key: line[key] for key in ("event", "time", "replica")}
     return None if line["event"] == "link_use" else line
 
 
 def tokens_a_second(run: ChaosRun, since: float | None = None, until: float | None = None) -> float:
-    """Return tokens of included contributions per second, from the first closed round (or `since`) to the last (or
-    `until`).
-    """
+    """Return tokens of included contributions per second, from the first close (or `since`) to the last (`until`)."""
     records, closed = run.records(), run.closed()
     if len(records) < 2:
         return 0.0

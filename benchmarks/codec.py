@@ -3,8 +3,8 @@
     python benchmarks/codec.py [--elements 33554432] [--json FILE]
 
 `uniform` positions are drawn at random. Their limit is log2 C(4096, k) / k bits. `real` positions are those that the
-first replica would send in the seventh round of a small run, which is trained here (two replicas, width 128, a
-vocabulary of 4096). A message for 512M parameters is encoded whole. Its positions are uniform, and its values are drawn
+first replica would send in the seventh round of a small run. It is trained here (two replicas, width 128, a vocabulary
+of 4096). A message for 512M parameters is encoded whole. Its positions are uniform, and its values are drawn
 from those of the real run. Speeds are those of benchmarks/compressors.py, on one thread. Needs `pip install
 hetero-pp[benchmarks,numba]`.
 """
@@ -198,8 +198,9 @@ def _kind(name: str) -> str:
 
 
 def _corpus(text: str | None, folder: Path) -> Corpus:
-    """Prepare a corpus of byte pairs in this folder. Without a text, prepare the standard library, and keep it for
-    later calls.
+    """Prepare a corpus of byte pairs in this folder.
+
+    Without a text, it is the standard library, which is kept for later calls.
     """
     if text is None:
         cache = Path(tempfile.gettempdir()) / "hetero-pp-codec"
