@@ -175,7 +175,7 @@ def flood(
 
 
 def begin(channel: grpc.Channel, call: Call) -> grpc.Future[bytes]:
-    """Begin a call and return its future."""
+    """Begin a call and return its future. If the answer has many frames, only the first is read."""
     if len(call.frames) == 1:
         one: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
         return one.future(call.frames[0], metadata=call.metadata, timeout=TIMEOUT)

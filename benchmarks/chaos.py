@@ -15,8 +15,8 @@ are freezes and cuts of 10 seconds, which end a lease.
   shared machine may change its speed by a factor of two. Losses are reported by kind of fault. `growth` reports memory
   and file descriptors.
 - `all_or_nothing`: the same, but each death ends the run, which is then started again with `--resume`.
-- `soak`: train without faults, with rounds as short as possible, and measure how memory and descriptors of each process
-  grow in the second half of the time.
+- `soak`: train without faults, with rounds as short as possible. Measure how the memory and the descriptors of each
+  process grow in the second half of the time.
 
 With --json, results are written as they come. Parts that the file contains are not measured again.
 """

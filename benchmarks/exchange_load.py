@@ -4,7 +4,7 @@
 
 Each run is launched as a user launches it, with every member in a process of its own. Peak memory is the process's
 largest resident set (VmHWM), less that of an idle Python that has imported torch and grpc. CPU seconds of a round are
-those of the process (user and system) from the first audited round to the last, divided by the rounds between.
+the user and system time from the first audited round to the last, divided by the rounds between.
 The factors of `hetero_pp/simulator/exchange_load.py` were chosen with all runs but those named `held-out`. Runs on one
 machine have no TLS: CPU of transfers (benchmarks/link.py) is not measured here.
 """

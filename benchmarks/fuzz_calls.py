@@ -84,7 +84,7 @@ NO_CONTRIBUTIONS = "this exchange does not have the contributions"
 """Start of the answer to `Record` with the name of another exchange process. This answer is UNAVAILABLE on purpose."""
 MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
-"""Probabilities before each message: that the guest's slot changes, and that the guest leaves it for good."""
+"""Probabilities before each message: that the guest's slot changes, and that it becomes vacant."""
 
 HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
 TEXTS = [
@@ -116,7 +116,7 @@ def most_of(name: str, messages: int) -> int:
 
 
 def left_of(cells: Mapping[str, Any], messages: int) -> Sequence[str]:
-    """Return the calls that have had fewer messages than they shall have."""
+    """Return the calls that still need messages."""
     return [name for name in CELLS if cells.get(name, {}).get("sent", 0) < most_of(name, messages)]
 
 
@@ -467,7 +467,7 @@ class Sender:
         answers.cancel()
 
     def _disturb(self, who: str, name: str) -> None:
-        """Vacate or take the guest's slot now and then, so that some messages come too late or too early."""
+        """Vacate or retake the guest's slot now and then, so that some messages come too late or too early."""
         if who == "member" and CALLS[name] is ADMISSION:
             if random.random() < (0.5 if name == "Give" else RESEATED):
                 self._forget_invited()  # one call at a time
