@@ -1,4 +1,4 @@
-"""Memory and CPU of the exchange's process: predicted beside measured, in launched runs.
+"""Compare the predicted memory and CPU of the exchange's process with those of launched runs.
 
     python benchmarks/exchange_load.py [--json FILE] [--only NAME ...]
 

@@ -467,7 +467,7 @@ class Sender:
         answers.cancel()
 
     def _disturb(self, who: str, name: str) -> None:
-        """Vacate or retake the guest's slot now and then, so that some messages come too late or too early."""
+        """Vacate or take again the guest's slot now and then, so that some messages come too late or too early."""
         if who == "member" and CALLS[name] is ADMISSION:
             if random.random() < (0.5 if name == "Give" else RESEATED):
                 self._forget_invited()  # one call at a time

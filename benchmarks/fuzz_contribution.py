@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the decoder of contributions: any bytes give valid values or MalformedContribution.
+"""Fuzz the decoder of contributions by code coverage: any bytes give valid values or MalformedContribution.
 
     python benchmarks/fuzz_contribution.py --inputs 10000000 [--seed N] [--corpus FOLDER] [--json FILE]
 
