@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
-# What pip is told beside it, such as the index of another build: make demo TORCH_ARGS=--index-url=URL
+# More arguments of `pip install torch`, such as the index of another build: make demo TORCH_ARGS=--index-url=URL
 TORCH_ARGS ?=
 CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
@@ -25,7 +25,7 @@ test: $(READY)
 benchmarks-smoke: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist load $(SMOKE)
 
-# What starts no process, in about a minute: for while one works.
+# Runs the tests that start no process, in about a minute. Use it during development.
 quick: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not starts_processes"
 
@@ -36,8 +36,8 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# torch comes first, pinned, from where TORCH_ARGS says. Sizes are of Linux on x86-64 with Python 3.11: on Linux PyPI's
-# torch needs CUDA's libraries, on a machine without a GPU, too.
+# torch is installed first, pinned, so that TORCH_ARGS can select its index. Sizes are those on Linux x86-64 with Python
+# 3.11. On Linux, PyPI's torch needs CUDA's libraries even on a machine without a GPU.
 $(READY): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'hetero-pp needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
 	@echo "Setting up $(VENV). Downloads: $(TORCH) $(TORCH_ARGS), then 0.4 GB of other packages."

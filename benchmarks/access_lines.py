@@ -1,13 +1,14 @@
-"""A group whose machines have one line each: the kernel's, those that `launch` shapes, and those that `simulate` knows.
+"""Compare access lines shaped by the kernel, shaped by `launch`, and predicted by `simulate`, for one group.
 
     python benchmarks/access_lines.py [--only NAME ...] [--json FILE]
 
-The kernel's run is one on several hosts (docs/hosts.md): the exchange and every stage in a network namespace of
-its own (benchmarks/namespaces.py), and nothing of lines in the YAML. A step is the median time between two steps of the
-first stage; links decide it, so that it is the time that a stage in the middle needs to send to both of its neighbours.
+In the kernel's run, the exchange and each stage have a network namespace of their own (benchmarks/namespaces.py), as in
+a run on several hosts (docs/hosts.md). Its YAML has no lines. A step is the median time between two steps of the first
+stage. Links decide it, so it is the time in which a middle stage sends to both of its neighbours.
 
-A provider's rate is one of packets, the program's one of what gRPC hands to TCP. So the kernel counts in two ways: the
-bytes in the packets, which is what is compared, and whole packets, which shows what headers and acknowledgements take.
+A provider limits the rate of packets; the program limits the rate of what gRPC hands to TCP. So the kernel counts in
+two ways. Only the bytes in the packets are comparable with the program. Whole packets show the cost of headers and
+acknowledgements.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ replicas:
 
 @dataclass(frozen=True)
 class Group:
-    """Stages with a line of the same kind each: Mbit/s, and ms that it adds to what crosses it, either way."""
+    """Stages that each have a line of the same kind: `up` and `down` in Mbit/s, `latency` in ms each way."""
 
     up: float
     down: float
@@ -79,7 +80,7 @@ class Group:
 
     @property
     def line_settings(self) -> list[str]:
-        """What gives every stage its line, as `--set` takes it."""
+        """Return the settings that give every stage its line, in the form of `--set`."""
         line = {"up": f"{self.up} Mbit/s", "down": f"{self.down} Mbit/s", "latency": f"{self.latency} ms"}
         return [f"lines={json.dumps({'own': line})}", "replicas.0.line=own"]
 
@@ -88,7 +89,7 @@ class Group:
         return [f"home.{stage}" for stage in range(self.stages)]
 
     def yaml(self, corpus: Path, steps: int, hosts: Sequence[str]) -> str:
-        """The group, with the exchange listening on the first host and the stages on the others."""
+        """Return the group's YAML. The exchange listens on the first host, and the stages on the others."""
         exchange, *addresses = hosts
         stages = ", ".join(f"{{layers: {4 // self.stages}, listen: '{address}'}}" for address in addresses)
         return YAML.format(corpus=corpus, sequence=self.sequence, steps=steps, exchange=exchange, stages=stages)
@@ -99,7 +100,7 @@ SMALLEST = Group(200, 200, stages=2, sequence=64)
 
 
 class Watch:
-    """What the kernel counts on all lines, again and again, until it is left."""
+    """Samples the kernel's counts on all lines until the block ends."""
 
     def __init__(self, watched: Network) -> None:
         self._network, self._samples = watched, [(time.time(), watched.counted())]
@@ -119,7 +120,7 @@ class Watch:
         self._thread.join()
 
     def used(self, member: str, begin: float, end: float, line: Line, counts_headers: bool) -> dict[str, float]:
-        """Shares of a line that were used between two times, as its buckets count, and in the fullest second."""
+        """Return the used shares of a line between two times, and the share of its upload in the fullest second."""
         up, down = self._rates(member, begin, end, counts_headers)
         second = min(1.0, end - begin)
         starts = [begin, *(time_ for time_, _ in self._samples if begin <= time_ <= end - second)]
@@ -127,7 +128,7 @@ class Watch:
         return {"up": up / line.up, "down": down / line.down, "up in the fullest second": fullest / line.up}
 
     def _rates(self, member: str, begin: float, end: float, counts_headers: bool) -> tuple[float, float]:
-        """Bit/s up and down."""
+        """Return the mean bit/s up and down."""
         first = max((sample for sample in self._samples if sample[0] <= begin), key=_time)
         last = min((sample for sample in self._samples if sample[0] >= end), key=_time, default=self._samples[-1])
         before, after = (_bits(counted[member], counts_headers) for _, counted in (first, last))
@@ -145,7 +146,10 @@ def _bits(counted: Counted, counts_headers: bool) -> tuple[int, int]:
 
 
 def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, Any]:
-    """The group in namespaces: a step, and how full each line was from the first to the last."""
+    """Run the group in namespaces.
+
+    Returns the time of a step, and the used share of each line from the first step to the last.
+    """
     lines = {EXCHANGE: None} | dict.fromkeys(group.members, group.line)
     with _folder() as folder, network(lines, counts_headers) as made:
         (folder / "token").write_text("known to all of them, and to nobody else\n")
@@ -161,7 +165,10 @@ def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, A
 
 
 def launch_on_hosts(made: Network, folder: Path) -> None:
-    """`launch --only` on every machine, until all have ended. Raises SystemExit with what the first to fail said."""
+    """Run `launch --only` on every machine until all have ended.
+
+    Raises SystemExit with the output of the first machine that fails.
+    """
     processes = {name: _launch(one, name, made, folder) for name, one in made.machines.items()}
     try:
         while any(process.poll() is None for process in processes.values()):
@@ -197,7 +204,7 @@ def _events(runs: Path) -> list[dict[str, Any]]:
 
 
 def by_launch(group: Group, steps: int) -> dict[str, Any]:
-    """The group on this host's loopback, with lines that `launch` shapes."""
+    """Run the group on this host's loopback, with lines that `launch` shapes."""
     with _folder() as folder:
         yaml = _on_loopback(group, steps, folder)
         with redirect_stdout(StringIO()):
@@ -206,7 +213,7 @@ def by_launch(group: Group, steps: int) -> dict[str, Any]:
 
 
 def by_simulate(group: Group, steps: int) -> dict[str, Any]:
-    """What is predicted, from costs of its stages on this machine, now."""
+    """Predict the group from its stages' costs on this machine, measured now."""
     with _folder() as folder:
         [home] = calibrated_prediction(_on_loopback(group, steps, folder), group.line_settings).replicas
         return {"step_seconds": home.step_seconds}
@@ -227,7 +234,7 @@ WAYS: dict[str, Callable[[Group, int], dict[str, Any]]] = {
 
 
 def why_not() -> str | None:
-    """Why there can be no such network here; None if there can."""
+    """Return why such a network is not possible here; None if it is."""
     try:
         with network({"alone": Line(1e6, 1e6)}, counts_headers=False):
             return None
@@ -236,7 +243,7 @@ def why_not() -> str | None:
 
 
 def show(way: str, found: dict[str, Any], kernel: float | None) -> None:
-    """A line: seconds a step, how that is to the kernel's, and how full the fullest upload was."""
+    """Print a line: seconds per step, their ratio to the kernel's, and the share used of the fullest upload."""
     seconds = found["step_seconds"]
     ratio = "" if kernel is None else f"{seconds / kernel:.3f}"
     full = ""
@@ -247,13 +254,13 @@ def show(way: str, found: dict[str, Any], kernel: float | None) -> None:
 
 
 def main() -> None:
-    """Run and print; write JSON if asked."""
+    """Run every way, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="parts of names of groups")
+    parser.add_argument("--only", nargs="*", help="run groups whose names contain one of these")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parse(parser, SMOKE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does, leaving nothing behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
     torch.set_num_threads(1)
     lacks = why_not()
     if lacks is not None:
@@ -263,7 +270,7 @@ def main() -> None:
     for group in [SMALLEST] if arguments.smoke else GROUPS:
         if arguments.only and not any(part in group.name for part in arguments.only):
             continue
-        print(f"{group.name}: seconds a step, over the kernel's", flush=True)
+        print(f"{group.name}: seconds per step, and their ratio to the kernel's", flush=True)
         ways: dict[str, dict[str, Any]] = {}
         for way in arguments.ways:
             ways[way] = WAYS[way](group, arguments.steps)

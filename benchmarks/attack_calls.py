@@ -1,4 +1,4 @@
-"""What an attack knows of a run, how long it lasts, and the calls that it makes."""
+"""Target, duration and calls of an attack on a live run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
 CALLS_A_SECOND = 300
-"""Of one attack: what is refused costs the exchange's processor, which others here need, too."""
+"""Calls per second of one attack. Refused calls cost the exchange processor time that other processes here need."""
 LARGE_A_SECOND = 10
-"""Of messages of megabytes: 44 MB a second, which is more than most lines carry."""
+"""Calls per second with messages of megabytes: 44 MB a second, more than most lines carry."""
 REPORTS_A_SECOND = 10
-"""Twenty reports each: a hundred times as many as an honest member has."""
+"""Report calls per second, with 20 reports each: 100 times as many reports as an honest member sends."""
 HANDSHAKES_A_SECOND = 100
-"""Of who is not let in: a signature and an agreement on a key each."""
+"""Handshakes per second of connections that are refused. Each costs a signature and a key agreement."""
 CARRIED_A_SECOND = 10
-"""Calls of the relay, some of them with megabytes that nobody reads: 12 MB a second, as a line of 100 Mbit/s."""
+"""Relay calls per second. Some carry megabytes that no stage reads: 12 MB a second, as on a line of 100 Mbit/s."""
 IN_FLIGHT = 64
 TIMEOUT = 10.0
 NICENESS = 10
-"""Beyond that of the run: an attack comes from elsewhere, and takes no processor of those that it attacks."""
+"""Niceness of attacks above that of the run. Attacks come from elsewhere, and so must not take the run's processors."""
 CONNECTIONS = 10_000
 FILES_FOR_ITSELF = 200
 
@@ -47,45 +47,48 @@ Frames = Sequence[bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """A run, and what a member of it knows."""
+    """A run, and what a member of the run knows about it."""
 
     address: str
     run: str
     guest: Credentials
-    """Of a member, who attacks."""
+    """Credentials of the attacking member."""
     honest: str
-    """Another member, a replica of its own."""
+    """Name of another member, which is a replica of its own."""
     blocks: Sequence[str]
-    """That either contributes."""
+    """Blocks that each of these two members contributes."""
     parameters: Sequence[str]
     link_address: str
-    """Where a stage listens; nowhere if it is found through the relay."""
+    """Address at which a stage listens; none if the stage is reached through the relay."""
     neighbour: Credentials
-    """Of the stage that may dial it."""
+    """Credentials of the stage that may dial it."""
     link: LinkSpec
     listener: Credentials
-    """Of that stage: who has the relay's place is taken for both ends by it, and for neither by the other one."""
+    """Credentials of that stage. The relay takes their holder for this end of the link; the other end does not."""
     ends: Sequence[Credentials]
-    """Of both ends of a link that is the attacker's own."""
+    """Credentials of both ends of a link that belongs to the attacker."""
     own_link: str
     nobody: Credentials
-    """Of a name that is not of the run, by its authority: nobody has one. What it asks is refused as a stranger's."""
+    """Credentials from the run's authority with a name that is not in the run. Its calls are refused like a stranger's.
+    """
     expired: Credentials
     tickets: Mapping[str, Credentials]
-    """By what they are: open, invited (open, for who is to be a member), used, unknown, and former (of who held a
-    place, which another has been given since)."""
+    """Ticket credentials by state: open, invited (open, used to become a member), used, unknown, and former.
+
+    `former` are the credentials of a holder whose slot was given to another one.
+    """
     spec: RunSpec
     folder: RunFolder
-    """Of a liar, for itself: it trains as a member."""
+    """Run folder of lying members, which train there."""
     connections: int = CONNECTIONS
 
 
 @dataclass
 class Stretch:
-    """One attack for a while: how long, and what came of it."""
+    """One period of an attack: when it begins and ends, and the outcomes of its calls."""
 
     codes: Counter[str] = field(default_factory=Counter)
-    """Calls by the status that they ended with; connections that were held."""
+    """Number of calls by the status that they ended with. Also counts held connections."""
     is_over: threading.Event = field(default_factory=threading.Event)
     is_under_way: threading.Event = field(default_factory=threading.Event)
 
@@ -100,7 +103,7 @@ class Stretch:
 
 
 def channel_to(address: str, by: Credentials, peer: str = EXCHANGE) -> grpc.Channel:
-    """The one place in which attacks make channels."""
+    """Return a channel with the given credentials. Attacks make their gRPC channels only here."""
     return make_channel(address, by.identity, peer)
 
 
@@ -115,14 +118,14 @@ def credentials_of(name: str, target: Target, secret: str = "another secret") ->
 
 
 def authority_of(target: Target) -> str:
-    """The certificate of the run's authority, which everybody may know."""
+    """Return the certificate of the run's authority, which is public."""
     assert target.guest.identity is not None
     return target.guest.identity.authority
 
 
 @contextmanager
 def seated(target: Target) -> Iterator[tuple[ExchangeClient, int]]:
-    """The guest in its place, and the term that it holds; it leaves as one that has died."""
+    """Hold the guest's slot while the block runs. Yields its client and its incarnation, and then reports its death."""
     client = ExchangeClient(target.address, target.guest, target.run, timeout=TIMEOUT)
     name = target.guest.name
     try:
@@ -135,7 +138,7 @@ def seated(target: Target) -> Iterator[tuple[ExchangeClient, int]]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as it crosses: a single frame is a single request."""
+    """One call as it is sent. A call with a single frame is unary."""
 
     path: str
     frames: Frames
@@ -152,7 +155,10 @@ def asked(call: str, request: Message, metadata: Metadata, by: Credentials) -> C
 def flood(
     address: str, stretch: Stretch, calls: Sequence[Call], a_second: float = CALLS_A_SECOND, peer: str = EXCHANGE
 ) -> None:
-    """Make these calls in turn, paced, many at once: each over the connection of who makes it."""
+    """Make the calls in turn at a bounded rate, with up to IN_FLIGHT under way.
+
+    Each caller has a connection of its own.
+    """
     room = threading.Semaphore(IN_FLIGHT)
 
     def done(call: grpc.Future[bytes]) -> None:
@@ -169,7 +175,7 @@ def flood(
 
 
 def begin(channel: grpc.Channel, call: Call) -> grpc.Future[bytes]:
-    """Make a call. Of one that is answered by many frames the first is read only."""
+    """Begin a call and return its future. If the answer has many frames, only the first is read."""
     if len(call.frames) == 1:
         one: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
         return one.future(call.frames[0], metadata=call.metadata, timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""All attacks on a live run by name, and the process in which each runs, with a member's own credentials."""
+"""All attacks on a live run by name, and the process that runs an attack with a member's credentials."""
 
 from __future__ import annotations
 
@@ -88,17 +88,23 @@ COUNTED = (
     "malformed_to_neighbour",
     "former_holder",
 )
-"""Attacks of members whose contributions are counted, or waited for: the run has not the bits of one without them."""
+"""Attacks by members whose contributions are included or waited for. They change the parameters of the run."""
 THROUGH_RELAY = ("misused_relay", "hostile_relay")
 """Attacks on a run whose stages reach each other through the exchange."""
 CLOSED = "rapid_resets"
-"""The exchange closes the connection of this attack, so that its calls end with UNAVAILABLE."""
+"""Attack whose connection the exchange closes, so that its calls end with UNAVAILABLE."""
 CUT = "hostile_relay"
-"""Meanwhile the line of the stage before is cut now and then, as who carries it could, so that it dials again."""
+"""Attack during which the connection of the stage before the link is cut now and then, so that it dials again.
+
+A process that carries the link could cut it in the same way.
+"""
 
 
 def last_refused(target: Target, door: str) -> Sequence[Call]:
-    """One call for each kind of refusal: what was not told of before is told with it."""
+    """Return one call for each kind of refusal.
+
+    Its refusal makes the exchange report earlier refusals that it has not reported yet.
+    """
     if door == "link":
         path, hello = call_path(LINK_SERVICE, "Open"), pb.LinkHello().SerializeToString()
         return [Call(path, [b"", b""], (), target.guest), Call(path, [hello, b""], (), target.neighbour)]
@@ -115,7 +121,7 @@ def last_refused(target: Target, door: str) -> Sequence[Call]:
 
 
 def attack_main(parent: Connection, name: str, target: Target, is_over: Event) -> None:
-    """Attack whenever the parent says so, until `is_over`, which it sets, and clears again; tell what came of it."""
+    """Attack each time the parent asks for it, until `is_over` is set. Then send the seconds and the status counts."""
     os.nice(NICENESS)
     while parent.recv():
         stretch = Stretch()

@@ -37,13 +37,13 @@ LIES_A_SECOND = 20
 RESETS_A_SECOND = 1000
 HEADER_BYTES = 1 << 20
 SECONDS_TO_RESTART = 2.0
-"""Rare enough for the exchange's bound on joins."""
+"""Seconds before a failed member restarts. They are long enough for the exchange's bound on joins."""
 HASHED_ROUNDS = 6
-"""Number of rounds to come for which made-up hashes are sent again and again."""
+"""Made-up hashes are sent for rounds before the last closed round plus this number."""
 MOST_STEPS = 2**32
 FORMER_A_SECOND = 50
 GROWTH = 4.0
-"""By which a contribution is larger than the one before."""
+"""Factor by which a contribution is larger than that of the round before."""
 
 
 # ---- real members, whose calls are changed ----
@@ -60,9 +60,9 @@ def members(
     change: Change = lambda call: call,
     stream: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda frames: frames,
 ) -> None:
-    """Run members until the stretch is over; the first one lies, by `change` to the exchange, by `stream` on its link.
+    """Run members until the stretch is over. A member that fails starts again.
 
-    A member that fails starts again.
+    The first member lies: `change` alters its calls to the exchange, and `stream` alters its frames on stage links.
     """
 
     def changed(call: Said) -> Said:
@@ -92,9 +92,9 @@ def _member(target: Target, stretch: Stretch, own: Credentials) -> None:
             ends = threading.Thread(target=_close_when_over, args=(stretch, connections.exchange), daemon=True)
             ends.start()
             take_part(target.spec, member, connections, target.folder)
-        tell_died(target.address, own, own.name, "it has failed", None)  # or its slot stays held for a lease
+        tell_died(target.address, own, own.name, "it has failed", None)  # else its slot stays held until the lease ends
         stretch.codes["failed"] += 1
-        stretch.is_under_way.set()  # one that is not let in attacks, too
+        stretch.is_under_way.set()  # a member that is refused attacks, too
         stretch.is_over.wait(SECONDS_TO_RESTART)
 
 
@@ -103,7 +103,7 @@ def _close_when_over(stretch: Stretch, client: ExchangeClient) -> None:
     client.close()
 
 
-# ---- contributions, which are counted ----
+# ---- contributions, which are included ----
 
 
 def _with_steps(call: Said, steps: int) -> Said:
@@ -115,18 +115,18 @@ def _with_steps(call: Said, steps: int) -> Said:
 
 
 def claimed_steps(target: Target, stretch: Stretch) -> None:
-    """A member says that its contributions come of 4 billion inner steps."""
+    """Claim that each contribution comes from 4 billion inner steps."""
     members(target, stretch, [target.guest], lambda call: _with_steps(call, MOST_STEPS))
 
 
 def claimed_weights(target: Target, stretch: Stretch) -> None:
-    """A member says that it took twice as many steps in each round as in the one before, so as to weigh more."""
+    """Double the claimed inner steps of a contribution every eight calls, so as to weigh more."""
     steps, most = count(1), 31
     members(target, stretch, [target.guest], lambda call: _with_steps(call, 2 ** min(next(steps) // 8, most)))
 
 
 def growing_contributions(target: Target, stretch: Stretch) -> None:
-    """A member contributes noise, four times as large in each round as in the one before."""
+    """Contribute noise that is four times as large in each round as in the round before."""
     blocks, rounds = shapes_by_block(target.spec.parameter_shapes), dict[int, float]()
 
     def change(call: Said) -> Said:
@@ -148,7 +148,7 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
 
 
 def takes_rounds(target: Target, stretch: Stretch) -> None:
-    """A member asks for every round, says that it computes, and contributes nothing."""
+    """Ask for every round, report that it is being computed, and contribute nothing."""
 
     members(target, stretch, [target.guest], partial(_without_deposits, stretch))
 
@@ -160,11 +160,11 @@ def _without_deposits(stretch: Stretch, call: Said) -> Said:
     return call
 
 
-# ---- a place, and nothing beside it ----
+# ---- members that hold a slot and do not train ----
 
 
 def heartbeats_only(target: Target, stretch: Stretch) -> None:
-    """A member holds its place, says by each heartbeat that it gets on, and asks for no round."""
+    """Hold a slot and send heartbeats that report progress, but ask for no round."""
     with seated(target) as (_, term):
         own, progress = shown(target.guest, target.run, term), count(1)
         beats = [
@@ -177,7 +177,7 @@ def heartbeats_only(target: Target, stretch: Stretch) -> None:
 
 
 def absurd_reports(target: Target, stretch: Stretch) -> None:
-    """A member reports values that are none: of steps, evaluations, links and times."""
+    """Report invalid values of steps, evaluations, links and times."""
     name, link = target.guest.name, f"{target.guest.name}-exchange"
     honest = [
         pb.Report(inner_step=pb.InnerStep(replica=name, round=1, step=1, loss=3.0, tokens=64)),
@@ -198,7 +198,7 @@ def absurd_reports(target: Target, stretch: Stretch) -> None:
 
 
 def made_up_hashes(target: Target, stretch: Stretch) -> None:
-    """Guests say that they hold the same parameters, which nobody holds, after the last rounds and the next ones."""
+    """Confirm hashes of parameters that no member holds, as several guests that agree, for recent and future rounds."""
     with ExitStack() as stack:
         calls = []
         for one in (target.guest, *target.ends):
@@ -213,17 +213,17 @@ def made_up_hashes(target: Target, stretch: Stretch) -> None:
 
 
 def places_in_a_loop(target: Target, stretch: Stretch) -> None:
-    """A member takes its place, and leaves it, again and again."""
+    """Take a slot and leave it, again and again."""
     for _ in stretch.paced(LIES_A_SECOND):
         with suppress(HeteroPPError), seated(target):
             stretch.codes["taken"] += 1
 
 
-# ---- calls that cost more than they say ----
+# ---- calls that cost the exchange more than the caller ----
 
 
 def rapid_resets(target: Target, stretch: Stretch) -> None:
-    """A member begins calls, and resets each before it is answered."""
+    """Begin calls, and reset each of them before it is answered."""
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own, request = shown(target.guest, target.run, term), pb.BeatRequest().SerializeToString()
         beat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Beat"))
@@ -234,14 +234,14 @@ def rapid_resets(target: Target, stretch: Stretch) -> None:
 
 
 def huge_headers(target: Target, stretch: Stretch) -> None:
-    """A member sends a megabyte of metadata with a call."""
+    """Send a megabyte of metadata with each call."""
     with seated(target) as (_, term):
         own = (*shown(target.guest, target.run, term), ("made-up", "x" * HEADER_BYTES))
         flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), own, target.guest)], LARGE_A_SECOND)
 
 
 def unread_snapshots(target: Target, stretch: Stretch) -> None:
-    """A member asks for snapshots as often as it may, and reads nothing of them."""
+    """Ask for snapshots as often as allowed, and read none of them."""
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own = shown(target.guest, target.run, term)
         request = pb.SnapshotRequest(names=target.parameters).SerializeToString()
@@ -255,7 +255,7 @@ def unread_snapshots(target: Target, stretch: Stretch) -> None:
 
 
 def unsent_deposits(target: Target, stretch: Stretch) -> None:
-    """A member begins to send contributions, and sends no frame of them."""
+    """Begin contributions, and send no frame of them."""
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own = shown(target.guest, target.run, term)
 
@@ -273,7 +273,10 @@ def unsent_deposits(target: Target, stretch: Stretch) -> None:
 
 
 def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
-    """A stage that trains changes a header of each round to the stage beside it."""
+    """Train as two stages of which the first one changes every eighth message header to the second.
+
+    Each change is made once. There are no more changes when all have been made.
+    """
     lied = set[tuple[str, str]]()
     said = count()
 

@@ -1,4 +1,4 @@
-"""Attacks of a member that goes beyond its own: one function each."""
+"""Attacks by a member that exceeds its rights. Each attack is one function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from hetero_pp.rpc.services import call_path
 
 
 def anothers_place(target: Target, stretch: Stretch) -> None:
-    """A member in another's name, or for another's blob, or telling of its death. It is who its certificate names."""
+    """Act in another member's name, upload another member's blob, and report another member's death.
+
+    The exchange must take the caller's name from its certificate.
+    """
     with seated(target) as (_, term):
         own = shown(target.guest, target.run, term)
         named = shown(Credentials(target.honest), target.run, 1)
@@ -44,7 +47,7 @@ def anothers_place(target: Target, stretch: Stretch) -> None:
 
 
 def old_term(target: Target, stretch: Stretch) -> None:
-    """Who has held a place before acts on."""
+    """Make calls with the incarnation of a former holder of the slot."""
     with seated(target) as (client, old):
         client.died(target.guest.name, "another takes its place")
         with seated(target):
@@ -60,7 +63,7 @@ def old_term(target: Target, stretch: Stretch) -> None:
 
 
 def slow_readers(target: Target, stretch: Stretch) -> None:
-    """A member watches as often as it may, and reads nothing of what it tells itself."""
+    """Open as many report streams as allowed, read none of them, and send reports."""
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own = shown(target.guest, target.run, term)
         watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Watch"))
@@ -74,7 +77,7 @@ def slow_readers(target: Target, stretch: Stretch) -> None:
 
 
 def abandoned_waits(target: Target, stretch: Stretch) -> None:
-    """A member asks for what has not happened yet, and is gone."""
+    """Ask for a record that does not exist yet, and cancel the call."""
     with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
         own = shown(target.guest, target.run, term)
         record: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Record"))
@@ -87,7 +90,7 @@ def abandoned_waits(target: Target, stretch: Stretch) -> None:
 
 
 def forged_reports(target: Target, stretch: Stretch) -> None:
-    """A member tells what the exchange alone tells, or of another's steps."""
+    """Send reports that only the exchange may send, or that are about another replica."""
     other = target.honest
     forged = [
         pb.Report(round_verified=pb.RoundVerified(round=1, replica=other, parameters_sha256=bytes(32))),
@@ -102,7 +105,7 @@ def forged_reports(target: Target, stretch: Stretch) -> None:
 
 
 def forged_hashes(target: Target, stretch: Stretch) -> None:
-    """A member confirms what no member holds: other digests, of too many bytes, of no parameter, of none at all."""
+    """Confirm hashes that no member holds: wrong or too long ones, of an unknown parameter, of one parameter, none."""
     names = target.parameters
     forged: Sequence[Mapping[str, bytes]] = [
         dict.fromkeys(names, b"\1" * 31),
@@ -119,7 +122,7 @@ def forged_hashes(target: Target, stretch: Stretch) -> None:
 
 
 def oversized(target: Target, stretch: Stretch) -> None:
-    """A member announces terabytes, or sends messages beyond what any is."""
+    """Announce contributions of up to 2^63 bytes, and send messages that are larger than any valid one."""
     deposit, megabytes = call_path(SERVICE, "Deposit"), bytes(1 << 20)
     with seated(target) as (_, term):
         own = shown(target.guest, target.run, term)

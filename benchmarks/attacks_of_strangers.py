@@ -1,7 +1,7 @@
-"""Attacks of who is not of the run, or makes itself nobody: one function each.
+"""Attacks by processes that are not in the run, or that present themselves as such. Each attack is one function.
 
-They come no further than their handshake: what they say is said over connections of their own, as gRPC would not say
-it (`knocks`).
+Connections without a valid certificate get no further than the TLS handshake. `knocks` makes them with plain sockets,
+because gRPC sends no request over such a connection.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hetero_pp.rpc.services import call_path
 
 
 def strange_context(target: Target, by: Credentials | None, version: ssl.TLSVersion | None = None) -> ssl.SSLContext:
-    """TLS of a stranger who shows this, or no certificate at all; it takes whoever answers."""
+    """Return a TLS context that shows these credentials, or no certificate. It accepts any name of the server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(cadata=authority_of(target))
@@ -62,11 +62,11 @@ def strange_context(target: Target, by: Credentials | None, version: ssl.TLSVers
 
 
 def knock(address: str, context: ssl.SSLContext | None, said: bytes) -> str:
-    """Connect, without TLS if there is no context, and say something; whether anything is answered to it."""
+    """Connect, without TLS if there is no context, send bytes, and return how the connection ended."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), TIMEOUT)
-        with connection:  # wrapped, it is another one
+        with connection:  # wrapping it makes another socket
             if context is not None:
                 connection = context.wrap_socket(connection)
             with connection:
@@ -80,13 +80,13 @@ def knock(address: str, context: ssl.SSLContext | None, said: bytes) -> str:
 
 
 ANSWERED = "ANSWERED"
-"""How a stranger's connection ends that must not."""
+"""Outcome of a stranger's connection that was answered, which must not happen."""
 ALERT = b"\x15"
-"""What a record of TLS begins with that says no more than that there is no handshake."""
+"""First byte of a TLS alert, which only says that the handshake failed."""
 
 
 def as_http2(call: Call) -> bytes:
-    """A call as it crosses (RFC 9113), with headers that are neither indexed nor compressed."""
+    """Encode a call as HTTP/2 (RFC 9113), with headers that are neither indexed nor compressed."""
     headers = {":method": "POST", ":scheme": "https", ":path": call.path, ":authority": EXCHANGE}
     headers |= {"content-type": "application/grpc", "te": "trailers", **dict(call.metadata)}
     block = b"".join(b"\x00" + _text(key) + _text(value) for key, value in headers.items())
@@ -100,7 +100,7 @@ def _frame(kind: int, flags: int, body: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A string of HPACK: its length has seven bits in the first byte, and then seven in each."""
+    """Encode a string for HPACK. Seven bits of each length byte belong to the length."""
     data = text.encode()
     if len(data) < 127:
         return bytes([len(data)]) + data
@@ -114,7 +114,7 @@ def _text(text: str) -> bytes:
 def knocks(
     target: Target, stretch: Stretch, contexts: Sequence[ssl.SSLContext | None], said: Sequence[bytes] = ()
 ) -> None:
-    """One connection after the other, several at once, each of which says at once what a call would."""
+    """Open connections at a bounded rate, several at once. Each immediately sends the bytes of a call."""
     call = Call(call_path(SERVICE, "LastRound"), [b""], shown(target.guest, target.run, 1), target.guest)
     everything = [(one, words) for words in (said or [as_http2(call)]) for one in contexts]
     room = threading.Semaphore(IN_FLIGHT)
@@ -130,13 +130,16 @@ def knocks(
 
 
 def no_certificate(target: Target, stretch: Stretch) -> None:
-    """Calls that show nothing: by TLS without a certificate, an older TLS, and without TLS."""
+    """Connect with TLS but no certificate, with an older TLS, and without TLS."""
     old = strange_context(target, None, ssl.TLSVersion.TLSv1_2)
     knocks(target, stretch, [strange_context(target, None), old, None])
 
 
 def another_authority(target: Target, stretch: Stretch) -> None:
-    """In a member's name by another authority of the same name, by a member that is none, and by itself."""
+    """Show certificates of another authority of the same name, of a member as an authority, and self-signed ones.
+
+    Their names are those of the run.
+    """
     names = (target.honest, target.guest.name, EXCHANGE)
     strangers = [credentials_of(name, target) for name in names]
     strangers += [signed_by(target.guest, target.honest), self_signed(target)]
@@ -144,7 +147,10 @@ def another_authority(target: Target, stretch: Stretch) -> None:
 
 
 def signed_by(member: Credentials, name: str) -> Credentials:
-    """A certificate that a member has signed, as if it were the run's authority, with its own beside it."""
+    """Return credentials whose certificate a member has signed as if it were the run's authority.
+
+    The member's own certificate is part of the chain.
+    """
     own, key, forger = member.identity, new_key(), Authority("made up")
     assert own is not None
     forger._key = key_from_text(own.key)
@@ -153,7 +159,7 @@ def signed_by(member: Credentials, name: str) -> Credentials:
 
 
 def self_signed(target: Target) -> Credentials:
-    """By its own key, under the name of the run's authority."""
+    """Return credentials that are signed by their own key, with the name of a member."""
     key, own = new_key(), Authority("made up")
     own._key = key
     certificate = own.sign(key.public_key(), target.honest, 0, time.time() + 3600.0)
@@ -161,20 +167,23 @@ def self_signed(target: Target) -> Credentials:
 
 
 def ended(target: Target, stretch: Stretch) -> None:
-    """A certificate of the run's authority that has ended; bytes that are no TLS, between."""
+    """Show an expired certificate of the run's authority, and in between send bytes that are not TLS."""
     context = strange_context(target, target.expired)
     knocks(target, stretch, [context, context, None], [b"\x16\x03\x01" + bytes(500), bytes(1000)])
 
 
 def another_run(target: Target, stretch: Stretch) -> None:
-    """A member's own certificate, for another run; and one of a name that is not of the run."""
+    """Call with a member's certificate for another run, and with a certificate whose name is not in the run."""
     elsewhere = shown(target.guest, "another run", 1)
     nobody = asked("Beat", pb.BeatRequest(), shown(target.nobody, target.run, 1), target.nobody)
     flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), elsewhere, target.guest), nobody])
 
 
 def tickets(target: Target, stretch: Stretch) -> None:
-    """Tickets that are unknown, used, or shown for what they are not for; who was not invited, or is not any more."""
+    """Show tickets that are unknown, used or meant for other calls, and send damaged requests.
+
+    Also calls as a member that was not invited, and as a former member.
+    """
     key = new_key()
     right, good = signing_request(key), partial(pb.EnrolRequest, version=PROTOCOL_VERSION)
     known, former = target.tickets, target.tickets["former"]
@@ -195,7 +204,7 @@ NOT_BY_TICKET = ("Beat", "Watch", "LastRound", "Renew", "Give", "Status")
 
 
 def half_open(target: Target, stretch: Stretch) -> None:
-    """Calls that are begun and send nothing: of who has a ticket, and more than a member may have open."""
+    """Begin calls that send nothing: with a ticket, and as a member with more calls than it may have open."""
     with seated(target) as (_, term), ExitStack() as channels:
         known, own = [target.tickets["open"], target.guest], shown(target.guest, target.run, term)
         pairs = [(channels.enter_context(channel_to(target.address, one)), own) for one in known]
@@ -209,7 +218,7 @@ def half_open(target: Target, stretch: Stretch) -> None:
 def _half_open(
     channel: grpc.Channel, metadata: Metadata, stretch: Stretch, room: threading.Semaphore, never: threading.Event
 ) -> None:
-    """One call that sends nothing, until it is ended by the other side."""
+    """Begin one call that sends nothing until the server ends it."""
 
     def nothing() -> Iterator[bytes]:
         never.wait()
@@ -225,7 +234,7 @@ def _half_open(
 
 
 def connections(target: Target, stretch: Stretch) -> None:
-    """As many connections as this process may have, which say nothing, or begin a handshake and stop."""
+    """Open as many connections as this process may have. Half send nothing; half begin a handshake and stop."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     host, _, port = target.address.rpartition(":")
@@ -246,7 +255,7 @@ def connections(target: Target, stretch: Stretch) -> None:
 
 
 def client_hello(target: Target) -> bytes:
-    """What a handshake begins with: who listens answers with its certificate, and has signed for it."""
+    """Return the ClientHello of a handshake. The server answers it with its certificate and a signature."""
     said = ssl.MemoryBIO()
     begun = strange_context(target, None).wrap_bio(ssl.MemoryBIO(), said)
     with suppress(ssl.SSLWantReadError):

@@ -1,4 +1,4 @@
-"""Attacks on links between stages, and by what carries them: one function each."""
+"""Attacks on links between stages, and by the relay that carries them. Each attack is one function."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from hetero_pp.rpc.stage_link import StageLinkServer
 
 
 def link_frames(target: Target, stretch: Stretch) -> None:
-    """Hostile frames on a stage link: of another member of the run, of a ticket, and of who is the neighbour."""
+    """Send hostile frames on a stage link: as another member, with a ticket, and as the neighbour."""
     flood(target.link_address, stretch, hostile_frames(target), peer=target.link.target)
 
 
 def hostile_frames(target: Target) -> list[Call]:
-    """On a stage link."""
+    """Return calls that open a stage link with hostile frames."""
     right = pb.LinkHello(
         version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1, session=b"other"
     )
@@ -47,12 +47,12 @@ def hostile_frames(target: Target) -> list[Call]:
 
 
 def copied(hello: pb.LinkHello) -> pb.LinkHello:
-    """The same again."""
+    """Return a copy of a hello."""
     return pb.LinkHello.FromString(hello.SerializeToString())
 
 
 def misused_relay(target: Target, stretch: Stretch) -> None:
-    """A member asks for links of others, for more than it may, sends too much or what nobody reads, waits and goes."""
+    """Ask the relay for links of others and for too many links, send too much or unread data, wait, and leave."""
     with ExitStack() as stack:
         guest, dials, waits = (
             Carrier(stack.enter_context(channel_to(target.address, one)), one, stretch)
@@ -80,7 +80,7 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
 
 
 class repeated:
-    """A frame as often as it is asked for, by several."""
+    """Iterable that yields one frame without end, to any number of consumers."""
 
     def __init__(self, frame: bytes) -> None:
         self._frame = frame
@@ -91,7 +91,7 @@ class repeated:
 
 
 class Carrier:
-    """One who dials the relay, and reads nothing of what comes, or its credit at most."""
+    """Caller of the relay that reads no frames, or only its credit."""
 
     def __init__(self, channel: grpc.Channel, by: Credentials, stretch: Stretch) -> None:
         self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(RELAY, "Carry"))
@@ -99,7 +99,10 @@ class Carrier:
         self._open: list[grpc.Call] = []
 
     def carry(self, link: str, frames: Iterable[bytes], meets: bool = False) -> None:
-        """One more call, which stays open once it has said this; what it says at once it has no credit for."""
+        """Make one more call, which sends the frames and stays open.
+
+        If `meets`, the call first reads all of its credit. Else it sends without credit.
+        """
         begun: SimpleQueue[Iterator[bytes]] = SimpleQueue()
         call = self._carry(self._said(frames, begun if meets else None), metadata=((LINK, link), *shown(self._by)))
         begun.put(call)
@@ -107,7 +110,7 @@ class Carrier:
         self._open.append(call)
 
     def leave(self, but: int = MOST_CARRIED + 4) -> None:
-        """Go from all calls but so many: more than a member may have open."""
+        """Cancel the oldest calls until `but` are left. The default is more than a member may have open."""
         while len(self._open) > but:
             self._open.pop(0).cancel()
 
@@ -125,11 +128,11 @@ class Carrier:
 
 
 def hostile_relay(target: Target, stretch: Stretch) -> None:
-    """In the place of who carries a link: brings strangers to the stage after, and the stage before to others.
+    """Take the relay's position: bring strangers to the stage after a link, and bring the stage before it to strangers.
 
-    Whoever holds the relay can do that. What it has not is the certificates that the two ends show each other; so
-    within what is carried it has another member's, or speaks no TLS. It lets the two meet in between: to keep them
-    apart is what it may do, and shows nothing.
+    Any process in the relay's position can do that. It lacks the certificates that the two ends show each other. So it
+    shows another member's certificate, or sends bytes that are not TLS. In between it lets the two ends meet. It could
+    keep them apart, but that would show nothing.
     """
     dialler = RelayedDialler(target.address, target.neighbour, target.link.name)
     with closing(dialler), ExitStack() as stack:
@@ -145,23 +148,23 @@ def hostile_relay(target: Target, stretch: Stretch) -> None:
 
 
 def counted(stretch: Stretch, call: grpc.Future[bytes]) -> None:
-    """When it is done."""
+    """Count the status of a finished call."""
     stretch.codes[code_of(call)] += 1
 
 
 def say(address: str, words: bytes) -> None:
-    """To a socket of this machine."""
+    """Send bytes to a Unix socket of this machine."""
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.connect(address.removeprefix("unix:"))
         connection.sendall(words)
 
 
 ENTICED = 1.0
-"""Seconds in which the stage before is brought to another than its neighbour, if it dials."""
+"""Seconds during which the stage before is connected to a process that is not its neighbour, if it dials."""
 
 
 def entice(target: Target, stretch: Stretch, in_tls: bool) -> None:
-    """Be dialled in the place of the stage after: with another member's certificate, or by what speaks no TLS."""
+    """Listen in place of the stage after: with another member's certificate, or without TLS."""
     own = LinkCredentials(identity=target.guest.identity)
     server = StageLinkServer(target.link, own, target.link.target, seed=1, expected=None)
     with socket.create_server(("127.0.0.1", 0)) as junk:

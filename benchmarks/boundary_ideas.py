@@ -1,12 +1,12 @@
-"""Boundaries that were tried beside the one that is there, at as many bytes: what each would gain or lose.
+"""Compare ideas for the boundary with the current boundary, at an equal number of bytes.
 
     python benchmarks/boundary_ideas.py [--ideas PATTERN] [--seeds N] [--json FILE]
 
-Half of four replicas are compressed, as in `beyond/boundaries`, by the fast path. An idea is measured against what is
-there at as many bytes (forward and back together), with the same anchors and seeds: above 0 it loses. `own` is the
-average over replicas of the loss in each one's own forward, `plain` that of the synced model without boundaries. Two
-rows say where the loss comes from: only activations, or only gradients, are compressed. With --json, what the file has
-is not trained again.
+Half of four replicas are compressed, as in `beyond/boundaries`, and trained by the vectorized trainer. Each idea is
+compared with the current boundary at as many bytes (forward and backward together), with equal anchors and seeds. A
+difference above 0 means that the idea is worse. `own` is the loss of the replica forward, averaged over replicas.
+`plain` is the loss of the synced model without boundaries. Two rows show where the loss comes from: only activations,
+or only gradients, are compressed. With --json, runs that the file contains are not trained again.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ Change = Callable[[AllReplicas], None]
 
 
 def compressed(group: AllReplicas) -> list[tuple[TableReplica, ParticipantsReplica]]:
-    """Those that an idea changes."""
+    """Return the compressed replicas, which an idea changes, with their settings."""
     pairs = zip(group.replicas, group.settings, strict=True)
     return [(replica, settings) for replica, settings in pairs if isinstance(settings, ParticipantsReplica)]
 
 
-# ---- what goes back ----
+# ---- gradients at the boundary ----
 
 
 @dataclass
 class Thinner(Boundary):
-    """Of the gradient other bits go back, or fewer coefficients: the first, or others for each message."""
+    """Boundary whose gradients have other bits, or fewer coefficients: the first, or a random choice per message."""
 
     back: Bits = field(default_factory=lambda: Bits(4))
     share: float = 1.0
@@ -84,7 +84,7 @@ class Thinner(Boundary):
 
 
 class WholeGradients(Boundary):
-    """Activations are compressed, gradients are not."""
+    """Boundary that compresses activations and not gradients."""
 
     def encode_gradient(self, gradient_BLD: Tensor, key: Tensor) -> Symbols:
         return (gradient_BLD,)
@@ -94,7 +94,7 @@ class WholeGradients(Boundary):
 
 
 class WholeActivations(Boundary):
-    """Gradients are compressed, activations are not."""
+    """Boundary that compresses gradients and not activations."""
 
     def encode_activation(self, x_BLD: Tensor) -> Symbols:
         return (x_BLD.detach(),)
@@ -104,7 +104,7 @@ class WholeActivations(Boundary):
 
 
 def boundary(kind: type[Boundary], **settings: Any) -> Change:
-    """Has compressed replicas have a boundary of this kind."""
+    """Return a change that gives compressed replicas a boundary of this kind."""
 
     def change(group: AllReplicas) -> None:
         for replica, of in compressed(group):
@@ -114,12 +114,12 @@ def boundary(kind: type[Boundary], **settings: Any) -> Change:
     return change
 
 
-# ---- other bytes for each hop ----
+# ---- different bytes for each hop ----
 
 
 @dataclass
 class ByHop(Boundary):
-    """Hops have boundaries of their own; this one, which has the most, is that of the embedding's split."""
+    """Boundary with another boundary for each hop. Its own rank is the largest one, and splits the embedding."""
 
     hops: list[Boundary] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ class ByHop(Boundary):
 
 
 class Crossings:
-    """A boundary for each hop, as a Peer."""
+    """Peer that crosses each hop with the boundary of that hop."""
 
     def __init__(self, hops: list[Boundary]) -> None:
         self._hops = hops
@@ -140,7 +140,7 @@ class Crossings:
 
 
 def by_hop(*shares: float) -> Change:
-    """Each hop has a share of the coefficients that the row names."""
+    """Return a change that gives each hop a share of the row's coefficients."""
 
     def change(group: AllReplicas) -> None:
         for replica, _ in compressed(group):
@@ -154,11 +154,11 @@ def by_hop(*shares: float) -> Change:
     return change
 
 
-# ---- what the receiver learns ----
+# ---- tables and layers that the receiver learns ----
 
 
 class TokenBefore(Anchors):
-    """The token before has a table, too."""
+    """Anchors with a second table, for the token before."""
 
     def more(self, vocabulary: int, width: int) -> dict[str, nn.Parameter]:
         return {"before": nn.Parameter(torch.zeros(vocabulary, width))}
@@ -169,7 +169,7 @@ class TokenBefore(Anchors):
 
 
 class LinearMap(Anchors):
-    """What was reconstructed is mapped, too."""
+    """Anchors with a linear map of the reconstructed activation."""
 
     def more(self, vocabulary: int, width: int) -> dict[str, nn.Parameter]:
         return {"map": nn.Parameter(torch.zeros(width, width))}
@@ -179,7 +179,7 @@ class LinearMap(Anchors):
 
 
 class HiddenLayer(Anchors):
-    """A hidden layer, as wide as the model, sees what was reconstructed."""
+    """Anchors with a hidden layer over the reconstructed activation, as wide as the model."""
 
     def more(self, vocabulary: int, width: int) -> dict[str, nn.Parameter]:
         random = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
@@ -191,7 +191,7 @@ class HiddenLayer(Anchors):
 
 
 def anchors(kind: type[TokenBefore | LinearMap | HiddenLayer]) -> Change:
-    """Has the anchors of compressed replicas be of this kind."""
+    """Return a change that gives compressed replicas anchors of this kind."""
 
     def change(group: AllReplicas) -> None:
         for replica, of in compressed(group):
@@ -211,7 +211,7 @@ def anchors(kind: type[TokenBefore | LinearMap | HiddenLayer]) -> Change:
 
 
 def anchors_everywhere(group: AllReplicas) -> None:
-    """Replicas that are not compressed have anchors, too, behind the same layers."""
+    """Give anchors to uncompressed replicas, too, behind the same layers."""
     (like, of), *_ = compressed(group)
     config = group.spec.config
     for replica in group.replicas:
@@ -223,7 +223,7 @@ def anchors_everywhere(group: AllReplicas) -> None:
 
 
 def half_counted(group: AllReplicas) -> None:
-    """Compressed replicas count half as much in outer rounds as those that are not."""
+    """Halve the weight of compressed replicas in outer rounds."""
     for replica, _ in compressed(group):
         group.weights[replica.name] /= 2
 
@@ -233,7 +233,7 @@ def half_counted(group: AllReplicas) -> None:
 
 @dataclass(frozen=True)
 class Idea:
-    """A row of compressed replicas, and what is changed in its run; ranks are shares of the width."""
+    """Row of compressed replicas, and the change to its run. `rank` is a share of the width."""
 
     rank: str
     bits: int
@@ -269,11 +269,11 @@ IDEAS = {
         "15/32", 4, anchors_everywhere, FADING, "fading full anchors"
     ),
 }
-"""Named by what they are at a width of 64; against which of them each is measured."""
+"""Ideas by name. Numbers in the names hold at a width of 64. `against` is the idea that each one is compared with."""
 
 
 def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
-    """Losses after the last round."""
+    """Train an idea, and return its losses after the last round."""
     idea, began, started = IDEAS[name], commit(), time.monotonic()
     cells = {} if idea.anchors is None else {"replicas.boundary.anchors": idea.anchors}
     row = Row.model_validate({"name": name, "compressed": "half", "rank": idea.rank, "bits": idea.bits, "cells": cells})
@@ -300,7 +300,7 @@ def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """A line for each idea: its losses, and how far they are from what it is measured against, at seeds of both."""
+    """Print a line for each idea: its losses, and their difference from the idea that it is compared with."""
     runs = {(run["idea"], run["seed"]): run for run in found["runs"]}
     print(f"\n{'':<56}{'own':>8}{'plain':>8}{'against it: own':>17}{'plain':>9}  seeds")
     for name, idea in IDEAS.items():
@@ -316,10 +316,10 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Train what is not there yet, and print."""
+    """Train the missing runs, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
-    parser.add_argument("--ideas", default="*", metavar="PATTERN", help="of their names, as `*hop`")
+    parser.add_argument("--ideas", default="*", metavar="PATTERN", help="train ideas whose names match, such as `*hop`")
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)

@@ -1,21 +1,24 @@
-"""What a run keeps of its work while processes are killed and frozen and links are cut, and how soon it goes on.
+"""Measure the goodput and the recovery of a run whose processes are killed or frozen and whose links are cut.
 
     python benchmarks/chaos.py [--json FILE] [--minutes 30] [--rate 125] [--seed 0] [--parts PART ...]
 
-A datacenter replica, a group of two stages and one of three train in rounds of so much time, on one machine, as
-processes of their own. Faults come at random, `rate` of them in an hour, as likely of any member as of the exchange: a
-third are kills, a third freezes and cuts of two seconds, and a third such of ten, which end a lease.
+A datacenter replica, a group of two stages and a group of three train on one machine, as separate processes.
 
-- `matrix`: one fault of every kind to every role in every phase of a round, one a round, all replicas in each.
-- `goodput`: tokens of counted contributions a second under faults, beside those of stretches without them right before
-  and after, and beside those of the rounds in between that no fault touched (`share_of_untouched`): a machine that is
-  shared may be twice as fast at one time as at another, and these are of the same minutes. What is lost is told by kind
-  of fault. `growth`: memory and descriptors meanwhile.
-- `all_or_nothing`: the same where whoever dies ends the run, which is then started again by `--resume`.
-- `soak`: memory and descriptors of every process where nothing is done to it and rounds are as short as they can be:
-  how they grow in the second half of the time.
+Except in `matrix` and `soak`, rounds have a fixed duration, and `rate` faults an hour come at random. They are equally
+likely for each member and for the exchange. One third are kills. One third are freezes and cuts of 2 seconds. One third
+are freezes and cuts of 10 seconds, which end a lease.
 
-With --json results are written as they come; a part that the file has is not measured again.
+- `matrix`: inject each kind of fault into each role in each phase of a round, one fault per round. Every round waits
+  for all replicas.
+- `goodput`: measure tokens of included contributions per second under faults. Two baselines without faults are measured
+  right before and right after. `share_of_untouched` compares with rounds in between that no fault touched, because a
+  shared machine may change its speed by a factor of two. Losses are reported by kind of fault. `growth` reports memory
+  and file descriptors.
+- `all_or_nothing`: the same, but each death ends the run, which is then started again with `--resume`.
+- `soak`: train without faults, with rounds as short as possible. Measure how the memory and the descriptors of each
+  process grow in the second half of the time.
+
+With --json, results are written as they come. Parts that the file contains are not measured again.
 """
 
 from __future__ import annotations
@@ -44,18 +47,18 @@ PHASES = ("training", "contributing", "waiting", "evaluating", "saving")
 MOST_SECONDS_A_CELL = 120.0
 LASTS = (2.0, 10.0)
 SAME_MINUTES = 200.0
-SECONDS_AFTER = 15.0  # until a fault is over for certain, after it has ended
-SECONDS_BETWEEN_TELLS = 120.0  # it takes CPU that the run does not have
+SECONDS_AFTER = 15.0  # a fault may have effects for so long after it has ended
+SECONDS_BETWEEN_TELLS = 120.0  # writing the figures takes CPU time from the run
 
 Samples = dict[tuple[str, int], list[tuple[float, int, int]]]
-"""(member, its process) -> (seconds, bytes of memory, descriptors), as time goes on"""
+"""Samples (seconds, bytes of memory, descriptors) by member and process id."""
 
 
 # ---- one fault of every kind ----
 
 
 def cells() -> list[tuple[str, str, str]]:
-    """(kind, whom, phase)"""
+    """Return the cells of the matrix: (kind, target, phase)."""
     killed = itertools.product(["kill"], ["far.1", "dc", "exchange", "far.0", "far.2"], PHASES)
     frozen = itertools.product(["freeze"], ["far.1", "dc", "exchange"], PHASES)
     cut = itertools.product(["cut"], ["far.0-1", "dc-exchange", "far.1-exchange"], PHASES)
@@ -65,14 +68,14 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def entry(cell: tuple[str, str, str], round_: int) -> str:
-    """A cell as an entry of a file of faults."""
+    """Return a cell as an entry of a fault file."""
     kind, whom, phase = cell
     lasts = "" if kind in ("kill", "corrupt") else ", lasts: 2 s"
     return f"{{{kind}: {whom}{lasts}, at: {{round: {round_}, phase: {phase}}}}}"
 
 
 def matrix(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """A round a cell, from the second on; where one is lost the others are tried in another run."""
+    """Inject one fault per round, from the second on. If a round stalls, try the remaining cells in another run."""
     left, rows, runs = cells()[: arguments.cells], list[dict[str, Any]](), list[dict[str, Any]]()
     while left:
         run = ChaosRun(folder / f"matrix-{len(runs)}", ["exchange.quorum=1", f"outer.rounds={len(left) + 3}"])
@@ -101,19 +104,19 @@ def matrix(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], No
 
 
 def at_random(arguments: argparse.Namespace, seed: int) -> list[str]:
-    """The entries of a file of faults."""
+    """Return the entries of a fault file with random faults."""
     rate = f"rate: {arguments.rate / 3:g}/h"
     short, long = (f"of: [freeze, cut], lasts: {seconds:g} s" for seconds in LASTS)
     return [f"{{{rate}, {what}, seed: {3 * seed + i}}}" for i, what in enumerate(("of: [kill]", short, long))]
 
 
 def timed(arguments: argparse.Namespace, *more: str) -> list[str]:
-    """Settings: rounds are time."""
+    """Return settings for rounds of a fixed duration."""
     return [f"inner={{seconds: {arguments.seconds:g}, learning_rate: 6e-3}}", *more]
 
 
 def baseline(folder: Path, name: str, arguments: argparse.Namespace) -> float:
-    """Tokens a second of a stretch without faults."""
+    """Return the tokens per second of a run without faults."""
     with ChaosRun(folder / name, timed(arguments)) as run:
         run.start()
         run.wait(MOST_SECONDS_A_CELL, 1)
@@ -122,8 +125,8 @@ def baseline(folder: Path, name: str, arguments: argparse.Namespace) -> float:
 
 
 def goodput(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """Under faults, between two stretches without."""
-    baseline(folder, "warm", arguments)  # a machine may be fast for its first minute only
+    """Measure the goodput under faults, between two baselines without faults."""
+    baseline(folder, "warm", arguments)  # a machine may be fast only in its first minute
     found: dict[str, Any] = {"baseline_goodput": [baseline(folder, "before", arguments)]}
     with ChaosRun(folder / "goodput", timed(arguments)) as run:
         _follow(run, found, arguments, tell)
@@ -133,7 +136,7 @@ def goodput(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], N
 
 
 def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """Under faults, with what is known so far now and then."""
+    """Run under faults, and write the figures now and then."""
     run.start(at_random(arguments, arguments.seed))
     run.wait(MOST_SECONDS_A_CELL, 1)
     begin, told = time.monotonic(), 0.0
@@ -147,7 +150,10 @@ def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace,
 
 
 def sample(run: ChaosRun, most: float, samples: Samples) -> Iterator[float]:
-    """Note the size of every process, every five seconds for `most` or until the run ends; how many have passed."""
+    """Record the size of every process every five seconds, for `most` seconds or until the run ends.
+
+    Yields the seconds so far.
+    """
     begin = time.monotonic()
     while (seconds := time.monotonic() - begin) < most and run.wait(5.0):
         for member, pid, memory, descriptors in run.sizes():
@@ -156,7 +162,7 @@ def sample(run: ChaosRun, most: float, samples: Samples) -> Iterator[float]:
 
 
 def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run came to so far; a fault of which it is not known yet is `survived: null`."""
+    """Return the figures of a run so far. A fault whose outcome is not known yet has `survived: null`."""
     events, records, closed = run.events(), run.records(), run.closed()
     own, usual = tokens_a_second(run), float(np.mean(found["baseline_goodput"]))
     hashes = defaultdict(set)
@@ -187,22 +193,22 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RoundSpan:
-    """A round, from when the one before was decided to when it was, and what could have cost it something."""
+    """A round, from the close of the round before to its own close, and the faults that may have cost it tokens."""
 
     begin: float
     end: float
     tokens: int
     faults: Sequence[str]
-    """As they are told: those that were done in it, or were hardly over."""
+    """Causes of faults that were injected in the round, or had just ended."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / (self.end - self.begin)
 
 
 def spans(run: ChaosRun, injected: Sequence[Mapping[str, Any]]) -> list[RoundSpan]:
-    """All rounds but the first."""
+    """Return the spans of all rounds but the first."""
     closed, found = run.closed(), []
     over = [(one["time"], one["time"] + SECONDS_AFTER + lasts(one["cause"]), one["cause"]) for one in injected]
     for round_, record in sorted(run.records().items()):
@@ -214,11 +220,10 @@ def spans(run: ChaosRun, injected: Sequence[Mapping[str, Any]]) -> list[RoundSpa
 
 
 def untouched(rounds: Sequence[RoundSpan]) -> dict[str, Any]:
-    """Of the rounds that no fault touched: tokens a second, and how many they are. Beside them, what the others have
-    lost to faults of each kind, as a share of all tokens.
+    """Return the goodput of rounds that no fault touched, and the share of tokens that faults of each kind have cost.
 
-    Each round is held against untouched ones of the same minutes; where several faults touched one, each is blamed for
-    as much.
+    Each round is compared with untouched rounds of the same minutes. If several faults touched a round, its loss is
+    divided equally among them.
     """
     whole = [one for one in rounds if not one.faults]
     if not whole:
@@ -240,13 +245,13 @@ def untouched(rounds: Sequence[RoundSpan]) -> dict[str, Any]:
 
 
 def kind_of(cause: str) -> str:
-    """What is done, and for how long: "freeze of dc for 10 s (training)" is a "freeze, 10 s"."""
+    """Return the kind of a fault and its duration: "freeze of dc for 10 s (training)" gives "freeze, 10 s"."""
     kind, seconds = cause.split()[0], lasts(cause)
     return f"{kind}, {seconds:g} s" if seconds else kind
 
 
 def lasts(cause: str) -> float:
-    """Seconds, of a fault as it is told: "freeze of dc for 10 s (training)"."""
+    """Return the seconds that a fault lasts, from a cause such as "freeze of dc for 10 s (training)"."""
     found = re.search(r" for (\d+(?:\.\d+)?) s\b", cause)
     return float(found[1]) if found else 0.0
 
@@ -258,7 +263,7 @@ def _fault(
     records: Mapping[int, Any],
     closed: Mapping[int, float],
 ) -> dict[str, Any]:
-    """One fault, and what became of whom it was done to."""
+    """Return one fault, and what became of its target."""
     place, when, cause = told["place"], told["time"], told["cause"]
     replica, kind = place.partition(".")[0], cause.split()[0]
     later = [records[round_] for round_, time_ in closed.items() if time_ > when and round_ in records]
@@ -281,7 +286,7 @@ def _fault(
 
 
 def without_faults(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """A long run of short rounds."""
+    """Train many short rounds without faults."""
     samples: Samples = defaultdict(list)
     with ChaosRun(folder / "soak", ["inner.steps=1"]) as run:
         run.start()
@@ -296,8 +301,9 @@ def without_faults(folder: Path, arguments: argparse.Namespace, tell: Callable[[
 
 
 def growth(samples: Samples, first: float = 60.0) -> list[dict[str, Any]]:
-    """Of each process that lived for two minutes after its `first` seconds: how memory and descriptors grow in an hour,
-    with errors.
+    """Return how memory and descriptors of each process grow per hour, with standard errors.
+
+    Processes that lived for less than two minutes after their `first` seconds are left out.
     """
     rows = []
     for (member, _), taken in samples.items():
@@ -311,14 +317,17 @@ def growth(samples: Samples, first: float = 60.0) -> list[dict[str, Any]]:
 
 
 def slope(x: Any, y: Any) -> list[float]:
-    """Of a line through points, with its standard error."""
+    """Return the slope of a line fitted to points, with its standard error."""
     line = np.polyfit(x, y, 1)
     left, spread = y - np.polyval(line, x), x - x.mean()
     return [float(line[0]), float(np.sqrt((left @ left) / (len(x) - 2) / (spread @ spread)))]
 
 
 def all_or_nothing(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """Whoever dies ends the run, which is started again at once; a fault costs everybody what was not saved."""
+    """Measure a run that ends with each death and is resumed at once.
+
+    A fault costs all members the work that was not saved.
+    """
     usual = baseline(folder, "before-all", arguments)
     run = ChaosRun(folder / "all", timed(arguments, "restarts.count=0", "exchange.quorum=1"))
     begin, starts, since = time.monotonic(), 0, None
@@ -342,7 +351,7 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace, Callable[[Any], None]], Non
 
 
 def show(name: str, found: Mapping[str, Any]) -> None:
-    """A few lines for a part."""
+    """Print a few lines for a part."""
     if name == "matrix":
         lost = [row for row in found["cells"] if not row["survived"]]
         print(f"matrix: {found['survived']} of {len(found['cells'])} survived", *lost, sep="\n  ")
@@ -354,14 +363,14 @@ def show(name: str, found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure what is not there yet, and print."""
+    """Measure the missing parts, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="under faults")
-    parser.add_argument("--stretch", type=float, default=2.0, help="minutes without, before and after")
-    parser.add_argument("--rate", type=float, default=125.0, help="faults an hour")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a round's inner loop")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes under faults")
+    parser.add_argument("--stretch", type=float, default=2.0, help="minutes of each baseline without faults")
+    parser.add_argument("--rate", type=float, default=125.0, help="faults per hour")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of a round's inner loop")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cells", type=int, default=1000, help="of the matrix, at most")
+    parser.add_argument("--cells", type=int, default=1000, help="largest number of cells of the matrix")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     arguments = parse(parser, SMOKE)
     found: dict[str, Any] = {}

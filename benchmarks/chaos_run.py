@@ -1,4 +1,4 @@
-"""Runs that faults are done to: started as a user starts them, followed by what they leave, stopped by Ctrl-C."""
+"""Run under faults: it is started as a user starts it, observed through its files, and stopped by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ REPLICAS = ("dc", "near", "far")
 
 
 def role_of(place: str) -> str:
-    """What a member is."""
+    """Return the role of a member."""
     if "." not in place:
         return "exchange" if place == "exchange" else "datacenter"
     return {"0": "first stage", "2": "last stage"}.get(place[-1], "stage")
 
 
 def round_of(path: Path) -> int:
-    """Whose record a file is."""
+    """Return the round of a record's file."""
     return int(path.parent.name.removeprefix("round-"))
 
 
@@ -55,9 +55,9 @@ class ChaosRun:
     """One run in the background, in a folder of its own."""
 
     def __init__(self, folder: Path, settings: Sequence[str], text: str = YAML, inside: Sequence[str] = ()) -> None:
-        """`inside`: what to put before the command."""
+        """Prepare the run. `inside` is a command prefix, such as one that enters a namespace."""
         folder.mkdir(parents=True, exist_ok=True)
-        runs = folder.parent / "runs"  # of all, so that the corpus is encoded once
+        runs = folder.parent / "runs"  # shared by all runs, so that the corpus is encoded once
         self.folder = runs / folder.name
         (folder / "run.yaml").write_text(text)
         sets = [part for setting in (f"name={folder.name}", *settings) for part in ("--set", setting)]
@@ -68,7 +68,7 @@ class ChaosRun:
         self._events, self._read = list[dict[str, Any]](), 0
 
     def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
-        """`faults`: entries of a file of faults. A run that goes on writes what was told of it anew."""
+        """Start the run. `faults` are entries of a fault file. A resumed run writes its metrics file anew."""
         self._events, self._read = [], 0
         more = ["--resume" if resume else "--new"]
         if faults:
@@ -79,7 +79,7 @@ class ChaosRun:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the run has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> ChaosRun:
@@ -89,7 +89,7 @@ class ChaosRun:
         self.stop()
 
     def stop(self) -> None:
-        """As Ctrl-C does."""
+        """Stop the run as Ctrl-C does."""
         if self._process is not None and self.runs:
             self._process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -98,11 +98,11 @@ class ChaosRun:
             self._process.wait()
 
     def said(self) -> str:
-        """Its last words."""
+        """Return the last three lines of the output."""
         return "\n".join(self._output.read_text().splitlines()[-3:])
 
     def events(self) -> list[dict[str, Any]]:
-        """What was told of it so far, but for links. Each line is read once: there are hundreds a second."""
+        """Return the events so far, without link use. Each line is read once, because there are hundreds per second."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
             with path.open("rb") as file:
@@ -113,18 +113,18 @@ class ChaosRun:
         return self._events
 
     def closed(self) -> dict[int, float]:
-        """round -> when it was decided: who watches may have lost what was told of it with the exchange"""
+        """Return the time at which each round closed, from its record file. Events may be lost with the exchange."""
         return {round_of(path): path.stat().st_mtime for path in self._records()}
 
     def _records(self) -> list[Path]:
         return sorted((self.folder / "log").glob("round-*/record.json"))
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """round -> its record"""
+        """Return the record of each round."""
         return {round_of(path): json.loads(path.read_text()) for path in self._records()}
 
     def wait(self, seconds: float, until_closed: int | None = None) -> bool:
-        """For so long, or until it ends, or a round is closed: whether neither came before the time was over."""
+        """Wait for `seconds`, until the run ends, or until a round closes. Return True if the time ran out first."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.runs:
             if until_closed is not None and max(self.closed(), default=0) >= until_closed:
@@ -133,13 +133,13 @@ class ChaosRun:
         return self.runs
 
     def replay(self) -> str:
-        """What `hetero-pp replay` says of it: the last line."""
+        """Return the exit code and the last line of `hetero-pp replay` for the run."""
         command = [sys.executable, "-m", "hetero_pp", "replay", str(self.folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         return f"rc {done.returncode}: " + ([*done.stdout.splitlines(), *done.stderr.splitlines()] or [""])[-1]
 
     def sizes(self) -> Iterator[tuple[str, int, int, int]]:
-        """(member, its process, bytes of memory, descriptors) of all that run now; the launcher, too."""
+        """Yield (member, process id, bytes of memory, descriptors) of all running processes, including the launcher."""
         if self._process is None:
             return
         with suppress(psutil.Error):
@@ -153,14 +153,14 @@ class ChaosRun:
 
 
 def _needed(line: dict[str, Any]) -> dict[str, Any] | None:
-    """Of most lines little is asked, and they are hundreds of thousands."""
+    """Return the needed fields of an event, or None for link use. There are hundreds of thousands of events."""
     if line["event"] == "inner_step":
         return {key: line[key] for key in ("event", "time", "replica")}
     return None if line["event"] == "link_use" else line
 
 
 def tokens_a_second(run: ChaosRun, since: float | None = None, until: float | None = None) -> float:
-    """Tokens of counted contributions, from when the first round was decided (or `since`) to the last (or `until`)."""
+    """Return tokens of included contributions per second, from the first close (or `since`) to the last (`until`)."""
     records, closed = run.records(), run.closed()
     if len(records) < 2:
         return 0.0
@@ -171,5 +171,5 @@ def tokens_a_second(run: ChaosRun, since: float | None = None, until: float | No
 
 
 def tokens_of(record: Mapping[str, Any]) -> int:
-    """That came into theta by a round."""
+    """Return the tokens of the contributions that a round included."""
     return sum(int(one.get("tokens", 0)) for one in record["contributions"])

@@ -1,11 +1,12 @@
-"""The size of a contribution: bits a position and a value, beside the limit and other coders; the speed of making it.
+"""Measure the bits of a contribution per position and value, beside the limit and other coders, and the coders' speed.
 
     python benchmarks/codec.py [--elements 33554432] [--json FILE]
 
-`uniform`: positions drawn at random, whose limit is log2 C(4096, k) / k bits. `real`: what the first replica would send
-in the seventh round of a small run that is trained here (two replicas, width 128, a vocabulary of 4096). A message for
-512M parameters is encoded whole: its positions are uniform, its values are drawn from those of the real run. Speeds
-are of benchmarks/compressors.py, on one thread. Needs `pip install hetero-pp[benchmarks,numba]`.
+`uniform` positions are drawn at random. Their limit is log2 C(4096, k) / k bits. `real` positions are those that the
+first replica would send in the seventh round of a small run. It is trained here (two replicas, width 128, a vocabulary
+of 4096). A message for 512M parameters is encoded whole. Its positions are uniform, and its values are drawn
+from those of the real run. Speeds are those of benchmarks/compressors.py, on one thread. Needs `pip install
+hetero-pp[benchmarks,numba]`.
 """
 
 from __future__ import annotations
@@ -57,26 +58,26 @@ VALUES = {"2-bit codes": ("levels", 2), "signs": ("signs", 1), "fp32": ("levels"
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Sizes of a measurement."""
 
     elements: int
-    """Of the tensors whose compression is timed."""
+    """Elements of the tensors whose compression is timed."""
     embedding: Sequence[int]
-    """What takes most memory to compress."""
+    """Shape of the tensor that takes most memory to compress."""
     kept: Sequence[int]
-    """Of 4096 values a chunk."""
+    """Kept values of the 4096 of a chunk."""
     message_kept: Sequence[int]
-    """In a whole message, and where compression is timed."""
+    """Kept values per chunk in a whole message, and where compression is timed."""
     preset: str
-    """Of the model that the message is for."""
+    """Model preset of the message."""
     positions: int
-    """Uniform ones."""
+    """Number of uniform positions."""
     rounds: int
-    """Of the real run, before the one whose contribution is looked at."""
+    """Rounds of the real run before the measured one."""
     steps: int
-    """Of a round."""
+    """Inner steps of a round."""
     text: str | None
-    """What the real run reads; None is the standard library."""
+    """Text that the real run reads; None for the standard library."""
 
 
 FULL = Size(1 << 25, compressors.EMBEDDING, (32, 128, 256), (32, 128), "512m", 1 << 19, 6, 10, None)
@@ -84,7 +85,7 @@ SMALLEST = Size(1 << 18, (8192, 64), (32, 128), (32,), "micro", 1 << 12, 1, 2, P
 
 
 def limit(kept: int) -> float:
-    """log2 C(4096, k) / k."""
+    """Return the limit log2 C(4096, k) / k, in bits per position."""
     combinations = math.lgamma(CHUNK + 1) - math.lgamma(kept + 1) - math.lgamma(CHUNK - kept + 1)
     return combinations / math.log(2) / kept
 
@@ -93,28 +94,28 @@ def limit(kept: int) -> float:
 
 
 def ours(positions: Tensor) -> float:
-    """Gaps as bytes, low bits apart, zstd."""
+    """Return the bits of this project's code: gaps as bytes, low bits apart, zstd."""
     return 8 * len(_encoded(positions))
 
 
 def raw(positions: Tensor) -> float:
-    """12 bits each."""
+    """Return the bits at 12 per position."""
     return 12 * positions.numel()
 
 
 def plain_zstd(positions: Tensor) -> float:
-    """Positions as 16-bit numbers, through zstd."""
+    """Return the bits of 16-bit positions compressed by zstd."""
     return 8 * len(zstandard.ZstdCompressor(level=3).compress(positions.numpy().astype("<u2").tobytes()))
 
 
 def rice(positions: Tensor) -> float:
-    """Golomb-Rice codes of the gaps with the best parameter: its exact size, without writing it."""
+    """Return the exact bits of Golomb-Rice codes of the gaps with the best parameter, without writing them."""
     gaps = _gaps(positions)
     return float(min((gaps >> low).sum() + len(gaps) * (1 + low) for low in range(12)))
 
 
 def range_coder(positions: Tensor) -> float:
-    """constriction's ANS with the gaps' own frequencies as the model, which is not counted."""
+    """Return the bits of constriction's ANS with the gaps' own frequencies as its model, without the model."""
     gaps = _gaps(positions).astype(np.int32)
     model = constriction.stream.model.Categorical(
         np.bincount(gaps).astype(np.float32) / np.float32(len(gaps)), perfect=False
@@ -148,13 +149,13 @@ def _encoded(positions: Tensor) -> bytes:
 
 
 def uniform(size: Size) -> dict[int, Tensor]:
-    """Positions of about so many values, by k."""
+    """Return about `size.positions` uniform positions for each k."""
     generator = torch.Generator().manual_seed(0)
     return {kept: random_positions(size.positions // kept, CHUNK, kept, generator) for kept in size.kept}
 
 
 def coder_speed(positions: Tensor) -> dict[str, float]:
-    """Values that our coder takes, and gives back, in a CPU second."""
+    """Return the values per CPU second that this project's coder encodes and decodes."""
     data, group = _encoded(positions), _group(positions)
     encode = compressors.cpu_seconds(lambda: write_positions(Writer(), group, positions))
     decode = compressors.cpu_seconds(lambda: read_positions(Reader(data, "x"), group, positions.shape[1]))
@@ -166,7 +167,7 @@ def coder_speed(positions: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one replica would send of a tensor."""
+    """Error feedback and pseudo-gradient of one tensor of one replica."""
 
     kind: str
     name: str
@@ -175,7 +176,7 @@ class Sent:
 
 
 def real_run(size: Size, kept: int, corpus: Corpus) -> list[Sent]:
-    """Error feedback and pseudo-gradients of the first replica after all rounds and H steps more."""
+    """Return what the first replica would send after all rounds and the inner steps of one more round."""
     spec = RunSpec(_config(size, kept / CHUNK, corpus.data), corpus.source.vocabulary)
     replicas = AllReplicas(spec, corpus.source)
     for round_ in range(1, size.rounds + 1):
@@ -197,7 +198,10 @@ def _kind(name: str) -> str:
 
 
 def _corpus(text: str | None, folder: Path) -> Corpus:
-    """The text in byte pairs, in this folder; or the standard library, kept for the next call."""
+    """Prepare a corpus of byte pairs in this folder.
+
+    Without a text, it is the standard library, which is kept for later calls.
+    """
     if text is None:
         cache = Path(tempfile.gettempdir()) / "hetero-pp-codec"
         return prepare_corpus(DataSettings(sequence_length=LENGTH), CHUNK, cache)
@@ -232,7 +236,7 @@ def _compression(kept: int, values: str) -> CompressionSettings:
 
 
 def real_sizes(kept: int, sent: list[Sent]) -> dict[str, Any]:
-    """Bits a position by kind of tensor, and bits a value of the whole contribution by quantiser."""
+    """Return bits per position by kind of tensor, and bits per value of the whole contribution by quantiser."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for one in sent:
         compression = _compression(kept, "fp32")
@@ -255,7 +259,7 @@ def real_sizes(kept: int, sent: list[Sent]) -> dict[str, Any]:
 
 
 def peers_bits(kept: int, sent: list[Sent]) -> float:
-    """Bits a value in templar's layout, 12-bit positions and a byte a code, of the run's whole tiles."""
+    """Return bits per value in templar's layout (12-bit positions, a byte per code) for the whole tiles of the run."""
     size = count = 0
     for one in sent:
         if one.delta.ndim == 2 and all(side % 64 == 0 for side in one.delta.shape):
@@ -265,7 +269,7 @@ def peers_bits(kept: int, sent: list[Sent]) -> float:
 
 
 def _whole(kept: int, sent: list[Sent], values: str) -> float:
-    """Bits of the blobs, headers included, a kept value."""
+    """Return bits per kept value of the blobs, including their headers."""
     compression = _compression(kept, values)
     by_name = {one.name: one for one in sent}
     size = count = 0
@@ -283,7 +287,7 @@ def _whole(kept: int, sent: list[Sent], values: str) -> float:
 
 
 def megabytes(preset: str, kept: int, sent: list[Sent], values: str) -> float:
-    """A contribution to a model of this preset."""
+    """Return the megabytes of a contribution to a model of this preset."""
     compression = _compression(kept, values)
     pools = _pools(kept, sent)
     with torch.device("meta"):
@@ -300,7 +304,7 @@ def megabytes(preset: str, kept: int, sent: list[Sent], values: str) -> float:
 
 
 def _pools(kept: int, sent: list[Sent]) -> dict[str, Tensor]:
-    """Kept values of the real run, each tensor's scaled to the same size, by kind."""
+    """Return kept values of the real run by kind of tensor. Each tensor is scaled to a mean magnitude of 1."""
     pools = defaultdict(list)
     for one in sent:
         values = select(one.error.clone(), one.delta, _compression(kept, "fp32")).values
@@ -329,7 +333,7 @@ def _drawn(
 
 
 def measure(size: Size) -> dict[str, Any]:
-    """The content of the JSON file."""
+    """Measure everything, and return the content of the JSON file."""
     torch.set_num_threads(1)
     drawn = uniform(size)
     with tempfile.TemporaryDirectory(prefix="hetero-pp-codec-") as folder:
@@ -359,12 +363,12 @@ def measure(size: Size) -> dict[str, Any]:
 
 
 def _messages(size: Size, runs: dict[int, list[Sent]], values: str) -> dict[str, float]:
-    """By density."""
+    """Return the megabytes of a message by density."""
     return {f"{kept / CHUNK:.4f}": megabytes(size.preset, kept, runs[kept], values) for kept in size.message_kept}
 
 
 def show(found: dict[str, Any]) -> None:
-    """Tables on the terminal."""
+    """Print tables."""
     console = Console(width=120)
     table = Table(title="Bits a position (of 4096)")
     for column in ("coder", *(f"k = {kept}" for kept in found["limit"])):

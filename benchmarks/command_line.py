@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common: `--json FILE`, `--smoke`, and one line where an extra lacks."""
+"""Common parts of the benchmarks' command lines: `--json FILE`, `--smoke`, and the error if an extra is missing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 
 
 def parse(parser: argparse.ArgumentParser, smallest: Mapping[str, Any]) -> argparse.Namespace:
-    """The arguments; with --smoke, which writes no file, `smallest` takes the place of the defaults."""
+    """Parse the arguments. With --smoke, which writes no file, `smallest` replaces the defaults."""
     ends = parser.add_mutually_exclusive_group()
     ends.add_argument("--json", type=Path, help="write the results to this file")
-    ends.add_argument("--smoke", "--quick", action="store_true", help="run everything at its smallest, within seconds")
+    ends.add_argument(
+        "--smoke", "--quick", action="store_true", help="run everything at its smallest size, within seconds"
+    )
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**smallest)
     return parser.parse_args()
 
 
 def save(content: Mapping[str, Any], path: Path | None) -> None:
-    """As JSON, if there is a path; without one, only that it could be."""
+    """Write the content as JSON if there is a path. Without a path, only check that it can be encoded."""
     text = json.dumps(content, indent=1) + "\n"
     if path is not None:
         path.write_text(text)
@@ -30,7 +32,7 @@ def save(content: Mapping[str, Any], path: Path | None) -> None:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """For imports of what an extra brings: where it lacks, the program ends with one line that names the extra."""
+    """Guard imports that an extra provides. If one is missing, exit with a line that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

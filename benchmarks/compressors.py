@@ -1,15 +1,15 @@
-"""Ways to compress a pseudo-gradient: error feedback, top-k per chunk, quantise, subtract what is sent, encode.
+"""Compare ways to compress a pseudo-gradient: error feedback, top-k per chunk, quantise, subtract what is sent, encode.
 
     python benchmarks/compressors.py [--elements 33554432] [--device cuda] [--json FILE]
 
-On a CPU: elements per CPU second on one thread, the median of runs that take turns, for k of 4096 values a chunk,
-beside the floor: one pass `e <- .95 e + d` and nothing else. Then values per CPU second from bytes into a total, one
-contribution at a time or eight. On a GPU: elements per second, and the share of the bandwidth of a copy that 12 bytes
-an element (e read and written, d read) make.
+On a CPU, the result is elements per CPU second on one thread, for k of the 4096 values of a chunk. It is the median of
+interleaved runs. The floor is one pass `e <- .95 e + d` and nothing else. Then contributions are decoded from bytes and
+added to a total, one or eight at a time, in values per CPU second. On a GPU, the results are elements per second and
+the share of a copy's bandwidth. An element moves 12 bytes (e is read and written, d is read).
 
-templar's ways are restated from what its compressor does: it selects from a copy in tiles, packs positions to 12 bits
-and codes to bytes, subtracts a dense tensor, and makes one to decode. Much of their time is memory that malloc gives
-back and faults in again; MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 keeps it.
+templar's ways are written anew after its compressor. It selects from a copy in tiles, packs positions to 12 bits and
+codes to bytes, and subtracts a dense tensor. It decodes into a dense tensor. Much of its time goes to memory that
+malloc returns and faults in again. MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 avoids that.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ ADDRESS = BlobAddress("run", 1, "replica", "block")
 COLUMNS = 4096
 KEPT = (32, 128)
 EMBEDDING = (32000, 1536)
-"""Of the 512m preset."""
+"""Shape of the embedding of the 512m preset."""
 SMOKE = {"elements": COLUMNS * SIDE, "kept": [32], "embedding": [8192, 64]}
 DECAY = 0.95
 RUNS = 5
 BYTES_PER_ELEMENT = 12
-"""The error is read and written, the difference read."""
+"""Bytes of memory traffic per element: the error is read and written, the difference is read."""
 
 Way = Callable[[Tensor, Tensor, int], object]
-"""error [R, C] (updated in place), delta [R, C], k."""
+"""Takes error [R, C] (updated in place), delta [R, C] and k."""
 
 
 def _floor_torch(error: Tensor, delta: Tensor, kept: int) -> None:
@@ -76,7 +76,7 @@ def _fused(error: NDArray[np.float32], delta: NDArray[np.float32], decay: np.flo
 
 
 def _plain(error: Tensor, delta: Tensor, kept: int) -> None:
-    """One torch.topk per chunk."""
+    """Compress with one torch.topk per chunk."""
     error.mul_(DECAY).add_(delta)
     (group,) = groups_of(tuple(error.shape), (SIDE, SIDE))
     bands = [(band, top_k_positions(band.gather(error), kept)) for band in group.bands()]
@@ -94,7 +94,7 @@ def _settings(kept: int, accelerator: str = "torch") -> CompressionSettings:
 def _ours(error: Tensor, delta: Tensor, settings: CompressionSettings) -> bytes:
     selection = select(error, delta, settings)
     if error.device.type != "cpu":
-        return b""  # bytes are made on the CPU, from what little was kept
+        return b""  # the CPU encodes the few kept values
     return encode_blob(ADDRESS, [("x", tuple(error.shape), selection)], settings)
 
 
@@ -107,7 +107,7 @@ def _numba(error: Tensor, delta: Tensor, kept: int) -> bytes:
 
 
 def templar(error: Tensor, delta: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """Packed positions and codes, one byte a code."""
+    """Return packed positions, and codes of one byte each."""
     error.mul_(DECAY).add_(delta)
     tiles = error.unflatten(0, (-1, SIDE)).unflatten(2, (-1, SIDE)).transpose(1, 2).reshape(-1, CHUNK)
     positions = tiles.abs().topk(kept, dim=1, sorted=False).indices
@@ -132,7 +132,7 @@ def _unpack_12(packed: Tensor) -> Tensor:
 
 
 def _bytes_and_lookup(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of 4 buckets over six standard deviations, and the mean of each."""
+    """Return codes of 4 buckets over six standard deviations, and the mean value of each bucket."""
     centre = values.mean()
     centred = values - centre
     scale = 6 * centred.norm() / (values.numel() - 1) ** 0.5 / 4
@@ -159,7 +159,7 @@ GPU_WAYS: Mapping[str, Way] = {
 
 @dataclass(frozen=True)
 class Received:
-    """A contribution to one tensor [R, C], ours and as templar sends it."""
+    """A contribution to one tensor [R, C], in this project's format and in templar's."""
 
     total: Tensor
     blob: bytes
@@ -176,7 +176,7 @@ def _add_ours(received: Received, times: int) -> None:
 
 
 def _add_templar(received: Received, times: int) -> None:
-    """A dense tensor in tiles for all contributions together, back into rows and columns, and added."""
+    """Add all contributions at once: build a dense tensor in tiles, and reorder it into rows and columns."""
     total = received.total
     chunks, rows = total.numel() // CHUNK, total.shape[0] // SIDE
     positions = [_unpack_12(received.packed).view(chunks, -1) for _ in range(times)]
@@ -195,7 +195,7 @@ ADDERS: Mapping[str, Callable[[Received], object]] = {
 
 
 def _inputs(elements: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """An error and a difference [R, 4096], whole tiles."""
+    """Return an error and a difference [R, 4096] of whole tiles."""
     generator = torch.Generator().manual_seed(0)
     rows = max(1, elements // (COLUMNS * SIDE)) * SIDE
     error, delta = (torch.randn(rows, COLUMNS, generator=generator).to(device) for _ in range(2))
@@ -211,14 +211,14 @@ def _received(elements: int, kept: int) -> Received:
 
 
 def measure(ways: Mapping[str, Way], elements: int, kept: int) -> dict[str, float]:
-    """Elements per CPU second of each way."""
+    """Return elements per CPU second of each way."""
     error, delta = _inputs(elements)
     works = {name: partial(way, error, delta, kept) for name, way in ways.items()}
     return {name: error.numel() / seconds for name, seconds in _interleaved(works, time.process_time).items()}
 
 
 def measure_adding(elements: int, kept: int) -> dict[str, float]:
-    """Values per CPU second that each way decodes and adds to a total."""
+    """Return the values per CPU second that each way decodes and adds to a total."""
     received = _received(elements, kept)
     works = {name: partial(add, received) for name, add in ADDERS.items()}
     found = _interleaved(works, time.process_time)
@@ -226,7 +226,7 @@ def measure_adding(elements: int, kept: int) -> dict[str, float]:
 
 
 def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
-    """Elements per second of each way on a device, and of a pass at the speed of a copy."""
+    """Return elements per second of each way on a device, and of one pass at a copy's bandwidth."""
     error, delta = _inputs(elements, device)
     target = torch.empty_like(error)
     works: dict[str, Callable[[], object]] = {"copy": partial(target.copy_, delta)}
@@ -245,7 +245,7 @@ def _clock_of(device: str) -> Callable[[], float]:
 
 
 def _interleaved(works: Mapping[str, Callable[[], object]], now: Callable[[], float]) -> dict[str, float]:
-    """Median seconds of each; the first run of each is not counted."""
+    """Return the median seconds of each work. The first run of each is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(RUNS + 1):
         for name, work in works.items():
@@ -256,12 +256,12 @@ def _interleaved(works: Mapping[str, Callable[[], object]], now: Callable[[], fl
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Of one call, the median of several."""
+    """Return the median CPU seconds of several calls."""
     return _interleaved({"": work}, time.process_time)[""]
 
 
 def measure_memory(embedding: Sequence[int], kept: int, accelerator: str) -> float:
-    """The most memory that compressing an embedding of this shape takes beside it, over its size."""
+    """Return the peak of extra memory while an embedding is compressed, divided by the embedding's size."""
     torch.set_num_threads(1)
     error, delta = torch.zeros(*embedding), torch.randn(*embedding)
     _ours(error, delta, _settings(kept, accelerator))
@@ -273,7 +273,7 @@ def measure_memory(embedding: Sequence[int], kept: int, accelerator: str) -> flo
 
 
 def _elsewhere(work: Callable[..., float], *arguments: object) -> float:
-    """In a process of its own: this one keeps memory that it has freed."""
+    """Run in a process of its own, because this process keeps memory that it has freed."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
 
@@ -284,7 +284,7 @@ def _of_status(key: str) -> int:
 
 
 def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> dict[str, Any]:
-    """Every way on the CPU, on one thread, at every k."""
+    """Measure every way on the CPU, on one thread, at every k."""
     torch.set_num_threads(1)
     return {
         "elements": elements,
@@ -299,7 +299,7 @@ def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> d
 
 
 def measure_all_on_gpu(device: str, elements: int, ks: Sequence[int]) -> dict[str, Any]:
-    """Every way that runs there, at every k."""
+    """Measure every way that runs on the device, at every k."""
     return {
         "elements": elements,
         "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in ks},
@@ -313,7 +313,7 @@ def _rows(rates: Mapping[str, float], floor: float) -> Iterator[tuple[str, ...]]
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Tables on the terminal."""
+    """Print tables."""
     titles = {
         "elements_per_cpu_second": ("M elements a CPU second", "of the floor"),
         "values_added_per_cpu_second": ("M values decoded and added a CPU second", "of the fastest"),
@@ -339,8 +339,10 @@ def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, default=1 << 25)
-    parser.add_argument("--kept", type=int, nargs="+", default=KEPT, help="of 4096 values a chunk")
-    parser.add_argument("--embedding", type=int, nargs=2, default=EMBEDDING, help="whose memory is measured")
+    parser.add_argument("--kept", type=int, nargs="+", default=KEPT, help="values to keep of the 4096 of a chunk")
+    parser.add_argument(
+        "--embedding", type=int, nargs=2, default=EMBEDDING, help="shape of the embedding whose memory is measured"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parse(parser, SMOKE)
     if arguments.device == "cuda":

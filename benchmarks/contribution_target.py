@@ -1,7 +1,8 @@
-"""Inputs for fuzzing the decoder of contributions, and what has to hold of each: it is valid, or refused.
+"""Inputs for fuzzing the decoder of contributions, and the check of each result: valid, or refused.
 
-The first byte of an input picks how it was compressed, the next whether the rest is a whole blob, the body of one or
-what it holds of a tensor; around these, all is made right, such as the digest that no mutation would ever pass.
+The first byte of an input selects the compression settings. The second selects what the rest is: a whole blob, the body
+of a blob, or the content of its first tensor. Everything around the rest is made valid, including the digest, which a
+mutation would never match.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHAPES: list[dict[str, tuple[int, ...]]] = [{"x": (64, 43)}, {"x": (16, 11)}, {"
 
 @dataclass
 class Count:
-    """What became of the inputs."""
+    """Numbers of inputs by outcome."""
 
     inputs: int = 0
     decoded: int = 0
@@ -54,14 +55,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Honest:
-    """A blob that a replica would send, and where in it the first tensor's content lies."""
+    """A blob that a replica would send, and the range of the first tensor's content in it."""
 
     blob: bytes
     content: slice
 
     @classmethod
     def of(cls, way: int) -> Honest:
-        """For the way of this number."""
+        """Return the blob for the settings with this index."""
         settings, generator = WAYS[way], torch.Generator().manual_seed(way)
         chosen = [
             (name, shape, select(torch.zeros(shape), torch.randn(shape, generator=generator) ** 3, settings))
@@ -74,7 +75,7 @@ class Honest:
         return cls(blob, slice(before + 8, before + 8 + length))
 
     def with_content(self, content: bytes) -> bytes:
-        """The body of the blob with other content of its first tensor."""
+        """Return the body of the blob with other content of its first tensor."""
         before, after = self.blob[BEFORE_BODY : self.content.start - 8], self.blob[self.content.stop :]
         return before + struct.pack("<Q", len(content)) + content + after
 
@@ -83,7 +84,7 @@ HONEST = [Honest.of(way) for way in range(len(WAYS))]
 
 
 def seeds() -> Iterator[bytes]:
-    """Inputs that stand for honest blobs, in each of the three forms."""
+    """Yield honest blobs as inputs, in each of the three forms."""
     for way, honest in enumerate(HONEST):
         assert honest.with_content(honest.blob[honest.content]) == honest.blob[BEFORE_BODY:]
         yield bytes([way, 0]) + honest.blob
@@ -92,7 +93,7 @@ def seeds() -> Iterator[bytes]:
 
 
 def mutated(data: bytes, other: bytes, dice: random.Random) -> bytes:
-    """A few changes of the kinds that fuzzers make, behind the two bytes that say what the input is."""
+    """Return an input with a few changes of the kinds that fuzzers make, after the two bytes that select its form."""
     found = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         at, length = dice.randint(2, len(found)), dice.choice((1, 1, 2, 4, 8, 40))
@@ -112,7 +113,10 @@ def mutated(data: bytes, other: bytes, dice: random.Random) -> bytes:
 
 
 def try_one(data: bytes, count: Count) -> None:
-    """Decode an input; what is decoded has to be valid. Raises AssertionError, or whatever escaped the decoder."""
+    """Decode an input, and check the result.
+
+    Raises AssertionError if decoded values are not valid. Exceptions that escape the decoder pass through.
+    """
     count.inputs += 1
     if len(data) < 2:
         return

@@ -1,11 +1,11 @@
-"""Engines of a datacenter replica beside a plain PyTorch loop over the same model, and what an outer round costs.
+"""Compare the engines of a datacenter replica with a plain PyTorch loop over the same model, and measure outer rounds.
 
     python benchmarks/engines.py --preset 178m [--engines torchtitan,deepspeed] [--ranks 1] [--device cuda]
 
-Every way runs in processes of its own, started by torchrun, eager and (on a GPU, or with --compile) compiled:
-tokens a second, peak memory of a rank, MFU where the catalog knows the device, then outer rounds of this one replica:
-seconds, as a share of 50 inner steps, and the memory that a rank needs for them beyond what training holds. On a GPU
-in bf16; on a CPU in fp32 and with one thread a rank.
+torchrun starts each way in processes of its own, eager and (on a GPU, or with --compile) compiled. The results are
+tokens per second, the peak memory of a rank, and MFU if the catalog knows the device. Then the replica runs outer
+rounds without others. Their cost is reported in seconds, as a share of 50 inner steps, and as the memory of a rank
+beyond training. A GPU trains in bf16. A CPU trains in fp32, with one thread per rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SMOKE = {"preset": "micro", "device": "cpu", "batch_size": 2, "length": 32, "ste
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train, on so many ranks."""
+    """One way to train, and its number of ranks."""
 
     way: str
     preset: str
@@ -87,7 +87,7 @@ class Case:
 
 
 class PlainLoop:
-    """What anybody would write for one device: autocast, AdamW, clipping."""
+    """Plain training loop for one device: autocast, AdamW, clipping."""
 
     def __init__(self, case: Case, parameters: dict[str, torch.Tensor], inner: InnerSettings, ranks: Ranks) -> None:
         model = Transformer(case.shape)
@@ -100,7 +100,7 @@ class PlainLoop:
         self.ranks = ranks
 
     def inner_step(self, tokens: torch.Tensor, step: int) -> tuple[float, float, float]:
-        """One step, as the engines take it."""
+        """Take one step. The interface is that of the engines."""
         tokens = tokens.to(self.ranks.device)
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.ranks.device.type == "cuda"):
             loss = next_token_loss(self.module(tokens[:, :-1]), tokens[:, 1:])
@@ -112,7 +112,7 @@ class PlainLoop:
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
-    """Measure one way, on every rank; what the first found."""
+    """Measure one way on this rank, and return the result."""
     torch.set_num_threads(1)
     ranks = init_ranks(torch.device(case.device))
     parameters = _parameters(case)
@@ -158,7 +158,10 @@ def _engine(case: Case, parameters: dict[str, torch.Tensor], inner: InnerSetting
 def _outer_round(
     case: Case, engine: Engine, parameters: dict[str, torch.Tensor], step_seconds: float, folder: Path, ranks: Ranks
 ) -> dict[str, Any]:
-    """Two outer rounds with nobody else, the second measured. Memory beyond that of training, of the worst rank."""
+    """Run two outer rounds of a single replica, and measure the second.
+
+    Extra memory is that beyond training, on any rank.
+    """
     settings = _outer_settings()
     client, stop = None, None
     if ranks.is_first:
@@ -193,7 +196,7 @@ def _outer_settings() -> OuterSettings:
 
 
 def _serve(case: Case, folder: Path, told: Connection) -> None:
-    """The exchange, in a process of its own as in a run, until it is told to stop."""
+    """Serve the exchange in a process of its own, as in a run, until told to stop."""
     torch.set_num_threads(1)
     parameters = _parameters(case)
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
@@ -212,7 +215,7 @@ def _parameters(case: Case) -> dict[str, torch.Tensor]:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the wall clock, until the device is idle."""
+    """Return wall-clock seconds until the work is done and the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -223,12 +226,12 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes that were held: of the GPU by tensors, of a CPU by the process."""
+    """Return the peak bytes: those of tensors on a GPU, those of the process on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _of_status("VmHWM")
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Begin to watch anew; what is held now."""
+    """Reset the peak, and return the bytes that are held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -253,7 +256,7 @@ def _mfu(case: Case, step_seconds: float, device: torch.device) -> float | None:
 
 
 def _measure(case: Case) -> dict[str, Any]:
-    """Run a case by torchrun, and read what its first rank wrote."""
+    """Run a case with torchrun, and return what its first rank wrote."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"HETERO_PP_CASE": json.dumps(asdict(case)), "HETERO_PP_FOLDER": folder}
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", __file__]
@@ -286,7 +289,7 @@ def _show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run every way and print; write JSON if asked."""
+    """Run every way, print, and write JSON if asked."""
     if "HETERO_PP_CASE" in os.environ:
         folder = Path(os.environ["HETERO_PP_FOLDER"])
         found = run_case(Case(**json.loads(os.environ["HETERO_PP_CASE"])), folder)
@@ -301,7 +304,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compile", action="store_true", help="also compiled, on a CPU too")
+    parser.add_argument("--compile", action="store_true", help="also run compiled, even on a CPU")
     arguments = parse(parser, SMOKE)
     engines = arguments.engines.split(",")
     try:
@@ -315,7 +318,7 @@ def main() -> None:
             ranks = 1 if way == "plain" else arguments.ranks
             share = arguments.batch_size // arguments.ranks if way == "plain" else arguments.batch_size
             if way == "deepspeed" and compiled:
-                continue  # compiling is not DeepSpeed's to do
+                continue  # the DeepSpeed engine does not compile
             length, steps, preset = arguments.length, arguments.steps, arguments.preset
             results.append(_measure(Case(way, preset, arguments.device, ranks, share, length, steps, compiled)))
     _show(results)

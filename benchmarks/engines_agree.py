@@ -1,15 +1,16 @@
-"""Rows of the papers' tables, trained in each way: by the fast path that makes the tables, staged, launched over gRPC.
+"""Compare rows of the papers' tables that are trained by the vectorized trainer, staged in process, and over gRPC.
 
     python benchmarks/engines_agree.py [--rows ROW ...] [--ways WAY ...] [--seeds N] [--json FILE]
 
-The ways of a row begin at a seed with the same weights and see the same tokens, so that only rounding and how sums are
-grouped tell them apart. `compiled` and `eager` are the fast path; `staged` is a thread for each member, over links in
-memory; `launched` is `hetero-pp launch`: a process for each member, over gRPC. `kept` is not trained: it is the row of
-`benchmarks/results/<scale>/rows.jsonl`, from which the tables are written, where it has one of the same corpus.
+At a seed, all ways of a row begin with the same weights and read the same tokens. So they differ only in rounding and
+in how sums are grouped. `compiled` and `eager` are the vectorized trainer, which makes the tables. `staged` runs a
+thread for each member, over links in memory. `launched` is `hetero-pp launch`: a process for each member, over gRPC.
+`kept` is not trained. It is the row of `benchmarks/results/<scale>/rows.jsonl`, from which the tables are written, if
+there is one of the same corpus.
 
-Of each pair of ways: the second's loss minus the first's at the same seed, the mean with its 95 % interval and the one
-that is farthest from 0, after the first round and after the last; beside them how far the seeds of both lie apart.
-With --json, what the file has is not trained again.
+The difference of a pair of ways is the second's loss minus the first's at the same seed. Its mean with a 95 % interval
+and its value farthest from 0 are reported, after the first round and after the last. Beside them is the spread of each
+way over seeds. With --json, runs that the file contains are not trained again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ ROWS = {
     "SparseLoCo": ("beyond/sign_codes", "2-bit codes, 1/128"),
     "DiLoCo": ("beyond/missed", "DiLoCo, none missed"),
 }
-"""Experiment and row: half of the replicas compressed, in bf16 and in few bits, and what the other two papers send."""
+"""Experiment and row by name. Two rows of Het-PP compress half of the replicas, in bf16 and in few bits.
+
+The other two rows send what the other two papers send.
+"""
 
 WAYS = ("kept", "compiled", "eager", "staged", "launched")
 PAIRS = (
@@ -93,7 +97,7 @@ class Jobs:
         self._prepared: dict[str, Corpus] = {}
 
     def job(self, name: str, seed: int) -> Job:
-        """Of a row at a seed. Its corpus is encoded, if it is not yet."""
+        """Return the job of a row at a seed. Encodes the job's corpus if necessary."""
         experiment, row = ROWS[name]
         own = None if self._text is None else str(self._text)
         setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=own)
@@ -105,12 +109,12 @@ class Jobs:
         return make_job(setting, one, seed, self._prepared[data.corpus], self._kept)
 
     def kept(self, job: Job) -> list[list[float]]:
-        """The validation losses of its row as it is in the tables, if it is."""
+        """Return the validation losses of the job's row in the tables. The list is empty if there is no row."""
         return [self._outcomes[job.key]["validation_loss"]] if job.key in self._outcomes else []
 
 
 def train(job: Job, way: str) -> list[float]:
-    """The validation loss of every round: each replica's own forward, averaged over replicas."""
+    """Train a job. Return the validation loss of every round, which is the replica forward averaged over replicas."""
     if way in ("compiled", "eager"):
         source = open_source(job.config.data, job.cache)
         result = train_fast(RunSpec(job.config, source.vocabulary), source, compiles=way == "compiled")
@@ -118,7 +122,7 @@ def train(job: Job, way: str) -> list[float]:
         return result.validation_loss
     folder = RunFolder(RUNS / job.config.name)
     yaml = RUNS / "run.yaml"
-    run = job.config.model_dump(mode="json", exclude={"research"})  # a row without settings that only tables have
+    run = job.config.model_dump(mode="json", exclude={"research"})  # without settings that only the tables have
     save_config(RunConfig.model_validate(run), yaml)
     with redirect_stdout(StringIO()):
         run_topology(yaml, [], RUNS, in_process=way == "staged", new=True)
@@ -128,7 +132,7 @@ def train(job: Job, way: str) -> list[float]:
 
 
 def measure(job: Job, way: str, jobs: Jobs) -> Iterator[dict[str, Any]]:
-    """The run, or that nothing is kept of it."""
+    """Train a job, and yield its run. The way `kept` yields the kept run, or nothing if there is none."""
     run = {"way": way, "seed": job.seed, "key": job.key}
     if way == "kept":
         yield from (run | {"validation_loss": losses} for losses in jobs.kept(job))
@@ -140,7 +144,7 @@ def measure(job: Job, way: str, jobs: Jobs) -> Iterator[dict[str, Any]]:
 
 
 def compared(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of each row, each pair of ways at the seeds that both have."""
+    """Yield the comparison of each pair of ways of each row, at the seeds that both have."""
     losses: dict[tuple[str, str], dict[int, list[float]]] = {}
     for run in runs:
         losses.setdefault((run["row"], run["way"]), {})[run["seed"]] = run["validation_loss"]
@@ -165,13 +169,13 @@ def _differences(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _apart(losses: Mapping[int, Sequence[float]]) -> float:
-    """The greatest last loss minus the least, over all seeds that are known."""
+    """Return the largest last loss minus the smallest one, over all seeds."""
     last = [of_seed[-1] for of_seed in losses.values()]
     return max(last) - min(last)
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """The losses that the ways come to, and a line for each pair of them."""
+    """Print the losses of all ways, and a line for each pair of ways."""
     runs = found["runs"]
     print(f"{'row':<16}{'way':<22}loss after the last round, seed by seed")
     for row, way in dict.fromkeys((run["row"], run["way"]) for run in runs):
@@ -188,7 +192,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Train what is not there yet, and print."""
+    """Train the missing runs, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="; ".join(ROWS))

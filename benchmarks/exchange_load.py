@@ -1,10 +1,10 @@
-"""Memory and CPU of the exchange's process: predicted beside measured, in launched runs.
+"""Compare the predicted memory and CPU of the exchange's process with those of launched runs.
 
     python benchmarks/exchange_load.py [--json FILE] [--only NAME ...]
 
 Each run is launched as a user launches it, with every member in a process of its own. Peak memory is the process's
 largest resident set (VmHWM), less that of an idle Python that has imported torch and grpc. CPU seconds of a round are
-those that the process used from the first audited round to the last, user and system, divided by the rounds between.
+the user and system time from the first audited round to the last, divided by the rounds between.
 The factors of `hetero_pp/simulator/exchange_load.py` were chosen with all runs but those named `held-out`. Runs on one
 machine have no TLS: CPU of transfers (benchmarks/link.py) is not measured here.
 """
@@ -129,7 +129,7 @@ def compare(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def launched(yaml: Path, folder: RunFolder) -> Iterator[Look]:
-    """Launch a run, and look at its exchange until that ends."""
+    """Launch a run, and yield samples of its exchange until the exchange ends."""
     command = [sys.executable, "-m", "hetero_pp", "launch", str(yaml), "--runs", str(folder.path.parent), "--new"]
     with (
         (yaml.parent / "output.txt").open("w+") as output,
@@ -195,7 +195,7 @@ def line_of(found: Mapping[str, Any], idle: int) -> str:
 
 
 def main() -> None:
-    """Run and print; write a file if asked."""
+    """Run, print, and write a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[run.name for run in RUNS], metavar="NAME")
     arguments = parse(parser, {"only": [SMALLEST.name]})

@@ -1,6 +1,6 @@
-"""Messages to every call of messages.proto: honest ones, mutated ones, any that fit, and such that come out of order.
+"""Messages to every call of messages.proto: honest, mutated, arbitrary, and out of order.
 
-What message has which number follows from the seed, the call and who makes it: a thousand at a time.
+The seed, the call and the kind of caller determine the messages, in blocks of a thousand.
 """
 
 from __future__ import annotations
@@ -61,29 +61,30 @@ from hetero_pp.run.spec import RunSpec
 BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
 STREAMS = ("Deposit", "Fetch", "Snapshot", "Carry", "Open")
-"""Calls of which a caller may have few open."""
+"""Streaming calls, of which a caller may have only a few open."""
 CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
-"""Of messages: none of theirs is seen by more than TLS, and each takes a connection."""
+"""Share of a call's messages that strangers send. Only TLS sees these messages, and each takes a connection."""
 A_BLOCK = 1000
-"""Messages drawn from one state of the dice: what goes on begins with a block."""
+"""Messages drawn from one state of the random generator. A resumed run begins with a new block."""
 CHANNELS = 3
 AT_ONCE = MOST_OPEN - 4
-"""Fewer than a member may have open, so that more is looked at than their number."""
+"""Calls under way at once. They are fewer than a member may have open, so that more than this limit is tested."""
 MESSAGES_A_SECOND = 0.8 * CALLS_A_SECOND
-"""Fewer than a caller may begin, whose connection the server closes otherwise: nothing behind it would be tried."""
+"""Rate below the limit of a caller. Above the limit the server closes the connection, and no other check is reached."""
 LONGEST_CHUNK = 10.0
 PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0, "Carry": 0.2, "Probe": 0.2}
-"""Seconds that calls which wait are waited for."""
+"""Timeouts in seconds of calls that wait."""
 ESCAPED = {"UNKNOWN", "INTERNAL", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
-"""How calls end that nobody has refused: by an exception that nobody expected, as an exchange is gone, or of a stranger
-by an answer.
+"""Statuses of calls that nothing has refused.
+
+They stand for an unexpected exception, for an exchange that is gone, or for an answer to a stranger.
 """
 NO_CONTRIBUTIONS = "this exchange does not have the contributions"
-"""Begins the answer to `Record` with the name of another exchange process, which is UNAVAILABLE on purpose."""
+"""Start of the answer to `Record` with the name of another exchange process. This answer is UNAVAILABLE on purpose."""
 MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
-"""How often the guest takes its place anew between two messages, or leaves it."""
+"""Probabilities before each message: that the guest's slot changes, and that it becomes vacant."""
 
 HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
 TEXTS = [
@@ -110,30 +111,30 @@ INTEGERS = {
 
 
 def most_of(name: str, messages: int) -> int:
-    """How many messages a call has."""
+    """Return the number of messages for a call."""
     return messages if not name.endswith("stranger") else max(2, round(SHARE_OF_STRANGERS * messages))
 
 
 def left_of(cells: Mapping[str, Any], messages: int) -> Sequence[str]:
-    """Calls that have not had so many messages."""
+    """Return the calls that still need messages."""
     return [name for name in CELLS if cells.get(name, {}).get("sent", 0) < most_of(name, messages)]
 
 
 @dataclass
 class Known:
-    """What the guest knows, and what a right message so says."""
+    """State that the guest knows, and the valid values that follow from it."""
 
     target: Target
     term: int = 1
     round: int = 1
     blob: bytes = b""
-    """An honest one of its first block, and of no other: a contribution that was whole would be counted."""
+    """Honest blob of the guest's first block and of no other, because a complete contribution would be included."""
     request: bytes = b""
-    """For a certificate: an honest one."""
+    """Honest request for a certificate."""
     number: Iterator[int] = field(default_factory=lambda: count(1))
 
     def right(self, dice: random.Random) -> Mapping[str, Any]:
-        """Values of fields by their names. Rounds that are decided are asked for, too."""
+        """Return valid values of fields by name. The round may be one that is already closed."""
         target = self.target
         return {
             "version": PROTOCOL_VERSION,
@@ -159,7 +160,7 @@ class Known:
 
 
 def any_message(message: Message, dice: random.Random, texts: Sequence[str], depth: int = 0) -> Message:
-    """Fill it with values that fit its fields, of which some stand at an edge."""
+    """Fill a message with values that fit its fields. Some are at the limits of their type."""
     for one in message.DESCRIPTOR.fields:
         if dice.random() < 0.25 or depth > 3:
             continue
@@ -197,7 +198,7 @@ def _value(one: Any, dice: random.Random, texts: Sequence[str]) -> Any:
 
 
 def righted(message: Message, right: Mapping[str, Any]) -> Message:
-    """With the right values wherever its fields have names that say which."""
+    """Set each field whose name has a valid value to this value, and return the message."""
     for one in message.DESCRIPTOR.fields:
         if one.name in right and not one.is_repeated and one.message_type is None:
             setattr(message, one.name, right[one.name])
@@ -207,7 +208,7 @@ def righted(message: Message, right: Mapping[str, Any]) -> Message:
 
 
 def mutated(data: bytes, dice: random.Random) -> bytes:
-    """A few bytes changed, left out, put in or doubled."""
+    """Return the bytes after a few changes: bits flipped, bytes removed, inserted or doubled."""
     found = bytearray(data)
     for _ in range(dice.randrange(1, 5)):
         at = dice.randrange(len(found) + 1)
@@ -224,7 +225,7 @@ def mutated(data: bytes, dice: random.Random) -> bytes:
 
 
 def request(call: str, dice: random.Random, known: Known, texts: Sequence[str]) -> list[bytes]:
-    """The frames of one call: a third honest, a third of any values, a third with bytes that were changed."""
+    """Return the frames of one call: a third honest, a third with arbitrary values, a third with changed bytes."""
     kind = HEADERS.get(call) or GetMessageClass(CALLS[call].methods_by_name[call].input_type)
     message, way = any_message(kind(), dice, texts), dice.randrange(3)
     if way != 1:
@@ -243,7 +244,10 @@ def request(call: str, dice: random.Random, known: Known, texts: Sequence[str]) 
 
 
 def _spare_the_run(message: pb.ReportRequest) -> None:
-    """A member's own failure ends the run, and is believed (docs/security.md): here each is another's consequence."""
+    """Mark each failure as a consequence of another one.
+
+    A member's own failure is believed, and would end the run (docs/security.md).
+    """
     for report in message.reports:
         if report.HasField("failure"):
             report.failure.consequence = True
@@ -264,7 +268,7 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
 
 
 def metadata(who: str, call: str, dice: random.Random, known: Known) -> Metadata:
-    """What the caller of a message says of itself beside its certificate."""
+    """Return the metadata of a message, by which the caller names itself beside its certificate."""
     target = known.target
     if who == "member" and CALLS[call] is RELAY:
         links = [target.own_link] * 8 + [target.link.name, "", "dc-exchange", "no link"]
@@ -282,7 +286,7 @@ def metadata(who: str, call: str, dice: random.Random, known: Known) -> Metadata
 
 
 class Fuzzer:
-    """Sends messages, from a process of its own; serves a link of its own, in another one. To be used as a context."""
+    """Sends messages from a process of its own, and serves a stage link in another one. Use it as a context manager."""
 
     def __init__(self, target: Target, spec: RunSpec, seed: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -304,12 +308,12 @@ class Fuzzer:
             process.join()
 
     def far_size(self) -> tuple[int, int]:
-        """Bytes of memory and threads of the stage that listens for hostile frames."""
+        """Return the bytes of memory and the threads of the stage that listens for hostile frames."""
         process = psutil.Process(self._far.pid)
         return process.memory_info().rss, process.num_threads()
 
     def some(self, name: str, own: dict[str, Any], most: int, last_round: int) -> None:
-        """Send more of the messages of a call, and add what came of them to what is known."""
+        """Send more messages of a call, and add their outcomes to `own`."""
         self._parent.send((name, own["sent"], most, last_round))
         sent, seconds, codes, escaped = self._parent.recv()
         own["sent"], own["seconds"] = own["sent"] + sent, own["seconds"] + seconds
@@ -319,7 +323,7 @@ class Fuzzer:
 
 
 def far_end_main(parent: Connection, link: LinkSpec, own: Credentials) -> None:
-    """A stage that listens for what its neighbour sends, whatever that is."""
+    """Listen as a stage for whatever the neighbour sends."""
     server = StageLinkServer(link, own.of_link(link.name), link.target, seed=1, expected=None)
     parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     threading.Event().wait()
@@ -333,7 +337,7 @@ def fuzz_main(
     block: Mapping[str, tuple[int, ...]],
     compression: CompressionSettings,
 ) -> None:
-    """Send what the parent asks for."""
+    """Send the messages that the parent asks for."""
     os.nice(NICENESS)
     torch.set_num_threads(1)
     sender = Sender(target, far, seed)
@@ -347,7 +351,7 @@ def fuzz_main(
 def honest_blob(
     target: Target, round_: int, block: Mapping[str, tuple[int, ...]], compression: CompressionSettings
 ) -> bytes:
-    """What the guest would contribute of its first block."""
+    """Return what the guest would contribute for its first block."""
     selections = []
     for name, shape in block.items():
         selections.append((name, shape, select(torch.zeros(shape), torch.randn(shape), compression)))
@@ -355,7 +359,7 @@ def honest_blob(
 
 
 class Sender:
-    """Calls of one process: many at once, over several connections of each caller to each address."""
+    """Makes the calls of one process: many at once, over several connections of each caller to each address."""
 
     def __init__(self, target: Target, far: str, seed: int) -> None:
         self.known, self._seed, self._far, self._key = Known(target), seed, far, new_key()
@@ -388,7 +392,7 @@ class Sender:
         return self._channels[key]
 
     def _let_in(self) -> Credentials:
-        """Enrol with the ticket again, as the guest may have left, and return its credentials."""
+        """Enrol with the ticket again, because the guest may have left, and return its credentials."""
         ticket, key = self.known.target.tickets["invited"].identity, self._key
         assert ticket is not None
         with suppress(HeteroPPError):
@@ -398,9 +402,9 @@ class Sender:
         return self.known.target.guest
 
     def some(self, name: str, first: int, most: int) -> tuple[int, float, Counter[str], list[str]]:
-        """Messages of one call from number `first` on, at most so many blocks as there is time for.
+        """Send messages of one call from number `first` on, in blocks, up to `most` or until the time is over.
 
-        How many, in how many seconds, how they ended, and those that let something escape.
+        Returns their number, the seconds, the statuses, and the messages that let something escape.
         """
         call, _, who = name.replace(" by a ", " ").rpartition(" ")
         codes, escaped, begun = Counter[str](), list[str](), time.monotonic()
@@ -418,12 +422,12 @@ class Sender:
         return sent, time.monotonic() - begun, codes, escaped[:MOST_KEPT]
 
     def _block(self, call: str, who: str, first: int, most: int) -> Iterator[Call]:
-        """The messages up to the end of a block."""
+        """Yield the messages up to the end of a block."""
         dice = random.Random(f"{self._seed} {call} {who} {first}")
         path = call_path(CALLS[call], call)
         for _ in range(min(most, first - first % A_BLOCK + A_BLOCK) - first):
             frames = request(call, dice, self.known, self._texts)
-            by = self.known.target.guest  # its connection is another's, where it is
+            by = self.known.target.guest  # not used here: `_send` selects the connection
             yield Call(path, frames, metadata(who, call, dice, self.known), by)
 
     def _forget_invited(self) -> None:
@@ -431,7 +435,7 @@ class Sender:
             channel.close()
 
     def _send(self, name: str, who: str, call: Call) -> tuple[str, str]:
-        """How a call ended, and if something escaped, of what message and with what words."""
+        """Make a call. Return its outcome, and the message with its error if something escaped."""
         if who == "stranger":
             address = self.known.target.link_address if CALLS[name] is LINKS else self.known.target.address
             code = knock(address, random.choice(self._strange), as_http2(call))
@@ -449,9 +453,9 @@ class Sender:
 
     @staticmethod
     def _make(channel: grpc.Channel, name: str, call: Call) -> None:
-        """One call, to its end; of one that may have none, to its first answer. Raises grpc.RpcError."""
+        """Make one call to its end, or to its first answer if it may have no end. Raises grpc.RpcError."""
         kind, timeout = CALLS[name].methods_by_name[name], PATIENCE.get(name, TIMEOUT)
-        if not kind.client_streaming and not kind.server_streaming:  # three times as fast, as it needs no thread
+        if not kind.client_streaming and not kind.server_streaming:  # three times as fast: it needs no thread
             one: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
             one(call.frames[0], metadata=call.metadata, timeout=timeout)
             return
@@ -463,7 +467,7 @@ class Sender:
         answers.cancel()
 
     def _disturb(self, who: str, name: str) -> None:
-        """The guest's place changes hands now and then, so that some messages come too late or too early."""
+        """Vacate or take again the guest's slot now and then, so that some messages come too late or too early."""
         if who == "member" and CALLS[name] is ADMISSION:
             if random.random() < (0.5 if name == "Give" else RESEATED):
                 self._forget_invited()  # one call at a time
@@ -477,7 +481,7 @@ class Sender:
             self._ask("Died", pb.DiedRequest(member=name, cause="it has ended"))
 
     def _take_place(self) -> None:
-        """A new term, of a new process."""
+        """Take the slot with a new incarnation, as a new process."""
         self._leave()
         process = random.randbytes(8).hex()
         with suppress(grpc.RpcError):

@@ -1,9 +1,9 @@
-"""Coverage-guided fuzzing of the decoder of contributions: any bytes give valid values or MalformedContribution.
+"""Fuzz the decoder of contributions by code coverage: any bytes give valid values or MalformedContribution.
 
     python benchmarks/fuzz_contribution.py --inputs 10000000 [--seed N] [--corpus FOLDER] [--json FILE]
 
-Needs `pip install hetero-pp[fuzz]` (atheris). Inputs that reach new code are kept in the corpus folder, which a later
-call goes on from. `--smoke` mutates honest blobs at random and needs no guide.
+Needs `pip install hetero-pp[fuzz]` (atheris). Inputs that reach new code are kept in the corpus folder, from which a
+later call continues. `--smoke` mutates honest blobs at random, without atheris.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-with suppress(ModuleNotFoundError):  # without atheris there is --smoke
+with suppress(ModuleNotFoundError):  # --smoke works without atheris
     import atheris
 
     with atheris.instrument_imports(include=["hetero_pp.pseudo_gradient", "hetero_pp.core.bits"]):
@@ -32,7 +32,7 @@ SMOKE = {"inputs": 1000}
 
 
 def main() -> None:
-    """Fuzz, and write what was seen."""
+    """Fuzz, and write the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def mutate(inputs: int, seed: int) -> None:
-    """Honest blobs with a few changes at random."""
+    """Decode honest blobs with a few random changes."""
     dice, honest, count, started = random.Random(seed), list(seeds()), Count(), time.process_time()
     for _ in range(inputs):
         try_one(mutated(dice.choice(honest), dice.choice(honest), dice), count)
@@ -54,7 +54,7 @@ def mutate(inputs: int, seed: int) -> None:
 
 
 def fuzz(inputs: int, seed: int, corpus: Path, path: Path | None) -> None:
-    """By a guide that looks for inputs which reach new code."""
+    """Fuzz with atheris, which looks for inputs that reach new code."""
     with extra("fuzz"):
         import atheris
     corpus.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def fuzz(inputs: int, seed: int, corpus: Path, path: Path | None) -> None:
 
 
 def report(count: Count, seconds: float, corpus: int, path: Path | None) -> None:
-    """Print how far it is; write it too."""
+    """Print the counts so far, and write them."""
     print(f"{count.inputs:,} inputs: {count.decoded:,} valid, {count.refused:,} refused; {corpus} kept", flush=True)
     found = {
         "machine": machine(),

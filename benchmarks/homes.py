@@ -1,13 +1,14 @@
-"""Homes that nobody can dial train as groups: to which bits, how soon one that joins does, what the relay carries.
+"""Train groups of homes that no process can dial: compare bits, time joins, and count the bytes of the relay.
 
     python benchmarks/homes.py [--joins N] [--json FILE]
 
-Each home is a network namespace with a cable to the exchange's host and to nothing else (benchmarks/namespaces.py): it
-reaches no other home, and as nothing listens in it, nobody dials it. All that it is given is a ticket. Where there can
-be no namespaces homes are processes of this machine, of which is looked at that they listen nowhere.
+Each home is a network namespace that is connected to the exchange's host and to nothing else
+(benchmarks/namespaces.py). It reaches no other home. Nothing listens in it, so no process dials it. A home is given
+only a ticket. Where namespaces are not possible, homes are processes of this machine, and the benchmark checks that
+they listen nowhere.
 
-A place that joins a run under way is one that was given back a moment ago, by a home with an empty folder: from typing
-`join` to the end of its first inner step.
+A join is timed in a run under way. A home with an empty folder takes a slot that was returned just before. The time is
+that from typing `join` to the end of the first inner step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HETERO_PP = [sys.executable, "-m", "hetero_pp"]
 FOR_EVER = 100_000
 PATIENCE = 1200.0
 LISTENS = "0A"
-"""The state of a socket in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 
 YAML = """\
 name: homes
@@ -67,28 +68,28 @@ GROUP = """\
 
 @dataclass(frozen=True)
 class Site:
-    """Where commands are run: what to put before them, how the exchange is dialled from there, what listens there."""
+    """Place where commands run: their prefix, and the address of the exchange as seen from there."""
 
     inside: Sequence[str]
     exchange: str
     holder: int | None = None
-    """Of its namespace, if it has one."""
+    """Process id of the holder of the namespace, if there is one."""
 
     def start(self, *command: str, to: Path) -> subprocess.Popen[bytes]:
-        """`hetero-pp COMMAND`, which writes to a file what it says."""
+        """Start `hetero-pp COMMAND`, with its output in a file."""
         with to.open("wb") as said:
             whole = [*self.inside, *HETERO_PP, *command]
             return subprocess.Popen(whole, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
 
     def ask(self, *command: str) -> str:
-        """What `hetero-pp COMMAND` says. Raises SystemExit if it fails."""
+        """Run `hetero-pp COMMAND`, and return its output. Raises SystemExit if it fails."""
         done = subprocess.run([*self.inside, *HETERO_PP, *command], capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command[:1])} ended with {done.returncode}: {done.stderr}")
         return done.stdout
 
     def listening(self, process: subprocess.Popen[bytes]) -> int:
-        """How many TCP sockets listen: in the namespace, or of a process and those that it has started."""
+        """Return the number of listening TCP sockets in the namespace, or else of a process and its children."""
         if self.holder is not None:
             tables = [Path(f"/proc/{self.holder}/net/{name}").read_text() for name in ("tcp", "tcp6")]
             return sum(line.split()[3] == LISTENS for table in tables for line in table.splitlines()[1:])
@@ -99,13 +100,13 @@ class Site:
 
 @contextmanager
 def sites(names: Sequence[str]) -> Iterator[tuple[Site, dict[str, Site], str]]:
-    """The exchange's and those of homes, by name; and why they are no namespaces, or nothing."""
+    """Yield the exchange's site, the homes' sites by name, and why namespaces are not possible (empty if they are)."""
     here = Site([], f"127.0.0.1:{PORT}")
     with ExitStack() as stack:
         try:
             middle, homes = stack.enter_context(apart(names))
         except OSError as error:
-            lacks = f"no namespaces, homes are processes of one machine: {error}"
+            lacks = f"homes are processes of this machine, because namespaces are not possible: {error}"
             yield here, dict.fromkeys(names, here), lacks
             return
         require_apart(homes)
@@ -114,7 +115,7 @@ def sites(names: Sequence[str]) -> Iterator[tuple[Site, dict[str, Site], str]]:
 
 
 def require_apart(homes: Mapping[str, Machine]) -> None:
-    """Raise SystemExit if a home has a way to another one."""
+    """Raise SystemExit if a home has a route to another one."""
     for name, home in homes.items():
         for other, there in homes.items():
             if name != other:
@@ -126,7 +127,7 @@ def require_apart(homes: Mapping[str, Machine]) -> None:
 
 
 class Run:
-    """That is served at one site, and joined from others."""
+    """Run that is served at one site and joined from others."""
 
     def __init__(self, folder: Path, groups: int, stages: int, rounds: int, exchange: Site) -> None:
         self.folder, self.exchange = folder, exchange
@@ -157,7 +158,7 @@ class Run:
             process.wait()
 
     def join(self, place: str, site: Site) -> Joined:
-        """A home with an empty folder takes a place."""
+        """Start a home with an empty folder that takes a slot."""
         self._joined += 1
         runs = self.folder / f"{place}-{self._joined}"
         with redirect_stdout(StringIO()) as ticket:
@@ -169,17 +170,17 @@ class Run:
         return Joined(place, typed)
 
     def leave(self, joined: Joined) -> None:
-        """A home gives its place back."""
-        self.processes[joined.place].terminate()  # as Ctrl-C, and `leave`
+        """Have a home return its slot."""
+        self.processes[joined.place].terminate()  # as Ctrl-C and `leave` do
         self.processes[joined.place].wait()
 
     def events(self) -> list[dict[str, Any]]:
-        """All that was told so far."""
+        """Return all events so far."""
         path = self.folder / EXCHANGE / "homes" / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def wait(self, is_so: Callable[[], bool]) -> None:
-        """Raises SystemExit if a process ends before, or it takes too long."""
+        """Wait until the condition holds. Raises SystemExit if a process ends first or the wait is too long."""
         until = time.monotonic() + PATIENCE
         while not is_so():
             for name, process in self.processes.items():
@@ -190,7 +191,7 @@ class Run:
             time.sleep(0.05)
 
     def first_step(self, joined: Joined) -> tuple[float, float]:
-        """Seconds from typing `join` to the end of the first inner step; and of CPU, that its processes took for it."""
+        """Return seconds from typing `join` to the end of the first inner step, and CPU seconds of its processes."""
         found: list[float] = []
 
         def is_there() -> bool:
@@ -205,11 +206,11 @@ class Run:
         return found[0], sum(one.user + one.system for one in times)
 
     def rounds(self) -> int:
-        """How many are closed."""
+        """Return the number of closed rounds."""
         return sum(event["event"] == "round_closed" for event in self.events())
 
     def carried(self) -> tuple[int, int]:
-        """Bytes that the relay has carried, and those that the ledgers of the stage links have on the wire."""
+        """Return the bytes that the relay has carried, and the wire bytes in the ledgers of the stage links."""
         path = self.folder / "status.json"
         self.exchange.ask("status", "homes", "--runs", self._runs, "--json", str(path))
         told = {
@@ -218,26 +219,26 @@ class Run:
             if event["event"] == "link_use" and EXCHANGE not in event["link"]
         }
         places = json.loads(path.read_text())["places"].values()
-        return sum(place["relayed_bytes"] for place in places) // 2, sum(told.values())  # of each link both ends say it
+        return sum(place["relayed_bytes"] for place in places) // 2, sum(told.values())  # both ends report each link
 
     def summary(self) -> dict[str, Any]:
-        """Once it is over."""
+        """Return the summary of the run, which must have ended."""
         return json.loads((self.folder / EXCHANGE / "homes" / "summary.json").read_text())
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A home that has a place."""
+    """Home that has asked for a slot."""
 
     place: str
     typed: float
-    """When."""
+    """Unix time at which `join` was typed."""
 
 
 def to_the_bits(
     folder: Path, arguments: argparse.Namespace, exchange: Site, homes: Mapping[str, Site]
 ) -> dict[str, Any]:
-    """A run from its first round to its last, and the same in one process."""
+    """Train a run over all homes, and train the same run in one process. Return whether their bits are equal."""
     with Run(folder / "whole", arguments.groups, arguments.stages, arguments.rounds, exchange) as run:
         for place, site in homes.items():
             run.join(place, site)
@@ -262,7 +263,7 @@ def to_the_bits(
 
 
 def under_way(folder: Path, arguments: argparse.Namespace, exchange: Site, homes: Mapping[str, Site]) -> dict[str, Any]:
-    """What the relay carries, and how soon a place that was given back is taken part in again."""
+    """Measure the bytes that the relay carries, and the time until a returned slot trains again."""
     with Run(folder / "under_way", arguments.groups, arguments.stages, FOR_EVER, exchange) as run:
         joined = {place: run.join(place, site) for place, site in homes.items()}
         run.wait(lambda: run.rounds() >= 2)
@@ -291,15 +292,15 @@ def under_way(folder: Path, arguments: argparse.Namespace, exchange: Site, homes
 
 
 def main() -> None:
-    """Run and print; write JSON if asked."""
+    """Run, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--stages", type=int, default=3, help="of each group")
-    parser.add_argument("--rounds", type=int, default=6, help="of the run that is compared with one process")
-    parser.add_argument("--joins", type=int, default=12, help="how many times a place is left and taken again")
-    parser.add_argument("--between", type=int, default=60, help="rounds in which bytes are counted")
+    parser.add_argument("--stages", type=int, default=3, help="stages of each group")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of the run that is compared with one process")
+    parser.add_argument("--joins", type=int, default=12, help="number of times that a slot is returned and taken again")
+    parser.add_argument("--between", type=int, default=60, help="rounds during which the relay's bytes are counted")
     arguments = parse(parser, SMOKE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does, leaving nothing behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
     names = [f"group-{group + 1}.{stage}" for group in range(arguments.groups) for stage in range(arguments.stages)]
     with tempfile.TemporaryDirectory(prefix="hetero-pp-homes-") as name, sites(names) as (exchange, homes, lacks):
         if lacks:

@@ -1,12 +1,12 @@
-"""The fast path beside a plain PyTorch loop over one uncompressed model, on the same tokens.
+"""Compare the vectorized trainer with a plain PyTorch loop over one uncompressed model, on the same tokens.
 
     python benchmarks/in_process.py [--scale micro|small] [--device cpu|cuda] [--rounds N] [--json FILE]
 
-On a CPU it runs eager and compiled; on a GPU also with equal replicas stacked. All run in this process, in
-turns. On a CPU they have one thread and are timed in CPU seconds, so that neighbours on the machine matter little; on
-a GPU by the wall clock, until the device is idle. The fast path's share includes its outer rounds; the plain loop has
-none. Memory: tensors that it holds when eager between steps, against M x (weights + two moments + error feedback)
-+ theta.
+On a CPU the trainer runs eager and compiled; on a GPU it also runs with equal replicas stacked. All ways run in this
+process, in turns. On a CPU they have one thread and are timed in CPU seconds, so that other load on the machine matters
+little. On a GPU they are timed by the wall clock, until the device is idle. The trainer's time includes its outer
+rounds; the plain loop has none. Memory is that of live tensors of the eager trainer between rounds. It is compared with
+M x (weights + two moments + error feedback) + theta.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hetero_pp.run.spec import RunSpec
 
 @dataclass(frozen=True)
 class Scale:
-    """A setting of the experiments (with bytes instead of a BPE)."""
+    """Setting of the experiments, with byte tokens instead of a BPE."""
 
     model: dict[str, Any]
     length: int
@@ -51,13 +51,13 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Way:
-    """How the fast path computes."""
+    """Options of the vectorized trainer."""
 
     stacks: bool = False
     compiles: bool = False
 
     def build(self, spec: RunSpec, store: TokenStore, device: torch.device) -> AllReplicas:
-        """Its replicas, before the first round."""
+        """Return the replicas before their first round."""
         return AllReplicas(spec, store, compiles=self.compiles, stacks=self.stacks, device=device)
 
 
@@ -71,13 +71,13 @@ SMOKE = {"scale": "least", "rounds": 1, "ways": ["eager"]}
 
 
 class Runner(Protocol):
-    """What trains a round."""
+    """Trains one round at a time."""
 
     def round(self, round_: int) -> object: ...
 
 
 def spec_of(scale: Scale, compressed: int) -> RunSpec:
-    """The setting with so many of its replicas compressed at k/d = 1/8."""
+    """Return the setting with `compressed` of its replicas compressed at k/d = 1/8."""
     home = {"kind": "participants", "stages": 4, "boundary": {"rank": "1/8"}}
     replicas = [
         {"name": f"r{index}", "batch_size": scale.batch_size} | (home if index < compressed else {"kind": "datacenter"})
@@ -97,7 +97,7 @@ def spec_of(scale: Scale, compressed: int) -> RunSpec:
 
 
 class PlainLoop:
-    """What anybody would write: one model, AdamW, clipping."""
+    """Plain training loop: one model, AdamW, clipping."""
 
     def __init__(self, spec: RunSpec, group: AllReplicas, device: torch.device) -> None:
         model = Transformer(spec.shape)
@@ -109,7 +109,7 @@ class PlainLoop:
         self.device = device
 
     def round(self, round_: int) -> None:
-        """As many tokens as a round of the fast path."""
+        """Train on as many tokens as a round of the vectorized trainer."""
         for step in range((round_ - 1) * self.steps, round_ * self.steps):
             for batches in self.batches:
                 tokens = batches.train(step).to(self.device)
@@ -122,7 +122,10 @@ class PlainLoop:
 def compare(
     spec: RunSpec, compressed: int, ways: Sequence[str], rounds: int, store: TokenStore, device: torch.device
 ) -> dict[str, Any]:
-    """Seconds a round of every way and of the plain loop, in turns; the medians and their ratios."""
+    """Time rounds of every way and of the plain loop in turns.
+
+    Return their median speeds, the ratios, and the memory.
+    """
     before = _held(device)
     eager = WAYS["eager"].build(spec, store, device)
     eager.round(1)
@@ -152,7 +155,7 @@ def compare(
 
 
 def _now(device: torch.device) -> float:
-    """CPU seconds of this process; on a GPU seconds of the wall clock, at which all that was asked for is done."""
+    """Return CPU seconds of this process. On a GPU, return the wall clock once all work is done."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -160,7 +163,7 @@ def _now(device: torch.device) -> float:
 
 
 def _held(device: torch.device) -> int:
-    """Bytes of all live tensors' storages, each counted once."""
+    """Return the bytes of all live tensors' storages, each counted once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -170,12 +173,12 @@ def _held(device: torch.device) -> int:
 
 
 def main() -> None:
-    """Run and print; write JSON if asked."""
+    """Run, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", choices=SCALES, default="micro")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="by default all that run on the device")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="ways to measure (default: all that run on the device)")
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     scale, device = SCALES[arguments.scale], torch.device(arguments.device)
@@ -185,7 +188,7 @@ def main() -> None:
     for compressed in (0, scale.replicas // 2, scale.replicas):
         results.append(compare(spec_of(scale, compressed), compressed, ways, arguments.rounds, store, device))
     unit = "CPU second" if device.type == "cpu" else "second"
-    print(f"{arguments.scale}, {arguments.device}: tokens a {unit}, and over the plain loop's")
+    print(f"{arguments.scale}, {arguments.device}: tokens per {unit}, and their ratio to the plain loop's")
     print("compressed" + "".join(f"{name:>26}" for name in ("plain", *ways)) + f"{'held / expected':>18}")
     for result in results:
         speeds, ratios = result["tokens_per_second"], {"plain": 1.0} | result["over_plain"]

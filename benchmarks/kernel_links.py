@@ -1,22 +1,22 @@
-"""Links shaped in process beside links shaped by the kernel: the same launched group, the same bandwidth.
+"""Compare links shaped in process with links shaped by the kernel, for the same launched group and bandwidth.
 
     sudo python benchmarks/kernel_links.py [--runs N] [--json FILE]
 
-The kernel's run has links without limits in its YAML and lives in a network namespace of its own, where `tc` gives each
-direction of each hop on the loopback a token bucket of its own (tbf). Needs root, `ip` and `tc`; with --smoke, what
-needs them is left out where they lack. Compared are the median times between steps of the first stage, over runs of all
-kinds in turn.
+In the kernel's run, the links have no limits in the YAML. The run has its own network namespace, in which `tc` gives
+each direction of each hop on the loopback a token bucket (tbf). Needs root, `ip` and `tc`. With --smoke,
+the kernel's run is skipped where these are missing. The benchmark compares median times between steps of the first
+stage, over interleaved runs of all kinds.
 
-A token bucket is not yet a link of that rate. What made it differ, and what is done about it:
+A token bucket differs from a link of the same rate. These are the differences and their remedies:
 
-- Acknowledgements of one direction fill the other: they pass by the bucket.
-- A packet has headers, the Ethernet header that `tc` counts on the loopback included: the rate is that of packets.
-- BBR sends below the rate of a bucket while it looks for it: the congestion control is reno.
-- A bucket that was idle sends a burst at once, which a link would not: too fast by up to a burst per message. A bucket
-  of hardly more than a packet loses rate whenever the kernel's timer is late: too slow. So there are two, of 1 ms and
-  4 ms (with packets small enough for the former), and a link lies between them.
+- Acknowledgements of one direction would take room from the other direction, so they bypass the bucket.
+- A packet has headers, including the Ethernet header that `tc` counts on the loopback. So the rate is that of packets.
+- BBR sends below the rate of a bucket while it estimates the rate, so the congestion control is reno.
+- A bucket that was idle sends a burst at once, which a link would not. So it is too fast by up to a burst per message.
+  A bucket of hardly more than a packet is too slow, because it loses rate whenever the kernel's timer is late. So two
+  buckets are measured, of 1 ms and of 4 ms, with packets small enough for the former. A link lies between them.
 
-Latency is not compared: it takes netem, which is a module that not every kernel has.
+Latency is not compared. It needs netem, a module that not every kernel has.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ FIRST_PORT = 47600
 MTU = 1500
 SMALLEST_MTU = 250
 TCP_AND_IP, ETHERNET = 52, 14
-"""Bytes of headers, which the kernel's rate includes and shaping in process does not see."""
+"""Bytes of headers per packet. The kernel's rate includes them, and shaping in process does not see them."""
 BURSTS = (0.001, 0.004)
-"""Seconds of its rate that the kernel's bucket holds."""
+"""Sizes of the kernel's bucket, in seconds of its rate."""
 ACKNOWLEDGEMENT = "match u16 0x0000 0xffc0 at 2"
-"""For u32: packets of less than 64 bytes."""
+"""Filter of u32 for packets of less than 64 bytes."""
 
 YAML = """\
 name: measured
@@ -70,7 +70,7 @@ replicas:
 
 @dataclass(frozen=True)
 class Topology:
-    """One group; Mbit/s."""
+    """One group. `bandwidth` is in Mbit/s."""
 
     bandwidth: float
     stages: int
@@ -81,21 +81,21 @@ class Topology:
         return f"{self.bandwidth:g} Mbit/s, {self.stages} stages, rank {self.rank}"
 
     def burst_bytes(self, seconds: float) -> int:
-        """What a bucket holds."""
+        """Return the bytes that a bucket holds."""
         return max(SMALLEST_MTU + TCP_AND_IP, round(self.bandwidth * 1e6 / 8 * seconds))
 
     @property
     def mtu(self) -> int:
-        """Two packets fit into the smallest bucket, where they can."""
+        """MTU with which two packets fit into the smallest bucket, where possible."""
         return min(MTU, max(SMALLEST_MTU, self.burst_bytes(min(BURSTS)) // 2))
 
     @property
     def packet_rate(self) -> int:
-        """Bit/s of packets that carry the bandwidth."""
+        """Rate in bit/s of packets that carry the bandwidth."""
         return round(self.bandwidth * 1e6 * (self.mtu + ETHERNET) / (self.mtu - TCP_AND_IP))
 
     def yaml(self, corpus: Path, steps: int, rounds: int, burst: float | None) -> str:
-        """The group with links of this shape; or without any, and listening where the kernel's buckets are."""
+        """Return the group's YAML: with shaped links, or without limits and at the ports of the kernel's buckets."""
         link = f"{{bandwidth: {self.bandwidth} Mbit/s}}" if burst is None else "{}"
         ports = [0 if burst is None else FIRST_PORT + stage for stage in range(self.stages)]
         stages = ", ".join(f"{{layers: {4 // self.stages}, listen: '127.0.0.1:{port}'}}" for port in ports)
@@ -114,9 +114,9 @@ SMOKE = {"only": ["50 Mbit/s"], "runs": 1, "steps": 2, "rounds": 1, "bursts": [0
 
 @contextmanager
 def kernel_links(topology: Topology, burst: float) -> Iterator[list[str]]:
-    """A namespace whose loopback shapes every direction of every hop; what to put before a command to run in it.
+    """Shape every direction of every hop on the loopback of a namespace. Yields the command prefix that enters it.
 
-    Raises OSError, with what the system says, where that cannot be had.
+    Raises OSError with the system's message where that is not possible.
     """
     with namespace(topology.mtu) as (inside, tc):
         call([*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
@@ -133,7 +133,7 @@ def kernel_links(topology: Topology, burst: float) -> Iterator[list[str]]:
 
 
 def why_not() -> str | None:
-    """Why the kernel cannot shape links here; None if it can."""
+    """Return why the kernel cannot shape links here; None if it can."""
     try:
         with kernel_links(TOPOLOGIES[0], max(BURSTS)):
             return None
@@ -142,7 +142,7 @@ def why_not() -> str | None:
 
 
 def launch(topology: Topology, steps: int, rounds: int, burst: float | None) -> float:
-    """The median time of a step, with buckets of the kernel's that hold so many seconds, or (None) in process."""
+    """Return the median time of a step, with kernel buckets that hold `burst` seconds, or (None) shaped in process."""
     with tempfile.TemporaryDirectory(prefix="hetero-pp-links-") as name:
         folder = Path(name)
         (folder / "corpus.txt").write_text(words())
@@ -165,7 +165,10 @@ def _run(topology: Topology, command: list[str]) -> None:
 
 
 def compare(topology: Topology, steps: int, rounds: int, bursts: Sequence[float], runs: int) -> dict[str, Any]:
-    """All kinds in turn; how far in process is from each kernel's, and from what lies between them."""
+    """Run all kinds in turn.
+
+    Return the ratios of shaping in process to each kernel bucket, and to the mean of the buckets.
+    """
     turns = [[launch(topology, steps, rounds, burst) for burst in (None, *bursts)] for _ in range(runs)]
     own, *kernels = ([turn[kind] for turn in turns] for kind in range(1 + len(bursts)))
     return {
@@ -180,13 +183,15 @@ def compare(topology: Topology, steps: int, rounds: int, bursts: Sequence[float]
 
 
 def main() -> None:
-    """Run and print; write JSON if asked."""
+    """Run, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=3, help="of each kind")
-    parser.add_argument("--only", nargs="*", help="parts of names")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--only", nargs="*", help="run topologies whose names contain one of these")
+    parser.add_argument("--steps", type=int, default=STEPS, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--bursts", type=float, nargs="+", default=BURSTS, help="of the kernel's buckets, in seconds")
+    parser.add_argument(
+        "--bursts", type=float, nargs="+", default=BURSTS, help="sizes of the kernel's buckets, in seconds"
+    )
     arguments = parse(parser, SMOKE)
     lacks = why_not()
     if lacks is not None and not arguments.smoke:

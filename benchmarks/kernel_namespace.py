@@ -1,4 +1,4 @@
-"""A network namespace whose loopback the kernel shapes: needs root, `ip` and `tc`."""
+"""A network namespace whose loopback the kernel shapes. It needs root, `ip` and `tc`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 NAMESPACE = f"hetero-pp-links-{os.getpid()}"
 
 Tc = Callable[[str], None]
-"""`tc` in the namespace, by its arguments."""
+"""Runs `tc` in the namespace with the given arguments."""
 
 
 @contextmanager
 def namespace(mtu: int) -> Iterator[tuple[list[str], Tc]]:
-    """What to put before a command to run it in there, and its `tc`. Raises OSError, with what the system says.
+    """Yield the command prefix that enters the namespace, and its `tc`.
 
-    Its loopback sorts packets, by filters that the caller adds, into classes that are as good as unlimited; what no
-    filter wants goes to 1:999.
+    The loopback sorts packets into classes by filters that the caller adds. The classes are as good as unlimited.
+    Packets that match no filter go to 1:999. Raises OSError with the system's message.
     """
     inside = ["ip", "netns", "exec", NAMESPACE]
 
@@ -36,7 +36,7 @@ def namespace(mtu: int) -> Iterator[tuple[list[str], Tc]]:
 
 
 def call(command: Sequence[str]) -> None:
-    """Run a command. Raises OSError, with what it says, if it fails."""
+    """Run a command. Raises OSError with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -29,12 +29,12 @@ from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 Some = TypeVar("Some", bound=Message)
 
 MOST_LIED_BYTES = 1 << 20
-"""Size of a text, and of bytes, that are far too long. A message has at most 8 MiB."""
+"""Length in bytes of a text or a bytes value that is far too long. A message has at most 8 MiB."""
 MOST_LIED_ENTRIES = 20_000
 """Entries of a list or a map that is far too long; more than a member may report at once."""
 MOST_PAYLOAD_BYTES = 1 << 30
 UNKNOWN_FIELD = b"\xfa\x3f\x04made"
-"""Field 1023, four bytes long, as it crosses."""
+"""Field 1023 with four bytes, as it is sent."""
 
 HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
 """Calls that send raw frames, with the message that their first frame holds."""
@@ -48,7 +48,7 @@ class Lie(NamedTuple):
     path: str
     """The field, with the fields that it is in: `reports.inner_step.loss`."""
     what: str
-    """What it was changed to."""
+    """Description of its new value."""
     message: Message
 
 
@@ -201,7 +201,7 @@ _FLOATS = {FieldDescriptor.TYPE_FLOAT: 3.4028234e38, FieldDescriptor.TYPE_DOUBLE
 def values_of(field: Any, honest: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a field may be changed to: the ends of its type, zero, one beside the honest value, wrong lengths.
 
-    Raises KeyError for a type of which nothing is known here.
+    Raises KeyError for an unknown type.
     """
     if field.type == FieldDescriptor.TYPE_STRING:
         yield from {
@@ -250,14 +250,14 @@ class Call:
     path: str
     """The service and the method."""
     message: Message | None
-    """What it says; None for raw frames without a message."""
+    """The message; None for raw frames without a message."""
     frames: Sequence[bytes]
-    """The same as bytes: one frame, unless it is a header with what follows."""
+    """The message as bytes: one frame, or a header and its payload."""
     metadata: Metadata
 
     @property
     def name(self) -> str:
-        """The method."""
+        """Name of the method."""
         return self.path.rpartition("/")[2]
 
     def saying(self, message: Message) -> Call:
@@ -275,7 +275,7 @@ def _size(header: Any) -> int:
 
 
 Change = Callable[[Call], Call]
-"""What becomes of a liar's call. It may take its time, and make other calls meanwhile."""
+"""Change of a liar's call. It may block, and make other calls meanwhile."""
 
 
 def link_message(frame: bytes) -> tuple[pb.LinkHeader, bytes] | None:
@@ -290,7 +290,7 @@ def link_message(frame: bytes) -> tuple[pb.LinkHeader, bytes] | None:
 
 
 def link_lies(frames: Iterator[bytes], change: Callable[[Message], Message]) -> Iterator[bytes]:
-    """Yield what one end of a stage link says, with its hello and the headers of its messages changed."""
+    """Yield the frames of one end of a stage link, with its hello and the headers of its messages changed."""
     for number, frame in enumerate(frames):
         if number == 0:
             yield change(pb.LinkHello.FromString(frame)).SerializeToString()
@@ -338,7 +338,7 @@ def lying(
     change: Change = lambda call: call,
     change_stream: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda frames: frames,
 ) -> Iterator[None]:
-    """While the block runs, all connections that this member makes in this process change its calls.
+    """Change the calls of all connections that this member makes in this process, while the block runs.
 
     `change_stream` changes the frames of streams that a stage opens to another, from the hello on.
     """

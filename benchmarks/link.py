@@ -1,10 +1,10 @@
-"""Measures a stage link on loopback: does it keep to its shape, and how fast is it without one?
+"""Measure a stage link on loopback: how well it keeps to its shape, and how fast it is without one.
 
     python benchmarks/link.py --json benchmarks/results/link_<cpu>_<date>.json
 
-The two ends are separate processes. The unshaped link, without TLS, with it, and through the relay of an exchange (a
-third process), is compared with a raw TCP socket and with gRPC unary calls that carry a protobuf bytes field; all take
-turns in every round, so that a busy machine slows all of them.
+The two ends are separate processes. The unshaped link runs without TLS, with TLS, and through the relay of an exchange
+(a third process). It is compared with a raw TCP socket and with gRPC unary calls that carry a protobuf bytes field. All
+take turns in every round, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -62,18 +62,20 @@ UNLIMITED = [
 ]
 
 Transfer = Callable[[int, int], float]
-"""(message bytes, messages) -> seconds until the other end has them all."""
+"""Takes (message bytes, messages). Returns the seconds until the other end has received all messages."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="of shaped transfers")
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="rates of shaped transfers")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
     parser.add_argument("--repeats", type=int, default=50, help="messages whose latency is measured")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of unshaped messages, in KiB")
-    parser.add_argument("--megabytes", type=int, default=128, help="bytes per unshaped measurement, in MiB")
-    parser.add_argument(DEFAULT_MALLOC, action="store_true", help="leave the allocator of all processes alone")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sizes of unshaped messages, in KiB")
+    parser.add_argument("--megabytes", type=int, default=128, help="size of an unshaped measurement, in MiB")
+    parser.add_argument(
+        DEFAULT_MALLOC, action="store_true", help="do not change the allocator's settings in any process"
+    )
     arguments = parse(parser, SMOKE)
     prepare_process()
     result = {
@@ -90,13 +92,13 @@ def main() -> None:
 
 
 def prepare_process() -> None:
-    """What a member of a run does when it starts; the other process sees the same command line."""
+    """Prepare this process as a member of a run does. The other process sees the same command line."""
     if DEFAULT_MALLOC not in sys.argv:
         keep_freed_memory()
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on; names no host."""
+    """Return a description of the machine without its host name."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
     return {
@@ -113,7 +115,7 @@ def machine() -> dict[str, Any]:
 
 
 def measure_rate(name: str, rate: float, seconds: float) -> dict[str, Any]:
-    """Bits on the wire per second of one long transfer, beside what was configured."""
+    """Return the bits on the wire per second of one long transfer, divided by the configured rate."""
     size = min(4 << 20, int(rate * seconds / 8 / 10))
     count = round(rate * seconds / 8 / size)
     with peer(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
@@ -128,7 +130,7 @@ def measure_rate(name: str, rate: float, seconds: float) -> dict[str, Any]:
 
 
 def measure_latency(latency: float, repeats: int) -> dict[str, float]:
-    """Median seconds from sending a small message to the answer, over an unlimited way back."""
+    """Return the median seconds from sending a small message to its answer, over an unlimited way back."""
     result = {"configured": latency}
     for name, shape in {"with": LinkShape(latency=latency), "without": LinkShape()}.items():
         with peer(serve_link, shape) as port, open_link(port, shape) as end:
@@ -140,7 +142,7 @@ def measure_latency(latency: float, repeats: int) -> dict[str, float]:
 
 
 def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict[str, Any]]:
-    """Median GB/s of each way at each size, and the ratio to the TCP socket."""
+    """Return the median GB/s of each way at each size, and its ratio to the TCP socket."""
     with ExitStack() as stack:
         ways: dict[str, Transfer] = {
             "tcp": stack.enter_context(tcp_transfer()),
@@ -158,7 +160,7 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
                     before = cpu_seconds()
                     gigabytes = size * count / 1e9
                     rate = gigabytes / transfer(size, count)
-                    if round_ > 0:  # the first is for warming up
+                    if round_ > 0:  # the first round is a warm-up
                         seen[way, size].append(rate)
                         spent[way, size].append((cpu_seconds() - before) / gigabytes)
     rows = []
@@ -174,7 +176,7 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that it has started: of a transfer both ends, as the others wait."""
+    """Return CPU seconds of this process and its children. Only the two ends of a transfer use CPU; the others wait."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(one.user + one.system for one in times)
@@ -182,7 +184,7 @@ def cpu_seconds() -> float:
 
 @contextmanager
 def tcp_transfer() -> Iterator[Transfer]:
-    """sendall and recv_into, and one byte back at the end."""
+    """Yield a transfer by sendall and recv_into, with one byte back at the end."""
     with peer(serve_tcp) as port, socket.create_connection((HOST, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -200,7 +202,7 @@ def tcp_transfer() -> Iterator[Transfer]:
 
 @contextmanager
 def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
-    """This project's link, from tensors to tensors."""
+    """Yield a transfer over a stage link, from tensors to tensors."""
     shape = LinkShape()
     with peer(serve_link, shape, encrypted) as port, open_link(port, shape, encrypted) as end:
         yield lambda size, count: send_all(end, size, count)
@@ -208,7 +210,7 @@ def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
 
 @contextmanager
 def relayed_transfer() -> Iterator[Transfer]:
-    """The same by TLS, where both ends dial a relay and neither the other."""
+    """Yield a transfer over a stage link with TLS whose ends dial a relay, and not each other."""
     shape = LinkShape()
     with peer(serve_relay) as relay, peer(serve_link, shape, True, relay):
         own = SECRET.credentials("home.0", encrypted=True)
@@ -219,7 +221,7 @@ def relayed_transfer() -> Iterator[Transfer]:
 
 @contextmanager
 def unary_transfer() -> Iterator[Transfer]:
-    """One call per message, of a protobuf message with a bytes field."""
+    """Yield a transfer with one unary call per message, of a protobuf message with a bytes field."""
     with peer(serve_unary) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
         call = channel.unary_unary(UNARY_METHOD, BytesValue.SerializeToString, BytesValue.FromString)
 
@@ -234,7 +236,7 @@ def unary_transfer() -> Iterator[Transfer]:
 
 
 def send_all(end: LinkEnd, size: int, count: int) -> float:
-    """Send messages of one tensor and wait for the answer to the last."""
+    """Send messages of one tensor, wait for the answer to the last one, and return the seconds."""
     message = Message(LinkHeader(), (torch.zeros(size, dtype=torch.uint8),))
     last = Message(LinkHeader(purpose=FLUSH), message.tensors)
     start = time.perf_counter()
@@ -254,7 +256,7 @@ def spec_of(shape: LinkShape) -> LinkSpec:
 
 @contextmanager
 def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Iterator[LinkEnd]:
-    """To a port, or to an address."""
+    """Open a link to a port or to an address."""
     spec = spec_of(shape)
     own = SECRET.credentials("home.0", [spec], encrypted).of_link(spec.name)
     end = open_stage_link(f"{HOST}:{at}" if isinstance(at, int) else at, spec, own, "home.0", seed=0, timeout=SECONDS)
@@ -264,7 +266,7 @@ def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Itera
 
 @contextmanager
 def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
-    """A process that runs `serve` and tells its port."""
+    """Run `serve` in another process, and yield its port."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hetero_pp.rpc.stage_link"])  # imports torch and grpc, once for all peers
     here, there = context.Pipe()
@@ -278,7 +280,10 @@ def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
 
 
 def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, relay: int | None = None) -> None:
-    """Receive and recycle; answer what is marked as the last. With the port of a relay, found through that alone."""
+    """Receive and recycle messages, and answer the last one.
+
+    With a relay's port, the relay is the only way to the link.
+    """
     prepare_process()
     spec = spec_of(shape)
     own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
@@ -302,21 +307,21 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, r
 
 
 class Door:
-    """Who is let in to the relay: who has a certificate of the run."""
+    """Admits callers with a certificate of the run to the relay."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """See services.Door."""
+        """Return the caller's name."""
         return self._callers.let_in(context).name
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """See services.Door."""
+        """Ignore the refusal."""
 
 
 def serve_relay(control: Connection) -> None:
-    """Carry the link, as the process of an exchange does beside all else, until the parent is done."""
+    """Carry the link, as the process of an exchange does, until the parent is done."""
     prepare_process()
     ends = {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1"}
     roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
@@ -331,7 +336,7 @@ def serve_relay(control: Connection) -> None:
 
 
 def serve_tcp(control: Connection) -> None:
-    """Receive into one buffer; answer the last message."""
+    """Receive messages into one buffer, and answer the last one."""
     prepare_process()
     with socket.create_server((HOST, 0)) as listener:
         control.send(listener.getsockname()[1])
@@ -349,7 +354,7 @@ def serve_tcp(control: Connection) -> None:
 
 
 def serve_unary(control: Connection) -> None:
-    """Parse and forget, until the parent is done."""
+    """Parse messages and drop them, until the parent is done."""
     prepare_process()
     method = grpc.unary_unary_rpc_method_handler(
         lambda request, context: BytesValue(), BytesValue.FromString, BytesValue.SerializeToString

@@ -1,11 +1,11 @@
-"""How many bugs the tests catch: those of benchmarks/mutants.yaml, planted one at a time in a copy of the tree.
+"""Plant the bugs of benchmarks/mutants.yaml one at a time in a copy of the tree, and count those that tests catch.
 
     python benchmarks/mutants.py [--only ID ...] [--workers N] [--json FILE] [--unchecked] [--smoke]
 
-A bug is caught if one of its tests fails, or hangs, twice, and passes once the bug is gone. First all tests that are
-named have to pass without a bug, unless they are `--unchecked`. What FILE has is not run again: a bug that was caught,
-until it or its file changes; one that was not, until its tests do, too. `--smoke` only looks whether every bug can be
-planted, and plants one.
+A bug is caught if one of its tests fails or hangs twice, and passes without the bug. First, all named tests must pass
+without a bug, unless `--unchecked` is given. Results in FILE are kept. A caught bug runs again when the bug or its file
+changes; a bug that was not caught also when its tests change. `--smoke` only checks that every bug can be planted, and
+runs one of them.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ ROOT = Path(__file__).absolute().parents[1]
 LIST = ROOT / "benchmarks" / "mutants.yaml"
 SMOKE = "bytes-per-second-as-bits"
 TEST_SECONDS = 180
-"""After which a test that hangs has failed."""
+"""Seconds after which a test that hangs has failed."""
 SECONDS = 900
-"""After which all tests of a bug have; without a bug they have none."""
+"""Seconds after which all tests of a bug have failed. The first run without a bug has no limit."""
 ATTEMPTS = 2
-"""To plant a bug, if what failed did not fail because of it."""
+"""Number of times that a bug is planted, if the failed tests also fail without it."""
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - (.*))?$", re.MULTILINE)
 _PATHS = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+")
-"""Of the machine: what lies before the last part of an absolute path."""
+"""Absolute path without its last part, which differs between machines."""
 _NOTHING_RAN = {3: "pytest failed itself", 4: "pytest was called wrongly", 5: "pytest found no tests"}
 
 
 class Mutant(Settings):
-    """A bug: text that is replaced in one file, and the tests that may notice, the likeliest first."""
+    """A bug: text that is replaced in one file, and the tests that may notice it, the likeliest first."""
 
     id: str = Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")
     what: str = Field(description="what is wrong with the bug, in a line")
@@ -68,7 +68,7 @@ class Mutant(Settings):
     tests: list[str] = Field(min_length=1)
 
     def plant(self, text: str) -> str:
-        """The file's text with the bug. Raises ValueError if it cannot be planted, or changes nothing."""
+        """Return the file's text with the bug. Raises ValueError if the bug cannot be planted or changes nothing."""
         parts = text.split(self.find)
         count, wanted = len(parts) - 1, self.occurrence or 1
         if count < wanted or (self.occurrence is None and count > 1):
@@ -83,28 +83,28 @@ class Mutant(Settings):
 
     @property
     def key(self) -> str:
-        """Equal as long as the bug and its file are."""
+        """Digest of the bug and of its file."""
         return _sha256([self.file, self.find, self.replace, str(self.occurrence), (ROOT / self.file).read_text()])
 
     @property
     def tests_key(self) -> str:
-        """Equal as long as its tests are."""
+        """Digest of the bug's tests."""
         paths = [path for test in self.tests for path in _files_of(ROOT / test)]
         return _sha256([str(path.relative_to(ROOT)) + path.read_text() for path in paths])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of some tests."""
+    """Outcome of a run of some tests."""
 
     failed: list[str]
-    """Tests; or all that were asked for, if it is not known which."""
+    """Tests that failed, or all requested tests if pytest did not name them."""
     how: str
     seconds: float
 
 
 class Copy:
-    """The tree as it is now, in a folder of its own."""
+    """Copy of the current tree in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.scratch = folder / "tree", folder / "tmp"
@@ -112,7 +112,7 @@ class Copy:
         for path in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / path.relative_to(self.folder), path)
-        # A file that is changed and changed back within a second would go by its old bytecode, unless that has a hash.
+        # Python would use old bytecode of a file that changes twice within a second, unless it compares a hash.
         compileall.compile_dir(self.folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         own = {"PYTHONPATH": str(self.folder), "TMPDIR": str(self.scratch), "COLUMNS": "1000"}
         self._environment = os.environ | own
@@ -127,7 +127,7 @@ class Copy:
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """With the bug in it."""
+        """Plant the bug while the block runs."""
         path = self.folder / mutant.file
         text = path.read_text()
         path.write_text(mutant.plant(text))
@@ -137,7 +137,7 @@ class Copy:
             path.write_text(text)
 
     def test(self, tests: Sequence[str], stops: bool = True, seconds: float | None = SECONDS) -> Outcome:
-        """Run tests, up to the first that fails if it `stops`. Raises RuntimeError if none could be run."""
+        """Run tests, up to the first failure if it `stops`. Raises RuntimeError if none could run."""
         started = time.monotonic()
         options = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
         code, said = self._run(["-m", "pytest", *options, *(["-x"] if stops else []), *tests], seconds)
@@ -153,7 +153,10 @@ class Copy:
         return Outcome([test for test, _ in found], found[0][1][:200] or "failed", spent)
 
     def _run(self, arguments: Sequence[str], seconds: float | None) -> tuple[int | None, str]:
-        """Exit code (None: it took too long) and output of Python; nothing that it made or started stays."""
+        """Run Python. Return its exit code (None if it took too long) and its output.
+
+        Nothing that it has made or started stays.
+        """
         self.scratch.mkdir()
         output = self.scratch / "output"
         with output.open("w") as file:
@@ -180,7 +183,7 @@ class Copy:
         return code, said
 
     def _tidy(self) -> None:
-        """Remove what tests left, as tokens that a bug has encoded would mislead those that follow."""
+        """Remove what tests left. Tokens that were encoded with a bug would mislead later tests."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         for path in self.folder.rglob("*"):
             if path.is_file() and path not in self._files and path.parent.name != "__pycache__":
@@ -188,10 +191,10 @@ class Copy:
 
 
 class Results:
-    """What is known, by bug; in a file, if there is one."""
+    """Known outcomes by bug, kept in a file if there is one."""
 
     def __init__(self, path: Path | None, listed: Sequence[Mutant]) -> None:
-        """What `path` has of the bugs that are listed."""
+        """Read the outcomes of the listed bugs from `path`."""
         self._path = path
         self._lock = Lock()
         known = json.loads(path.read_text())["mutants"] if path is not None and path.exists() else []
@@ -199,14 +202,14 @@ class Results:
         self._found: dict[str, dict[str, Any]] = {one["id"]: one for one in known if one["id"] in names}
 
     def known(self, mutant: Mutant) -> Mapping[str, Any] | None:
-        """What came of a bug; None if it has to be run."""
+        """Return the outcome of a bug; None if the bug has to be run."""
         found = self._found.get(mutant.id)
         if found is None or found["key"] != mutant.key:
             return None
         return found if found["caught"] or found["tests_key"] == mutant.tests_key else None
 
     def add(self, mutant: Mutant, outcome: Outcome) -> None:
-        """Keep what came of a bug."""
+        """Keep the outcome of a bug."""
         result = {
             "id": mutant.id,
             "what": mutant.what,
@@ -231,7 +234,7 @@ class Results:
         temporary.replace(path)
 
     def table(self, mutants: Sequence[Mutant]) -> Iterator[str]:
-        """A line for each bug, and the sum."""
+        """Yield a line for each bug, and the total."""
         rows = [(mutant, self._found[mutant.id]) for mutant in mutants if mutant.id in self._found]
         wide = max((len(mutant.id) for mutant, _ in rows), default=0)
         for mutant, result in rows:
@@ -240,7 +243,7 @@ class Results:
 
 
 def try_one(copy: Copy, mutant: Mutant) -> Outcome:
-    """Plant a bug and run its tests; what fails has to fail twice, and to pass without the bug."""
+    """Plant a bug and run its tests. Tests that fail must fail twice, and pass without the bug."""
     seconds = 0.0
     for _ in range(ATTEMPTS):
         with copy.planted(mutant):
@@ -255,7 +258,7 @@ def try_one(copy: Copy, mutant: Mutant) -> Outcome:
 
 
 def try_all(mutants: Sequence[Mutant], copies: Sequence[Copy], results: Results) -> None:
-    """Each bug once, in whichever copy is free."""
+    """Try each bug once, in any copy that is free."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -275,7 +278,7 @@ def try_all(mutants: Sequence[Mutant], copies: Sequence[Copy], results: Results)
 
 
 def listed() -> list[Mutant]:
-    """All bugs of the list. Ends with every complaint if one of them cannot be planted."""
+    """Return all bugs of the list. Exits with all complaints if a bug cannot be planted."""
     mutants = TypeAdapter(list[Mutant]).validate_python(YAML(typ="safe").load(LIST))
     complaints = [f"{one}: is there twice" for one in {m.id for m in mutants} if [m.id for m in mutants].count(one) > 1]
     for mutant in mutants:
@@ -290,14 +293,17 @@ def listed() -> list[Mutant]:
 
 
 def chosen(mutants: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
-    """Those of these names; all, if none is named."""
+    """Return the bugs with these ids; all bugs if there are none."""
     if unknown := set(only) - {mutant.id for mutant in mutants}:
         sys.exit(f"found no {', '.join(sorted(unknown))} in {LIST.name}")
     return [mutant for mutant in mutants if not only or mutant.id in only]
 
 
 def require_passing(copy: Copy, mutants: Sequence[Mutant]) -> None:
-    """End unless all tests of some bugs pass without one, some at the second time: else they would prove nothing."""
+    """Exit unless all tests of these bugs pass without a bug, at the latest at the second attempt.
+
+    Otherwise their failures would prove nothing.
+    """
     outcome = copy.test(sorted({test for mutant in mutants for test in mutant.tests}), stops=False, seconds=None)
     if outcome.failed:
         print(f"failed without any bug: {outcome.failed} ({outcome.how})", flush=True)
@@ -308,7 +314,7 @@ def require_passing(copy: Copy, mutants: Sequence[Mutant]) -> None:
 
 
 def smoke() -> None:
-    """Every bug can be planted, and one that is planted is caught."""
+    """Check that every bug can be planted, and that the tests catch one planted bug."""
     mutants = listed()
     [one] = chosen(mutants, [SMOKE])
     with TemporaryDirectory(prefix="mutants-") as folder:
@@ -325,7 +331,7 @@ def _said(result: Mapping[str, Any]) -> str:
 
 
 def _tracked() -> list[str]:
-    """The files of the checkout, those that git does not know yet too."""
+    """Return the files of the checkout, including files that git does not track yet."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return sorted({name for name in found if name and (ROOT / name).is_file()})
@@ -340,12 +346,12 @@ def _sha256(parts: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Check the list, plant, print."""
+    """Check the list, plant the bugs, and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="ID", default=[])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--unchecked", action="store_true", help="the tests were seen to pass without a bug")
+    parser.add_argument("--unchecked", action="store_true", help="skip the check that the tests pass without a bug")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     if arguments.smoke:

@@ -1,10 +1,9 @@
-"""A network of machines inside this one: a namespace each, one line each to a switch, shaped by the kernel.
+"""A network of machines inside this one: a namespace each, with one line each to a switch, shaped by the kernel.
 
-Every machine has one interface, and so all that it sends passes one token bucket of `tc` (tbf) of its own, and all that
-it receives another one at the switch. Where lines have a latency, benchmarks/slow_switch.py is that switch. Needs
-Linux with `ip`, `tc`, `unshare` and `nsenter`, and either root or user namespaces. A namespace lives as long as the
-process that holds it, and that one as long as its standard input is open: nothing is left behind, however this program
-ends.
+Each machine has one interface. So all that it sends passes one token bucket of `tc` (tbf), and all that it receives
+passes another one at the switch. If lines have a latency, benchmarks/slow_switch.py is the switch. Needs Linux with
+`ip`, `tc`, `unshare` and `nsenter`, and either root or user namespaces. A namespace lives as long as the process that
+holds it. This process lives as long as its standard input is open. So nothing is left behind, however the program ends.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ from slow_switch import mac
 
 MTU = 1500
 HEADERS = 14 + 20 + 32
-"""Bytes of a packet that TCP's data are not: Ethernet, which `tc` counts, IPv4, TCP with its timestamps."""
+"""Bytes of a packet that are not TCP's data: Ethernet, which `tc` counts, IPv4, and TCP with its timestamps."""
 BURST = 10_000
-"""Bytes that a bucket lets through at once after a pause, which a line would not: more than the kernel needs to keep
-the rate, and a few percent of a message."""
+"""Bytes that a bucket lets through at once after a pause, which a line would not.
+
+They are more than the kernel needs to keep the rate, and a few percent of a message.
+"""
 QUEUE = "200ms"
-"""How long a packet may wait for its bucket, as in a home's router; then it is dropped, and TCP slows down."""
+"""Longest wait of a packet for its bucket, as in a home's router. Later packets are dropped, and TCP slows down."""
 HOLDER = ["sh", "-c", "echo ready; exec cat"]
 CONGESTION_CONTROL = "reno"
-"""BBR sends below the rate of a bucket while it looks for it."""
+"""Congestion control of all machines. BBR would send below the rate of a bucket while it estimates the rate."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What joins a machine to the others: bit/s, and seconds that a packet takes longer either way."""
+    """Line of a machine to the others: rates in bit/s, and seconds of latency each way."""
 
     up: float
     down: float
@@ -42,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Counted:
-    """What the kernel has counted on a machine's line since it was made, headers included."""
+    """Kernel's counts on a machine's line since it was made, headers included."""
 
     up_bytes: int
     up_packets: int
@@ -59,11 +60,11 @@ class Machine:
 
     @property
     def inside(self) -> list[str]:
-        """What to put before a command that is to run there."""
+        """Command prefix that enters the namespace."""
         return ["nsenter", f"--target={self.holder}", "--user", "--net", "--preserve-credentials"]
 
     def call(self, command: str) -> None:
-        """Run a command there. Raises OSError with what it said if it fails."""
+        """Run a command in the namespace. Raises OSError with its error output if it fails."""
         done = subprocess.run([*self.inside, *command.split()], capture_output=True, text=True)
         if done.returncode != 0:
             raise OSError(f"{command}: {done.stderr.strip()}")
@@ -77,7 +78,7 @@ class Network:
     switch: Machine
 
     def counted(self) -> dict[str, Counted]:
-        """By machine, as the switch's ports see it: behind the bucket of what goes up, and that of what comes down."""
+        """Return the counts by machine at the switch's ports: after the upload's bucket, and after the download's."""
         lines = Path(f"/proc/{self.switch.holder}/net/dev").read_text().splitlines()
         ports = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines[2:])}
         return {
@@ -88,10 +89,10 @@ class Network:
 
 @contextmanager
 def network(lines: Mapping[str, Line | None], counts_headers: bool) -> Iterator[Network]:
-    """A machine for every name, with its line; None is as fast as the kernel.
+    """Yield a network with a machine for every name, each with its line. Without a line, it is as fast as the kernel.
 
-    A rate is one of packets, as a provider's is, with `counts_headers`; else of the bytes that TCP carries in them, and
-    acknowledgements pass for nothing. Raises OSError, with what the system says, where such a network cannot be had.
+    With `counts_headers`, a rate is one of packets, as a provider's is. Else it is one of the bytes that TCP carries,
+    and acknowledgements are free. Raises OSError with the system's message where such a network is not possible.
     """
     with ExitStack() as stack:
         switch = Machine("", stack.enter_context(_running(["unshare", "--user", "--map-root-user", "--net", *HOLDER])))
@@ -114,10 +115,10 @@ def network(lines: Mapping[str, Line | None], counts_headers: bool) -> Iterator[
 
 @contextmanager
 def apart(names: Sequence[str]) -> Iterator[tuple[Machine, dict[str, Machine]]]:
-    """A machine, and others by name that each have a cable to it and to nothing else: behind routers, as homes are.
+    """Yield a machine, and others by name that are connected to it alone, as homes are behind routers.
 
-    None of them reaches another one. Each dials the machine in the middle at its `gateway`. Raises OSError, with what
-    the system says, where such a network cannot be had.
+    The others do not reach each other. Each dials the machine in the middle at its `gateway`. Raises OSError with the
+    system's message where such a network is not possible.
     """
     with ExitStack() as stack:
         middle = Machine("", stack.enter_context(_running(["unshare", "--user", "--map-root-user", "--net", *HOLDER])))
@@ -137,7 +138,7 @@ def apart(names: Sequence[str]) -> Iterator[tuple[Machine, dict[str, Machine]]]:
 
 
 def gateway(home: Machine) -> str:
-    """The address of the machine in the middle, for one that is apart."""
+    """Return the address of the machine in the middle, as seen from a home."""
     return home.address.removesuffix("2") + "1"
 
 
@@ -147,7 +148,7 @@ def _port(number: int) -> str:
 
 @contextmanager
 def _running(command: Sequence[str]) -> Iterator[int]:
-    """A process that says a line when it is ready, and ends when its standard input does: its number."""
+    """Run a process that prints a line when it is ready and ends with its standard input. Yields its process id."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
@@ -158,7 +159,7 @@ def _running(command: Sequence[str]) -> Iterator[int]:
 
 
 def _join(machine: Machine, switch: Machine, number: int) -> None:
-    """A cable between a machine and a port of the switch. Packets cross one by one, as they would on a wire."""
+    """Connect a machine to a port of the switch. Packets cross one by one, as on a wire."""
     wire, port = f"mtu {MTU} gso_max_segs 1", _port(number)
     peer = f"line address {mac(number)} {wire} netns {machine.holder}"
     switch.call(f"ip link add {port} {wire} type veth peer name {peer}")
@@ -170,7 +171,7 @@ def _join(machine: Machine, switch: Machine, number: int) -> None:
 
 
 def _bridge(switch: Machine, ports: int) -> None:
-    """Let the kernel give packets on between the ports, at once."""
+    """Let the kernel forward packets between the ports at once."""
     switch.call("ip link add bridge type bridge")
     switch.call("ip link set bridge up")
     for number in range(ports):

@@ -1,10 +1,10 @@
-"""Two replicas behind slow lines: how long each stands still for the exchange, with rounds that overlap and without.
+"""Measure how long two replicas behind slow lines wait for the exchange, with overlapping rounds and without.
 
     python benchmarks/overlap.py [--bandwidth "1 Mbit/s"] [--rounds 30] [--json FILE]
 
-Real processes and gRPC; the links to the exchange are shaped. Blocked is the share of a member's time in which it does
-nothing but wait for the exchange: to bring what it contributes, for the round's record, for what others sent. The last
-round has no other to be trained meanwhile, so it is given with it and without.
+Each run uses processes and gRPC, and its links to the exchange are shaped. A member is blocked while it only waits for
+the exchange: to upload its contribution, for the round record, or for other contributions. The result is the blocked
+share of its time. No round overlaps with the last one, so the share is given with and without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMOKE = {"rounds": 2, "bandwidth": "10 Mbit/s", "steps": 1}
 
 
 def measure(folder: Path, overlap: int, rounds: int, steps: int, bandwidth: str) -> dict[str, Any]:
-    """One run."""
+    """Train one run, and return its results."""
     yaml, runs = folder / "run.yaml", folder / f"overlap-{overlap}"
     yaml.write_text(YAML)
     changes = [f"outer.overlap={overlap}", f"outer.rounds={rounds}", f"inner.steps={steps}"]
@@ -59,14 +59,16 @@ def measure(folder: Path, overlap: int, rounds: int, steps: int, bandwidth: str)
 
 
 def _blocked(told: Sequence[Mapping[str, Any]]) -> float:
-    """Share of all that these rounds took."""
+    """Return the share of the rounds' time in which members are blocked."""
     return sum(one["blocked_seconds"] for one in told) / sum(one[part] for one in told for part in PARTS)
 
 
 def main() -> None:
-    """Both ways, and print."""
+    """Measure both ways, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bandwidth", default="1 Mbit/s", help="of each way to the exchange")
+    parser.add_argument(
+        "--bandwidth", default="1 Mbit/s", help="bandwidth of a member's link to the exchange, in each direction"
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parse(parser, SMOKE)

@@ -1,10 +1,10 @@
-"""Rounds in which things go wrong, simulated: how many hold every invariant, and how many replicas they count.
+"""Simulate rounds with faults, check every invariant, and count the replicas that the rounds include.
 
     python benchmarks/simulated_faults.py --rounds 1000000 [--seed N] [--workers N] [--json FILE] [--trace]
 
-A seed has one history, of up to 50 rounds (tests/simulation/): seeds follow from the first one on, until there are
-rounds enough. A violation is printed with its seed and its round; `--seed S --rounds 50 --trace` tells that history,
-event by event. What FILE has of the same rules and the same simulation is not played again.
+A seed has one history of up to 50 rounds (tests/simulation/). Seeds count up from the first one until there are enough
+rounds. A violation is printed with its seed and its round. `--seed S --rounds 50 --trace` prints this history event by
+event. Histories in FILE are not played again unless the rules or the simulation have changed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).absolute().parents[1]
 HISTORY = 50
-"""Rounds of one."""
+"""Rounds of one history."""
 CHUNK = 20
-"""Histories that a worker plays at once."""
+"""Histories that a worker plays in one task."""
 SMOKE = {"rounds": 200}
 
 
 @dataclass
 class Total:
-    """What all histories so far have come to."""
+    """Totals of all histories so far."""
 
     source: str
     seed: int
@@ -54,7 +54,7 @@ class Total:
     violations: list[str] = field(default_factory=list)
 
     def add(self, history: History) -> None:
-        """One more."""
+        """Add one history."""
         self.histories += 1
         self.rounds += history.rounds
         self.events += history.events
@@ -68,10 +68,10 @@ class Total:
 
 
 def main() -> None:
-    """Play, print and write."""
+    """Play the histories, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first history")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first history")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--trace", action="store_true", help="print every event")
     arguments = parse(parser, SMOKE)
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _play_all(total: Total, rounds: int, workers: int, path: Path | None) -> None:
-    """Chunk by chunk, each written as it is done."""
+    """Play chunk by chunk, and write the totals after each."""
     left = iter(_lengths(total.seed + total.histories, rounds - total.rounds))
     with ProcessPoolExecutor(workers, initializer=_find_simulation) as pool:
         while chunks := list(filter(None, (list(islice(left, CHUNK)) for _ in range(workers)))):
@@ -101,7 +101,7 @@ def _play_all(total: Total, rounds: int, workers: int, path: Path | None) -> Non
 
 
 def _find_simulation() -> None:
-    """It lies among the tests."""
+    """Make the simulation importable, which lies among the tests."""
     sys.path.insert(0, str(ROOT / "tests"))
 
 
@@ -112,19 +112,19 @@ def _play(seed: int, rounds: int, tells: Callable[[str], object] | None = None) 
 
 
 def _lengths(seed: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """(seed, rounds) of each history."""
+    """Yield (seed, rounds) of each history."""
     for start in range(0, rounds, HISTORY):
         yield seed + start // HISTORY, min(HISTORY, rounds - start)
 
 
 def _play_chunk(chunk: Sequence[tuple[int, int]]) -> tuple[list[History], float]:
-    """And the CPU seconds that it took."""
+    """Play the histories of a chunk. Return them, and the CPU seconds."""
     started = time.process_time()
     return [_play(seed, rounds) for seed, rounds in chunk], time.process_time() - started
 
 
 def _earlier(path: Path | None, seed: int) -> Total:
-    """What a file has of this seed, if neither the rules nor the simulation have changed since."""
+    """Return the totals of this seed in a file, if neither the rules nor the simulation have changed since."""
     total = Total(_source(), seed)
     if path is None or not path.exists():
         return total
@@ -135,14 +135,14 @@ def _earlier(path: Path | None, seed: int) -> Total:
 
 
 def _source() -> str:
-    """A digest of the rules and of the simulation."""
+    """Return a digest of the rules and of the simulation."""
     files = [*(ROOT / "replica_groups" / "protocol").glob("*.py"), *(ROOT / "tests" / "simulation").glob("*.py")]
     played = [path for path in sorted(files) if not path.stem.startswith(("test_", "mutations"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in played)).hexdigest()[:16]
 
 
 def _shares(total: Total) -> dict[str, float]:
-    """Of the replicas that were there during a whole round, how many were counted."""
+    """Return the share of included replicas among those that were present for a whole round."""
     return {
         "counted_share": total.counted / max(total.live, 1),
         "counted_share_light": total.light_counted / max(total.light_live, 1),

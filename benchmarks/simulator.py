@@ -1,13 +1,16 @@
-"""What `simulate` predicts beside what `launch` measures: a group with links or lines of many kinds, the quickstart.
+"""Compare predictions of `simulate` with measurements of `launch`, for many kinds of links or lines and the quickstart.
 
     python benchmarks/simulator.py [--json FILE] [--only NAME ...]
 
-Each topology is calibrated, predicted, and launched as real processes over gRPC with links shaped in process. Bytes
-are those on the wire in a round, by link and direction; a step is the median time between two steps of the first stage.
-Stages share this machine's cores, so where compute decides, a prediction that knows of no sharing is too low: such
-topologies are reported apart from those where links decide. The quickstart, with seven processes, is also predicted
-from costs that were measured beside as many busy processes as its run has other members. These are too high, as members
-wait for links: what is measured lies between the two. Its bytes are those of all links, to the exchange too.
+Each topology is calibrated, predicted, and launched as processes over gRPC, with links shaped in process. Bytes are
+those on the wire in a round, by link and direction. A step is the median time between two steps of the first stage.
+
+Stages share this machine's cores. So where compute decides, a prediction that does not know of the sharing is too low.
+These topologies are reported apart from those where links decide.
+
+The quickstart has seven processes. It is also predicted from costs that were measured beside as many busy processes as
+its run has other members. These costs are too high, because members also wait for links. So the measured time lies
+between the two predictions. Bytes of the quickstart include the links to the exchange.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ SMOKE = {
 }
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LINK_BOUND = 0.5
-"""Share of the inner loop that links add, from which on a topology counts as link-bound."""
+"""Share of the inner loop that links add, from which a topology counts as link-bound."""
 
 YAML = """\
 name: measured
@@ -73,7 +76,7 @@ class Topology:
     stages: int
     rank: str
     kind: str = "link"
-    """What has the bandwidth and the latency: every hop's link, or every machine's line."""
+    """Whether each hop's link or each machine's line has the bandwidth and the latency."""
 
     @property
     def name(self) -> str:
@@ -107,7 +110,7 @@ TOPOLOGIES = [
 
 
 def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """One group between itself."""
+    """Measure and predict one group."""
     (folder / "corpus.txt").write_text(words())
     yaml = folder / "topology.yaml"
     changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": steps, "rounds": rounds}
@@ -117,7 +120,7 @@ def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[s
 
 
 def compare_quickstart(overrides: list[str], folder: Path) -> dict[str, Any]:
-    """The quickstart, changed; predicted with members alone on a core, and beside busy processes."""
+    """Measure the quickstart. It is predicted with members alone on a core, and beside busy processes."""
     found = measured_beside_predicted(QUICKSTART, overrides, folder)
     with busy_processes(len(spec_of(ConfigFile(QUICKSTART, overrides)).members) - 1):
         loaded = calibrated_prediction(QUICKSTART, overrides)
@@ -127,7 +130,7 @@ def compare_quickstart(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 
 def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) -> dict[str, Any]:
-    """Calibrate, predict, launch."""
+    """Calibrate, predict and launch a run."""
     prediction = calibrated_prediction(yaml, overrides)
     name = ConfigFile(yaml, overrides).config.name
     with redirect_stdout(StringIO()):
@@ -143,14 +146,14 @@ def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) ->
 
 
 def calibrated_prediction(yaml: Path, overrides: list[str]) -> Prediction:
-    """From costs of its members on this machine, now."""
+    """Predict a run from the costs of its members on this machine, measured now."""
     costs = {member: cost.model_dump(mode="json") for member, cost in measure_all(spec_of(ConfigFile(yaml, overrides)))}
     return predict(spec_of(ConfigFile(yaml, [*overrides, f"simulate.measured={json.dumps(costs)}"])))
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many beside this one, which want a core each."""
+    """Keep `count` processes beside this one busy while the block runs. Each wants a core."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -166,12 +169,12 @@ def _home(prediction: Prediction) -> ReplicaPrediction:
 
 
 def words() -> str:
-    """Text enough for any of these runs."""
+    """Return enough text for any of these runs."""
     return " ".join(f"word{number % 97} stage{number % 13}" for number in range(40_000))
 
 
 def measured_step(events: list[dict[str, Any]]) -> float:
-    """The median over steps that follow one another in a round, as the first stage tells them."""
+    """Return the median time between consecutive steps of a round, as reported by the first stage."""
     times = defaultdict(list)
     for event in events:
         if event["event"] == "inner_step" and event["member"] == "home.0":
@@ -180,7 +183,7 @@ def measured_step(events: list[dict[str, Any]]) -> float:
 
 
 def _measured_bytes(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the last round, by link and direction."""
+    """Return the bytes of the last round by link and direction."""
     uses = [event for event in events if event["event"] == "link_use"]
     last = max(use["round"] for use in uses)
     found = {f"{use['link']} {use['direction']}": use["wire_bytes"] for use in uses if use["round"] == last}
@@ -195,9 +198,10 @@ def _predicted_bytes(prediction: Prediction) -> dict[str, float]:
 
 
 def errors(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Predicted over measured, less 1: the worst of bytes; the median of steps, where links decide and elsewhere.
+    """Return predicted over measured, less 1: the worst of bytes, and the median of steps.
 
-    What crosses to the exchange has lengths that depend on its values; stage links carry what is known before.
+    Steps of link-bound topologies are separate from others. Messages to the exchange have lengths that depend on their
+    values. Those on stage links are known in advance.
     """
     found: dict[str, float] = {}
     for kind, is_exchange in (("stage links", False), ("links to the exchange", True)):
@@ -216,15 +220,15 @@ def errors(results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def step_ratio(result: dict[str, Any]) -> float:
-    """Predicted over measured."""
+    """Return predicted over measured time of a step."""
     return result["predicted"]["step_seconds"] / result["measured"]["step_seconds"]
 
 
 def main() -> None:
-    """Run and print; write JSON if asked."""
+    """Run, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="parts of names")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
+    parser.add_argument("--only", nargs="*", help="run topologies whose names contain one of these")
+    parser.add_argument("--steps", type=int, default=STEPS, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quickstart", nargs="*", default=[f"outer.rounds={ROUNDS}"], metavar="KEY=VALUE")
     arguments = parse(parser, SMOKE)

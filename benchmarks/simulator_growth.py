@@ -1,10 +1,10 @@
-"""How the cost of a prediction grows with participants, stages and micro-batches: CPU seconds and memory.
+"""Measure how CPU seconds and memory of a prediction grow with participants, stages and micro-batches.
 
     python benchmarks/simulator_growth.py [--json FILE] [--chart FILE] [--participants N ...]
 
-Every size is predicted in a process of its own, on one core: a round of 50 inner steps of groups of home machines,
-drawn from distributions, with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are those beyond start-up
-(imports and reading the YAML), memory is the largest that the process held, start-up included.
+Each size is predicted in a process of its own, on one core. The prediction is that of a round of 50 inner steps. Its
+groups of home machines are drawn from distributions, with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are
+those after start-up (imports and reading the YAML). Memory is the peak of the process, start-up included.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ from hetero_pp.simulator.prediction import predict
 
 YAML = Path(__file__).parents[1] / "configs" / "simulate" / "ten_thousand.yaml"
 STAGES = 4
-"""Of a group of that YAML."""
+"""Stages of a group in that YAML."""
 PARTICIPANTS = (1_000, 10_000, 100_000, 1_000_000)
 STAGES_OF_A_GROUP = (2, 4, 8, 16, 32)
 MICRO_BATCHES = (4, 16, 64, 256)
 SMOKE = {"participants": [100], "stages": [2], "micro_batches": [4]}
 GROUPS = 256
-"""Where stages or micro-batches grow: on machines with memory enough for the first, of a model with layers enough."""
+"""Number of groups where stages or micro-batches grow.
+
+Their machines have enough memory, and their model enough layers.
+"""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What grows, its sizes, and what a size changes in the YAML."""
+    """A quantity that grows, its sizes, and the overrides of the YAML for a size."""
 
     of: str
     sizes: Sequence[int]
@@ -48,7 +51,7 @@ class Growth:
 
 
 def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: Sequence[int]) -> list[Growth]:
-    """All that is measured."""
+    """Return all growths that are measured."""
     groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
     return [
         Growth("participants", participants, lambda size: [f"simulate.fleets.home.count={size // STAGES}"]),
@@ -62,7 +65,7 @@ def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: S
 
 
 def measure(overrides: list[str]) -> dict[str, float]:
-    """Predict, in this process."""
+    """Predict in this process, and return the cost."""
     spec = spec_of(ConfigFile(YAML, overrides))
     started = time.process_time()
     prediction = predict(spec)
@@ -76,7 +79,7 @@ def measure(overrides: list[str]) -> dict[str, float]:
 
 
 def measured_alone(overrides: list[str]) -> dict[str, float]:
-    """The same in a process of its own."""
+    """Return the cost of a prediction in a process of its own."""
     command = [sys.executable, __file__, "--one", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode != 0:
@@ -86,7 +89,7 @@ def measured_alone(overrides: list[str]) -> dict[str, float]:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Seconds and memory against size, both on logarithmic scales."""
+    """Plot seconds and memory against size, both on logarithmic scales."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,13 +113,13 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run and print; write files if asked."""
+    """Run, print, and write files if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chart", type=Path)
     parser.add_argument("--participants", type=int, nargs="+", default=PARTICIPANTS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES_OF_A_GROUP)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
-    parser.add_argument("--one", nargs="*", metavar="KEY=VALUE", help="predict once, here, and print JSON")
+    parser.add_argument("--one", nargs="*", metavar="KEY=VALUE", help="predict once in this process, and print JSON")
     arguments = parse(parser, SMOKE)
     if arguments.one is not None:
         print(json.dumps(measure(arguments.one)))

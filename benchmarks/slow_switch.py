@@ -1,10 +1,11 @@
-"""A switch whose cables are long: every packet comes out later, by what its two machines' lines take.
+"""A switch with latency: each packet leaves later, by the latencies of the two machines' lines.
 
     python benchmarks/slow_switch.py SECONDS ...
 
-A number for every port, `port0`, `port1`, ..., of this network namespace. It is a process because tc's netem is a
-module that not every kernel has. Machines have the addresses `mac(0)`, `mac(1)`, ...; whatever goes to another one, as
-a broadcast does, goes to all. Prints a line when it is ready, and ends with its standard input.
+SECONDS has a number for each port `port0`, `port1`, ... of this network namespace. The switch is a process because tc's
+netem is a module that not every kernel has. Machines have the addresses `mac(0)`, `mac(1)`, and so on. A packet to any
+other address, such as a broadcast, leaves by all other ports. The switch prints a line when it is ready, and ends with
+its standard input.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from itertools import count
 
 ALL_PROTOCOLS = 3
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
-"""Of AF_PACKET; Python has no names for them."""
+"""Constants of AF_PACKET for which Python has no names."""
 OFFLOADS = 10
-"""Bytes before a packet, which say what of its checksum is left to do; given on as they came."""
+"""Bytes before a packet that say what is still missing in its checksum. They are forwarded unchanged."""
 LONGEST = 1 << 16
 BUFFER = 16 << 20
-"""Bytes that may wait at a port each way, if the kernel allows so many."""
+"""Bytes that may wait at a port in each direction, if the kernel allows as many."""
 
 
 def mac(number: int) -> str:
-    """The Ethernet address of the machine at a port."""
+    """Return the Ethernet address of the machine at a port."""
     return f"02:00:00:00:00:{number:02x}"
 
 
 def open_port(number: int) -> socket.socket:
-    """Everything that comes in by a port; what is sent goes out by it. Raises OSError."""
+    """Open a socket that receives and sends by a port. Raises OSError."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
     for option in (PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING):
         opened.setsockopt(SOL_PACKET, option, 1)
@@ -47,7 +48,7 @@ def open_port(number: int) -> socket.socket:
 
 
 def targets(packet: bytes, source: int, ports: int) -> Sequence[int]:
-    """The ports by which a packet leaves."""
+    """Return the ports by which a packet leaves."""
     target = packet[OFFLOADS : OFFLOADS + 6]
     number = target[-1]
     if target == bytes.fromhex(mac(number).replace(":", "")) and number < ports:
@@ -56,14 +57,14 @@ def targets(packet: bytes, source: int, ports: int) -> Sequence[int]:
 
 
 def arrived(port: socket.socket) -> Iterator[bytes]:
-    """Packets that wait at a port."""
+    """Yield the packets that wait at a port."""
     with suppress(BlockingIOError):
         while True:
             yield port.recv(LONGEST)
 
 
 def switch(delays: Sequence[float]) -> None:
-    """Until the standard input ends. Packets that a queue has no room for are lost."""
+    """Forward packets until the standard input ends. Packets for which a queue has no room are dropped."""
     ports = [open_port(number) for number in range(len(delays))]
     print("ready", flush=True)
     order = count()
@@ -86,5 +87,5 @@ def switch(delays: Sequence[float]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seconds", nargs="+", type=float, help="of each port's line, one way")
+    parser.add_argument("seconds", nargs="+", type=float, help="latency of each port's line, one way")
     switch(parser.parse_args().seconds)

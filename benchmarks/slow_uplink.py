@@ -1,14 +1,15 @@
-"""A home's uplink of 1 Mbit/s, shaped by the kernel, that contributions fill for a minute: is control behind them?
+"""Measure whether contributions that fill a home's uplink of 1 Mbit/s for a minute delay heartbeats.
 
     sudo python benchmarks/slow_uplink.py [--parts beats run] [--json FILE]
 
-All that goes to the exchange's port passes one token bucket, before which a second of packets may wait, as in a router
-at home; beyond that they are dropped.
+The kernel shapes the uplink. All traffic to the exchange's port passes one token bucket. As in a home's router, packets
+for one second may wait for it, and further packets are dropped.
 
-- `beats`: what a member tells each second while it hands in a contribution of 5 MB: how long each takes.
-- `run`: a launched run, whose members send 10 MB a round over that one uplink: who is taken for dead.
+- `beats`: measure how long each heartbeat takes while its member uploads a contribution of 5 MB.
+- `run`: launch a run whose members send 10 MB per round over this one uplink, and count members that are taken for
+  dead.
 
-Needs root, `ip` and `tc`; with --smoke, what needs them is left out where they lack.
+Needs root, `ip` and `tc`. With --smoke, the measurement is skipped where these are missing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from hetero_pp.run.spec import Roster
 PORT = 47700
 BITS_A_SECOND = 1_000_000
 QUEUE_BYTES = BITS_A_SECOND // 8
-"""A second."""
+"""Bytes that may wait for the uplink: one second of its rate."""
 MTU, BURST = 1500, 3000
 CONTRIBUTION = 5_000_000
 SECRET, RUN = Secret("of this benchmark only"), "slow"
@@ -55,7 +56,7 @@ SMOKE = {"parts": ["beats"], "bytes": 200_000}
 
 @contextmanager
 def slow_uplink() -> Iterator[list[str]]:
-    """What to put before a command, all of whose bytes to the exchange share one such uplink."""
+    """Shape the uplink. Yields the prefix of commands whose traffic to the exchange shares it."""
     with namespace(MTU) as (inside, tc):
         tc("class add dev lo parent 1: classid 1:10 htb rate 10gbit burst 1m")
         tc(f"qdisc add dev lo parent 1:10 tbf rate {BITS_A_SECOND}bit burst {BURST} limit {QUEUE_BYTES}")
@@ -64,7 +65,7 @@ def slow_uplink() -> Iterator[list[str]]:
 
 
 class FarEnd:
-    """An exchange that takes everything, at once. Of WatchedExchange what a contribution and beats need."""
+    """Exchange that accepts everything at once. It has the methods that a contribution and heartbeats need."""
 
     run, roster = RUN, Roster({"home": "home"}, {"home": frozenset()})
 
@@ -94,7 +95,10 @@ class FarEnd:
 
 
 def beats(size: int) -> dict[str, Any]:
-    """Seconds that each took while a contribution was on its way, and that this took; lost: not answered in time."""
+    """Send heartbeats during a contribution.
+
+    Return the seconds of each, and the number that were not answered in time.
+    """
     far = FarEnd()
     server, _ = serve_exchange(far, SECRET, f"127.0.0.1:{PORT}")  # type: ignore[arg-type]
     client, took, lost = ExchangeClient(f"127.0.0.1:{PORT}", SECRET.credentials("home"), RUN), list[float](), 0
@@ -125,7 +129,7 @@ def beats(size: int) -> dict[str, Any]:
 
 
 def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same in the namespace."""
+    """Run `beats` in the namespace."""
     with slow_uplink() as inside:
         command = [*inside, sys.executable, __file__, "--inside", "--bytes", str(arguments.bytes)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
@@ -136,7 +140,7 @@ def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def launched(_: argparse.Namespace) -> dict[str, Any]:
-    """What the exchange says of members whose contributions fill the line for minutes."""
+    """Launch a run whose contributions fill the uplink for minutes. Return what the exchange reports of its members."""
     text = SLOW.replace("exchange:\n", f"exchange:\n  listen: 127.0.0.1:{PORT}\n")
     with tempfile.TemporaryDirectory(prefix="hetero-pp-slow-") as folder, slow_uplink() as inside:
         run = ChaosRun(Path(folder) / "slow", ["exchange.quorum=1", "exchange.limit=1h"], text, inside)
@@ -164,7 +168,7 @@ PARTS = {"beats": beats_inside, "run": launched}
 
 
 def why_not() -> str | None:
-    """Why the kernel cannot shape links here; None if it can."""
+    """Return why the kernel cannot shape links here; None if it can."""
     try:
         with slow_uplink():
             return None
@@ -173,10 +177,12 @@ def why_not() -> str | None:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--bytes", type=int, default=CONTRIBUTION, help="of the contribution beside which beats go")
+    parser.add_argument(
+        "--bytes", type=int, default=CONTRIBUTION, help="size of the contribution that is sent beside heartbeats"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parse(parser, SMOKE)
     if arguments.inside:

@@ -1,20 +1,20 @@
-"""What attacks on a live run cost it: time of its rounds, memory of its exchange, and whether they change a bit.
+"""Measure what attacks on a live run cost: the time of rounds, the memory of the exchange, and changed bits.
 
     python benchmarks/strangers.py [--json FILE] [--parts attacks fuzz] [--only NAME ...] [--messages 1000000]
 
-A datacenter replica and a group of two stages train, as processes of their own over gRPC, by TLS; the places of a
-third replica and of a second group are the attacker's, who so has members' own certificates, and tickets. Links have a
-latency, as between homes, and leave processors to attacks, which run in a process of their own with little priority.
+A datacenter replica and a group of two stages train as separate processes over gRPC with TLS. The attacker holds the
+slots of a third replica and of a second group. So it has members' certificates, and tickets. Links have a latency, as
+between homes, so that the run leaves processors to attacks. These run in a process of their own with low priority.
 
-- `attacks`: of strangers, of members that go beyond their own, and of members that lie. Each by its name, in stretches
-  between such without: how it was refused (status codes as the attacker saw them, kinds as the exchange counted them),
-  memory of the exchange before and after, and the median time of a round beside that of the stretches in between.
-- `fuzz`: messages to every call, honest ones, mutated ones and such that come out of order, of members, of who has a
-  ticket only, and of strangers, who come no further than their handshake. None may end, grow or slow the exchange for
-  good, nor let anything escape that is no refusal.
+- `attacks`: attacks by strangers, by members that exceed their rights, and by members that lie. Each attack runs in
+  periods between periods without it. The results are status codes at the attacker, and kinds of refusal at the
+  exchange. They include the exchange's memory before and after, and the median time of a round with and without attack.
+- `fuzz`: messages to every call: honest, mutated and out of order. Members, holders of a ticket, and strangers send
+  them. Strangers get no further than the TLS handshake. No message may end the exchange, or make it larger or slower
+  for good. Each error that a message causes must be a refusal.
 
-Each run goes on to its end, and must have the bits of one that nobody attacks. With --json results are written as they
-come, and what the file has is not done again.
+Each run continues to its end, and must have the bits of a run without attack. With --json, results are written as they
+come, and results that the file contains are not measured again.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ QUICK = {
 }
 SECONDS_BETWEEN_TELLS = 1.2
 SECONDS_TO_SETTLE = 7.0
-"""More than the exchange keeps freed memory for."""
+"""Seconds, more than the exchange keeps freed memory for."""
 MOST_GROWTH = 50e6
 MOST_RATIO = 1.10
 MOST_SHARE = 0.51
-"""Of the weights of a round, that the attacker's two replicas may have: as many as the honest ones."""
+"""Largest share of a round's weights that the attacker's two replicas may have: as many as the honest ones."""
 
 Tell = Callable[[dict[str, Any]], None]
 
 
 def target_of(run: LiveRun, most_connections: int) -> Target:
-    """What a member knows of a run."""
+    """Return what a member knows of a run."""
     roster = run.spec.roster
     return Target(
         run.address,
@@ -94,7 +94,7 @@ def target_of(run: LiveRun, most_connections: int) -> Target:
 
 
 class Attacker:
-    """One attack, in a process of its own: under way, or not."""
+    """One attack in a process of its own. It attacks only while `under_way`."""
 
     def __init__(self, name: str, target: Target) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -126,12 +126,12 @@ class Attacker:
 
 
 def rounds_of(arguments: argparse.Namespace) -> int:
-    """How many rounds one attack takes: stretches with and without, one between each and the next, and what is told."""
+    """Return the rounds that an attack takes: periods with and without it, rounds between them, and the end."""
     return 2 * arguments.stretches * (arguments.rounds + 1) + arguments.telling
 
 
 def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
-    """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left.
+    """Run all missing attacks one after the other in one run, and in another run when too few rounds are left.
 
     Each attack that changes bits has a run of its own, because a member's bound on joins holds for a whole run.
     """
@@ -156,7 +156,7 @@ def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, foun
 
 
 def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One attack, between stretches without."""
+    """Run one attack between periods without it."""
     target = target_of(run, arguments.connections)
     usual, under, before, refused, printed = [], [], run.size(), Counter(run.refusals), run.said()
     attacker, sizes, happened = Attacker(name, target), list[float](), Counter(run.happened)
@@ -191,9 +191,10 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
 
 
 def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> None:
-    """Have it told how many were refused: at a bounded rate, so that some are told with those that follow only.
+    """Make the exchange report how many calls were refused.
 
-    Of each kind another is so made here, which does not count.
+    Reports have a bounded rate, so that some refusals are reported only with the next one of their kind. So one more
+    refusal of each kind is caused here, which is not counted.
     """
     address, peer = (target.link_address, DOWNSTREAM) if door == "link" else (target.address, EXCHANGE)
     for call in last_refused(target, door):
@@ -205,8 +206,9 @@ def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> N
 
 
 def outcome(run: LiveRun, honest: LiveRun | None) -> dict[str, Any]:
-    """Whether a run came to its end as if nobody had attacked it. Without a run to compare, as one in which all
-    replicas hold the same, and no attacker weighs more than its share.
+    """Return whether a run came to its end as if it had not been attacked.
+
+    Without a run to compare with, the honest replicas must have equal bits. The attacker's weight is also returned.
     """
     differs = run.differs_within() if honest is None else run.differs_from(honest)
     return {
@@ -222,17 +224,17 @@ def outcome(run: LiveRun, honest: LiveRun | None) -> dict[str, Any]:
 
 
 def show_attack(name: str, one: dict[str, Any]) -> None:
-    """A line."""
+    """Print a line for an attack."""
     before, after, ratio = one["megabytes"]["before"], one["megabytes"]["after"], one["ratio"]
     told = f"{one['codes']}, {one['refusals_by_kind']}, {one['calls_a_second']:.0f}/s"
-    print(f"{name}: {told}, {before:.0f} -> {after:.0f} MB, rounds take {ratio or 0:.3f} of usual", flush=True)
+    print(f"{name}: {told}, {before:.0f} -> {after:.0f} MB, rounds take {ratio or 0:.3f} of the usual time", flush=True)
 
 
 # ---- fuzz ----
 
 
 def fuzz(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
-    """Runs of so many rounds, one after the other, until every call has had its messages."""
+    """Fuzz runs of `campaign` rounds, one after the other, until every call has had its messages."""
     cells, campaigns = found.setdefault("cells", {}), found.setdefault("campaigns", [])
     while left := left_of(cells, arguments.messages):
         with LiveRun(folder, f"fuzzed-{len(campaigns)}", arguments.campaign, arguments.latency) as run:
@@ -249,7 +251,7 @@ def fuzz(folder: Path, arguments: argparse.Namespace, honest: Reference, found: 
 def campaign(
     run: LiveRun, arguments: argparse.Namespace, cells: dict[str, Any], left: Sequence[str], tell: Callable[[], None]
 ) -> dict[str, Any]:
-    """What is left, as far as it gets within one run; what it did to the exchange."""
+    """Send remaining messages as far as one run allows, and return their effect on the exchange."""
     before, largest = run.size(), run.size()
     target = target_of(run, CONNECTIONS)
     with Fuzzer(target, run.spec, arguments.seed) as fuzzer:
@@ -276,7 +278,7 @@ def campaign(
 
 
 def show_campaign(one: dict[str, Any], cells: dict[str, Any]) -> None:
-    """A line."""
+    """Print a line for a run that was fuzzed."""
     sent, seconds = (sum(cell[key] for cell in cells.values()) for key in ("sent", "seconds"))
     escaped = {name: cell["escaped"][:2] for name, cell in cells.items() if cell["escaped"]}
     size = f"{one['megabytes']['before']:.0f} -> {one['megabytes']['after']:.0f} MB, {one['threads']} threads"
@@ -289,7 +291,7 @@ def show_campaign(one: dict[str, Any], cells: dict[str, Any]) -> None:
 
 
 def holes(found: dict[str, Any]) -> list[str]:
-    """What an attack has come to that it must not; times are only measured."""
+    """Return the effects of attacks that are not allowed. Times are only measured."""
     named, fuzzed = dict(found.get("attacks", {})), found.get("fuzz", {})
     ends = {f"attacks {i}": one for i, one in enumerate(named.pop("ends", []))}
     ends |= {f"fuzz {i}": one for i, one in enumerate(fuzzed.get("campaigns", []))}
@@ -319,23 +321,23 @@ PARTS = {"attacks": attacks, "fuzz": fuzz}
 
 
 def main() -> None:
-    """Attack, print, and write; ends with 1 if an attack has come to what it must not."""
+    """Attack, print, and write. Exits with 1 if an attack had an effect that is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME", help=", ".join(ATTACKS)
     )
-    parser.add_argument("--warm-up", type=int, default=8, help="rounds before the first attack, and message")
+    parser.add_argument("--warm-up", type=int, default=8, help="rounds before the first attack or message")
     parser.add_argument("--settle", type=int, default=4, help="rounds after the last message")
-    parser.add_argument("--rounds", type=int, default=6, help="of a stretch")
-    parser.add_argument("--stretches", type=int, default=3, help="of each attack")
-    parser.add_argument("--telling", type=int, default=24, help="rounds after each attack, while refusals are told")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of a period with or without an attack")
+    parser.add_argument("--stretches", type=int, default=3, help="periods of each attack")
+    parser.add_argument("--telling", type=int, default=24, help="rounds after each attack, while refusals are reported")
     parser.add_argument("--connections", type=int, default=CONNECTIONS)
     parser.add_argument(
-        "--messages", type=int, default=1_000_000, help="to each call by members, and by who has a ticket"
+        "--messages", type=int, default=1_000_000, help="messages to each call by members, and by holders of a ticket"
     )
     parser.add_argument("--campaign", type=int, default=2000, help="rounds of one run that is fuzzed")
-    parser.add_argument("--latency", default=LATENCY, help="of a home's line")
+    parser.add_argument("--latency", default=LATENCY, help="latency of a home's line")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parse(parser, QUICK)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the program does

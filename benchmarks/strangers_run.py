@@ -1,8 +1,7 @@
 """A live run under attack: two honest replicas, and the slots of two more, which the attacker holds.
 
-Its members and its exchange are the processes of a launch. They are started here with a secret that is known, as it is
-to who launches over several hosts, so that a member's own credentials can be given to what attacks. All of it is by
-TLS, as between hosts.
+Its members and its exchange are the processes of a launch. They are started with a known secret, as a launch over
+several hosts has one, so that attacks can use a member's own credentials. All connections use TLS, as between hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PAGES = Path(__file__).parents[1] / "docs"
 SECRET_OF_THE_RUN = Secret("of this benchmark only")
 GUEST, HONEST = "guest", "dc"
 ENDS = ("den.0", "den.1")
-"""Of a group that never trains: a link that is the attacker's own, and places to invite it to."""
+"""Members of a group that never trains. The attacker holds their link, and is invited to their slots."""
 GUESTS = (GUEST, *ENDS)
 GUEST_REPLICAS = (GUEST, "den")
 HOUR = 3600.0
@@ -66,9 +65,11 @@ replicas:
   - {name: guest, kind: datacenter, batch_size: 2}
   - {name: den, kind: participants, stages: {count: 2}, batch_size: 2, micro_batches: 2, boundary: {rank: 1/4}}
 """
-"""A quorum is both honest replicas: what becomes of the others changes no bits. The rate of learning is always the
-same, so that a round has the same bits whichever is the last. What takes time is latency: processors are left to
-attacks."""
+"""Both honest replicas make a quorum, so that the fate of the others changes no bits.
+
+The learning rate is constant, so that a round has the same bits whichever round is the last. Latency takes most of the
+time, so that processors are left to attacks.
+"""
 
 LATENCY = "20 ms"
 UPSTREAM, DOWNSTREAM = "home.0", "home.1"
@@ -76,33 +77,36 @@ LINK, OWN_LINK = stage_link_name("home", 0), stage_link_name("den", 0)
 
 
 class LiveRun:
-    """One run, from its start to its end; what it told of itself so far. To be used as a context."""
+    """One run from its start to its end, and its reports so far. Use it as a context manager."""
 
     def __init__(self, folder: Path, name: str, rounds: int, latency: str = LATENCY, relayed: bool = False) -> None:
-        """`relayed`: stages reach each other through the exchange, and the line of one to it can be cut."""
+        """Prepare the run.
+
+        If `relayed`, stages reach each other through the exchange, and one of them can be cut off.
+        """
         listen = RELAYED if relayed else "127.0.0.1:0"
         path, corpus = folder / f"{name}.yaml", folder / "text.txt"
-        if not corpus.exists():  # of all runs that are compared the same, whatever is written meanwhile
+        if not corpus.exists():  # equal for all compared runs, even if a page changes
             corpus.write_text("\n".join(page.read_text() for page in sorted(PAGES.glob("*.md"))))
         path.write_text(YAML.replace("LATENCY", latency).replace("CORPUS", str(corpus)).replace("LISTEN", listen))
-        runs = folder / "runs"  # of all, so that the corpus is encoded once
+        runs = folder / "runs"  # shared by all runs, so that the corpus is encoded once
         file = ConfigFile(path, [f"name={name}", f"outer.rounds={rounds}"])
         self.spec, self.rounds = prepare(file, runs).spec, rounds
         self._folder = begin_folder(self.spec, runs)
         self.closed: dict[int, float] = {}
-        """round -> when it was decided, by the exchange's clock"""
+        """Time at which each round closed, by the exchange's clock."""
         self.hashes: dict[int, dict[str, bytes]] = defaultdict(dict)
-        """round -> replica -> of the parameters that it has come to"""
+        """Digest of the parameters after each round, by round and replica."""
         self.refusals: Counter[str] = Counter()
-        """By kind, as far as they were told."""
+        """Number of refusals by kind, as far as they were reported."""
         self.happened: Counter[str] = Counter()
         """Number of times that a member's slot was vacated, or that a replica was late, scaled down or left out."""
         self.addresses: dict[str, str] = {}
         self.largest_share = 0.0
-        """Of the weights of any round, that attackers had."""
+        """Largest share of the weights of a round that attackers had."""
         self.liars_folder = RunFolder(folder / "runs" / f"liars-{name}")
         self.is_over = False
-        """Whether it has ended, well or not."""
+        """Whether the run has ended, successfully or not."""
         self.failure: str | None = None
         self.address = ""
         self._relayed = relayed
@@ -121,7 +125,7 @@ class LiveRun:
     def __exit__(self, *_: object) -> None:
         self._thread.join(MOST_SECONDS_A_ROUND)
 
-    # ---- who takes part ----
+    # ---- members ----
 
     def credentials(self, name: str) -> Credentials:
         """Return the credentials of a process of the run."""
@@ -134,7 +138,7 @@ class LiveRun:
         return Credentials(name, identity=Identity(certificate, as_text(key), authority.certificate))
 
     def tickets(self) -> Mapping[str, Credentials]:
-        """See Target: what there is of tickets, and who was let in by one and is not any more."""
+        """Return credentials by state, as in `Target.tickets`: tickets, and those of a former holder of a slot."""
         authority, until, (former, invited) = SECRET_OF_THE_RUN.authority, time.time() + HOUR, ENDS
         key, found = new_key(), dict[str, str]()
         with closing(Memberships(self._folder.memberships)) as memberships:
@@ -179,7 +183,7 @@ class LiveRun:
             self._listens.set()
 
     def _let_begin(self) -> None:
-        """A run begins once all have joined: the guests do, and are gone."""
+        """Let the guests join and leave, because the run begins only once all members have joined."""
         for guest in GUESTS:
             with closing(
                 ExchangeClient(self.address, self.credentials(guest), self.spec.run, timeout=MOST_SECONDS_A_ROUND)
@@ -188,12 +192,12 @@ class LiveRun:
         self.end_guests()
 
     def end_guests(self, names: Sequence[str] = GUESTS) -> None:
-        """As who has started their processes does once these are gone."""
+        """Report that the guests have ended, as the process that started them does."""
         for name in names:
             tell_died(self.address, self.credentials(LAUNCHER), name, "it has ended", None)
 
     def cut(self) -> None:
-        """The line of the stage before, through which its link goes, for a moment."""
+        """Cut the line of the stage before the link, which the link goes through, for a moment."""
         assert self._wire is not None
         self._wire.cut()
         time.sleep(CUT_SECONDS)
@@ -202,15 +206,15 @@ class LiveRun:
     # ---- what it does ----
 
     def wait_for_round(self, round_: int) -> bool:
-        """Whether it was decided before the run ended, or stood still."""
+        """Wait until a round closes. Return False if the run ends or stalls before."""
         with self._changed:
             while round_ not in self.closed and not self.is_over:
                 if not self._changed.wait(MOST_SECONDS_A_ROUND):
-                    return False  # nothing at all was told
+                    return False  # no report of any kind
             return round_ in self.closed
 
     def wait_rounds(self, count: int) -> list[float]:
-        """Seconds that each of the next rounds takes; fewer if the run ends."""
+        """Return the seconds of each of the next rounds; of fewer rounds if the run ends."""
         first = max(self.closed, default=0)
         self.wait_for_round(first + count)
         times = [(self.closed.get(round_ - 1), self.closed.get(round_)) for round_ in self._after(first, count)]
@@ -221,12 +225,12 @@ class LiveRun:
         return range(first + 1, first + count + 1)
 
     def wait_until_over(self) -> None:
-        """Until its last round, and its end."""
+        """Wait for the last round, and for the end of the run."""
         self.wait_for_round(self.rounds)
         self._thread.join(MOST_SECONDS_A_ROUND)
 
     def differs_from(self, other: LiveRun) -> list[int]:
-        """Rounds after which an honest replica holds other bits than in another run, which has as many or more."""
+        """Return rounds after which an honest replica holds other bits than in another run, which must be as long."""
         return [one for one in range(1, self.rounds + 1) if self._honest(one) != other._honest(one)]
 
     def _honest(self, round_: int) -> dict[str, bytes]:
@@ -242,7 +246,7 @@ class LiveRun:
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         logs = self._folder.path / "logs"
-        for pid in psutil.pids():  # whoever has forked them
+        for pid in psutil.pids():  # not only children: the launch may use a fork server
             try:
                 said = Path(f"/proc/{pid}/fd/2").resolve()
             except OSError:
@@ -251,7 +255,7 @@ class LiveRun:
                 yield pid, said.stem
 
     def said(self) -> int:
-        """Bytes that the exchange has printed: a trace for whatever it did not expect."""
+        """Return the bytes that the exchange has printed. It prints a traceback for each unexpected error."""
         path = self._folder.output(EXCHANGE)
         return path.stat().st_size if path.exists() else 0
 
@@ -286,23 +290,23 @@ class LiveRun:
             self.happened[f"{replica} was left out"] += 1
 
     def differs_within(self) -> list[int]:
-        """Rounds after which the honest replicas do not hold the same bits."""
+        """Return the rounds after which the honest replicas do not hold the same bits."""
         return [one for one in range(1, self.rounds + 1) if len(set(self._honest(one).values())) != 1]
 
     def harm(self) -> dict[str, int]:
-        """What happened to honest members."""
+        """Return the events that happened to honest members."""
         return {what: count for what, count in self.happened.items() if not what.startswith((GUEST, "den"))}
 
 
 class Reference:
-    """The same without attack, over links that take no time: the bits are the same, and sooner there."""
+    """Runs without attack, over links without latency. They have the same bits, and take less time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._run: LiveRun | None = None
 
     def of(self, rounds: int) -> LiveRun:
-        """A run of at least so many rounds: each has the same bits in all of them."""
+        """Return a run of at least `rounds` rounds. A round has the same bits in all of these runs."""
         if self._run is None or self._run.rounds < rounds:
             with LiveRun(self._folder, f"honest-{rounds}", rounds, latency="0 ms") as self._run:
                 self._run.wait_until_over()

@@ -1,16 +1,17 @@
-"""Two replicas of which one is ten times as fast: rounds of so many steps beside rounds of so much time.
+"""Compare rounds of a fixed number of steps with rounds of a fixed time, for two replicas of unequal speed.
 
     python benchmarks/unequal_speeds.py [--json FILE]
 
-The fast one is a datacenter, the slow one a group of two stages whose link is shaped, both ways, so that a step takes
-ten times as long: the whole of a step's messages, one after the other, take nine steps of the datacenter, which are
-timed first. Boundaries are not compressed and both see as many tokens a step. All runs are in process, on one core.
+The fast replica is a datacenter. The slow one is a group of two stages whose link is shaped in both directions, so that
+a step takes ten times as long. All messages of a step, one after the other, take about nine steps of the datacenter,
+which are timed first. Boundaries are not compressed, and both replicas read as many tokens per step. All runs are in
+process, on one core.
 
-Rounds of time are run first, with equal weights and by tokens; then rounds of as many steps as the slow replica took in
-them, which so take as long. Shares are of the time from the first inner loop to the last outer round: in training is
-what the fast replica's own inner steps take of it, outer rounds, evaluation and waiting the rest. The loss is that of
-the synced model: in the end, and when the run of the repeat that ended first did. With --json, rows that the file has
-are not run again.
+Rounds of time are run first, with equal weights and with weights by tokens. Rounds of steps follow. They have as many
+steps as the slow replica took in the first runs, so that they take as long. Shares are of the time from the first inner
+loop to the last outer round. A replica is in training during its own inner steps; the rest is outer rounds, evaluation
+and waiting. The loss is that of the synced model: at the end, and at the time when the first run of the repeat ended.
+With --json, rows that the file contains are not run again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ replicas:
 
 
 def run(folder: Path, changes: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What a run tells, and its summary."""
+    """Train a run, and return its events and its summary."""
     yaml, runs = folder / "run.yaml", folder / "runs"
     yaml.write_text(YAML)
     with redirect_stdout(StringIO()):
@@ -64,7 +65,7 @@ def run(folder: Path, changes: Sequence[str]) -> tuple[list[dict[str, Any]], dic
 
 
 def slow_link(folder: Path) -> str:
-    """The bandwidth, as `--set` takes it, with which a step of the group takes RATIO of the datacenter's."""
+    """Return the bandwidth, as a `--set` value, with which a step of the group takes RATIO steps of the datacenter."""
     events, _ = run(folder, ["inner.steps=10", "outer.rounds=2", "links.slow={bandwidth: 1 Gbit/s}"])
     told = [event for event in events if event["event"] == "member_round" and event["round"] == 2]
     a_step = {event["member"]: event["compute_seconds"] / 10 for event in told}
@@ -77,7 +78,7 @@ def slow_link(folder: Path) -> str:
 
 
 def measure(folder: Path, link: str, way: str, repeat: int, length: float, rounds: int) -> dict[str, Any]:
-    """One run: `length` is in seconds, or in steps."""
+    """Train one run. `length` is in seconds or in steps."""
     inner = f"{{steps: {length:g}, warmup_steps: {length:g}" if way == "steps" else f"{{seconds: {length:g}"
     changes = [link, f"inner={inner}, learning_rate: 6e-3}}", f"outer.rounds={rounds}", f"seed={repeat}"]
     if "tokens" in way:
@@ -99,7 +100,7 @@ def measure(folder: Path, link: str, way: str, repeat: int, length: float, round
 
 
 def _in_training(events: Sequence[Mapping[str, Any]], member: str) -> float:
-    """Share of a member's rounds that its inner loops take: with neighbours, waiting for them is part of a step."""
+    """Return the share of a member's rounds in inner loops. Waiting for neighbours is part of a step."""
     told = [event for event in events if event["event"] == "member_round" and event["member"] == member]
     parts = [
         (one["compute_seconds"] + one["wait_seconds"], one["outer_seconds"], one["evaluation_seconds"]) for one in told
@@ -108,7 +109,7 @@ def _in_training(events: Sequence[Mapping[str, Any]], member: str) -> float:
 
 
 def _loss_after(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
-    """(seconds since the first inner step, the mean validation loss) of every round."""
+    """Yield (seconds since the first inner step, mean validation loss) of every round."""
     began = min(event["time"] for event in events if event["event"] == "inner_step")
     for round_, loss in enumerate(summary["validation_loss"], start=1):
         told = (one["time"] for one in events if one["event"] == "evaluation" and one["round"] == round_)
@@ -116,7 +117,7 @@ def _loss_after(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each way: medians over repeats."""
+    """Print a line for each way: medians over repeats."""
     print(f"{'rounds of':<25}{'ratio':>7}{'fast trains':>13}{'slow trains':>13}{'seconds':>9}{'loss':>8}{'by then':>9}")
     for way in WAYS:
         own = [row for row in rows if row["way"] == way]
@@ -128,16 +129,19 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _loss_by_then(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """After the last round that was over when the first run of the same repeat ended; after its first, if none was."""
+    """Return the loss when the first run of the repeat ended.
+
+    It is that of the last round closed by then, or of the first round if there is none.
+    """
     end = min(one["loss_after"][-1][0] for one in rows if one["repeat"] == row["repeat"])
     over = [loss for seconds, loss in row["loss_after"] if seconds <= end]
     return over[-1] if over else row["loss_after"][0][1]
 
 
 def main() -> None:
-    """Run what is not there yet, and print."""
+    """Run the missing rows, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a round's inner loop")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of a round's inner loop")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))

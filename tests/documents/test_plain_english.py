@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("hetero_pp", "stages", "replica_groups", "docs", "benchmarks", "tests")
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "results.md")
 
-UNFINISHED: dict[str, int] = {
-    "benchmarks": 157,
-}
+UNFINISHED: dict[str, int] = {}
 """Number of complaints about folders and pages that are not rewritten yet. It may only shrink."""
 
 FRAGMENT = re.compile(r"(?:Of|Whom|Whoever|Whose|Who|Which|What|That (?:who|it|its|the|an?|no|nobody|something))\b")
