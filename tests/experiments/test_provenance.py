@@ -20,7 +20,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("hetero_pp/loss.py", "stages/stage.py", "replica_groups/engines/whole.py", "benchmarks/rows.jsonl"):
+    for name in ("hetero_pp/loss.py", "stages/stage.py", "replica_groups/replica.py", "benchmarks/rows.jsonl"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("as committed\n")
     _git(tmp_path, "init", "--quiet")
