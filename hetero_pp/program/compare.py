@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_pp.config.sweeps import quantity_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_number, format_seconds
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_duration, format_number, format_seconds
 from hetero_pp.program.report.earlier import last_closed, reports_until
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.pictures import HEIGHT, STYLE, new_figure, save_figure

@@ -301,7 +301,7 @@ def test_the_summary_of_a_run_that_goes_on_is_that_of_its_end(
     """A run that is killed after it was resumed has no summary."""
     (cut / "summary.json").write_text("{}")
     seen: list[bool] = []
-    monkeypatch.setattr(Recorder, "close", lambda recorder: seen.append((cut / "summary.json").exists()))
+    monkeypatch.setattr(Recorder, "close", lambda recorder, _: seen.append((cut / "summary.json").exists()))
     with pytest.raises(FileNotFoundError):
         _train(corpus, cut.parent, resume=True)
     assert seen == [False]
