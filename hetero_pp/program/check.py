@@ -57,7 +57,8 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     notes = (
         "→ is from the first to the second endpoint. Sizes are those of tensors and contributions, "
         "without headers and framing. `takes` is the least time for a round's bytes on the link or "
-        "access line. All links of a machine share its line, ↑ for sending and ↓ for receiving."
+        "access line; –: it has no bandwidth limit. All links of a machine share its line, ↑ for sending and ↓ for "
+        "receiving. Links with the bandwidth `lines` are limited by these lines alone."
     )
     if prepared.spec.config.inner.steps is None:
         notes += " The number of steps per round is not known in advance, so `a round` and `takes` are without them."
@@ -267,13 +268,13 @@ def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:
 
 
 def _least_times(bandwidths: Sequence[float | None], sizes: Sequence[int]) -> str:
-    """Format the least seconds that bandwidth-limited links need for these bytes; `-` if no link has a limit."""
+    """Format the least seconds that bandwidth-limited links need for these bytes; `–` if no link has a limit."""
     found = [
         wire_bytes(raw_frames(size)) * 8 / bandwidth
         for bandwidth, size in zip(bandwidths, sizes, strict=True)
         if bandwidth is not None
     ]
-    return spanned(found, format_seconds) if found else "-"
+    return spanned(found, format_seconds) if found else "–"
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_pp.config.sweeps import quantity_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_number, format_seconds
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_duration, format_number, format_seconds
 from hetero_pp.program.report.earlier import last_closed, reports_until
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.pictures import HEIGHT, STYLE, new_figure, save_figure
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ABSENT = "–"
 _FORMATS: Mapping[str, Callable[[float], str]] = {
     "bit/s": format_bits_per_second,
-    "s": format_seconds,
+    "s": format_duration,
     "B": format_bytes,
 }
 """Formatters of a configuration's quantities, by unit."""
@@ -105,6 +105,11 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     found = [_read(label, folder) for label, folder in zip(labels, folders, strict=True)]
     console = standard_output()
     console.print(_table(found))
+    say(
+        console,
+        f"Settings that differ, and what each run has reached. {_ABSENT}: not set, or no value yet.",
+        style="dim",
+    )
     if any(one.losses for one in found):
         _draw(found, chart)
         say(console, f"The validation losses are drawn in {chart}.")
@@ -145,7 +150,9 @@ def _tokens_until(replica: ReplicaState, round_: int) -> float:
 def _table(found: Sequence[ComparedRun]) -> PlainTable:
     table = PlainTable(["", *(run.name for run in found)], [])
     for key in _differing([run.keys for run in found]):
-        table.add_row(key, *(_shown(run.keys[key]) if key in run.keys else _ABSENT for run in found))
+        shown = [_shown(run.keys[key]) if key in run.keys else _ABSENT for run in found]
+        if len(set(shown)) > 1:  # a value that one run leaves out and the other leaves empty is the same to a reader
+            table.add_row(key, *shown)
     table.add_row("")
     results = [run.results() for run in found]
     for key in results[0]:

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 from torch import Tensor
 
+import replica_groups.loop.stopping
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import Stopped
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
@@ -72,8 +73,9 @@ class ShapedExchange(ForwardedExchange):
             super().deposit_blob(header, data, caller)
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
-        data = super().fetch_blob(request, caller)
-        _carry(self._down, self.backward, request.round, len(data))
+        with self._stopping.allowed(request.round, replica_groups.loop.stopping.SECONDS_TO_FETCH):
+            data = super().fetch_blob(request, caller)
+            _carry(self._down, self.backward, request.round, len(data))
         return data
 
 

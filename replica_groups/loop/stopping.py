@@ -17,6 +17,11 @@ SECONDS_TO_AGREE = 2.0
 
 The other members may have the record already.
 """
+SECONDS_TO_FETCH = 10.0
+"""Seconds for which a stopping member waits for one contribution of its round, of which it has the record.
+
+The other members may have applied the round. The exchange may be gone.
+"""
 
 
 class Stopping:
@@ -36,6 +41,8 @@ class Stopping:
         self._is_allowed = False
         self._round: int | None = None
         """The round whose record follows the current block; None if none does."""
+        self._seconds = 0.0
+        """Seconds for which the current block goes on if it is not known whether its round is closed."""
 
     def listen(self) -> None:
         """Handle the signal from now on, in the main thread. Before this call, the signal ends the process."""
@@ -50,16 +57,18 @@ class Stopping:
             os.kill(os.getpid(), self._number)
 
     @contextmanager
-    def allowed(self, round_: int | None = None) -> Iterator[None]:
+    def allowed(self, round_: int | None = None, seconds: float | None = None) -> Iterator[None]:
         """Raise Stopped in the block after the signal, at any instruction of the main thread.
 
         If the record of `round_` follows the block, and that round is closed, the block is not ended: other members
-        have the record.
+        have the record. If it is not known whether the round is closed, the block is ended after `seconds`, by default
+        SECONDS_TO_AGREE.
         """
         if self._number is None or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._is_allowed, self._round = True, round_
+        self._seconds = SECONDS_TO_AGREE if seconds is None else seconds
         try:
             if self.is_asked:
                 self._raise_soon()
@@ -85,7 +94,7 @@ class Stopping:
         if self._round is None or (self.closed is not None and self.closed < self._round):
             raise Stopped
         if self.closed is None:
-            signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_AGREE)
+            signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._is_allowed:

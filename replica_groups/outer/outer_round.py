@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hetero_pp.core.errors import ExchangeLost, HeteroPPError
+from hetero_pp.core.errors import ExchangeLost, HeteroPPError, Stopped
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
@@ -152,6 +152,8 @@ class OuterRound:
         self.trained: dict[int, dict[str, Tensor]] = {}
         """With overlap: round -> pseudo-gradients (this rank's rows) of rounds that are trained and undecided."""
         self.local: LocalParameters | None = None
+        self._is_applying = False
+        """Whether the outer optimizer's state is partly that after the round in progress."""
 
     def synchronise(
         self,
@@ -164,21 +166,41 @@ class OuterRound:
 
         `on_contributed` is called while the contribution is in transit; with overlap, it may train the next round.
 
-        Raises Suspended or TermOver if the round has to be trained again; call `undo` then.
+        Raises Suspended or TermOver if the round has to be trained again; call `undo` then. Raises Stopped if the
+        member is asked to stop; after `undo`, `save` writes the state before the round.
         """
         own = self.contribute(round_, epoch, steps)
         if self._carrier is not None:
             self._carrier.carry(self.member, round_, self.replica, shapes_by_block(self.optimizer.needs(self.theta)))
         on_contributed()
         record = self._await_record(round_, own, epoch, steps)
+        with self._undone_if_stopped():
+            self._decide_and_apply(record, own, epoch)
+        return record
+
+    def _decide_and_apply(self, record: RoundRecord, own: Mapping[str, bytes], epoch: int | None) -> None:
+        """Restore the contribution to error feedback if the record excludes it; then apply the round."""
         if self.settings.keep_local and not self._is_in(record) and self.replica not in record.left_out:
-            self._keep_local(round_)
+            self._keep_local(record.round)
             is_counted = False
         else:
             self.local = None
             is_counted = self._take_back_uncounted(record, own, epoch)
         self.apply(record, own if is_counted else None)
-        return record
+
+    @contextmanager
+    def _undone_if_stopped(self) -> Iterator[None]:
+        """If the block raises Stopped, let `take_back_undecided` restore the error feedback from before the round.
+
+        Theta and the outer optimizer's state may be partly those after the round, but the process ends, and a member
+        checkpoint does without both.
+        """
+        undecided = self._undecided
+        try:
+            yield
+        except Stopped:
+            self._undecided, self.local = undecided, None
+            raise
 
     @property
     def is_settled(self) -> bool:
@@ -375,7 +397,9 @@ class OuterRound:
 
         `own` contains this member's own blobs by block, if they were included.
         """
+        self._is_applying = True
         replay(self.theta, self.run, record, self._fetches(record, own), self.optimizer)
+        self._is_applying = False
         hashes = {}
         for name in self.theta:
             whole = self._whole(name)
@@ -394,27 +418,33 @@ class OuterRound:
         return self.ranks.gather_rows(rows.to(self.ranks.device), self.shapes[name][0])
 
     def save(self, folder: Path) -> None:
-        """Write this rank's error feedback and the outer optimizer's state. Theta is in the run checkpoints."""
+        """Write this rank's error feedback and the outer optimizer's state. Theta is in the run checkpoints.
+
+        The optimizer's state is there, too. It is left out if a stop has interrupted the round that changes it.
+        """
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         for round_, trained in self.trained.items():
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
         if self.local is not None:
             tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
-        write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
+        optimizer = {} if self._is_applying else self.optimizer.state
+        write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in optimizer.items()})
 
     def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
         """Restore the state after a round, on any number of ranks.
 
         The member started from the run checkpoint after `snapshot`.
 
-        If `snapshot` is another round, the outer optimizer keeps its state from that run checkpoint.
+        If `snapshot` is another round, or the member checkpoint lacks the outer optimizer's state, the optimizer keeps
+        its state from that run checkpoint.
         """
         tensors = read_part(folder, self.ranks, self.shapes, self.settings.compression.tile)
         for name, error in self.error.items():
             error.copy_(tensors[f"error:{name}"])
         if snapshot in (None, round_):
             kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
-            self.optimizer.load(kept, round_)
+            if kept or snapshot is None:
+                self.optimizer.load(kept, round_)
         local = _rounds_in(tensors, _LOCAL)
         self.local = next((LocalParameters(number, rows) for number, rows in local.items()), None)
         self.trained |= _rounds_in(tensors, _TRAINED)

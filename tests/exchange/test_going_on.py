@@ -12,7 +12,8 @@ from log_files import snapshot_path
 from members import begin, patient
 from torch import Tensor, nn
 
-from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.errors import HeteroPPError, Stopped
+from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.gradient import GradientOptimizer
@@ -164,3 +165,54 @@ def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) ->
         _assert_equal(ours.theta, theirs.theta)
         _assert_equal(ours.error, theirs.error)
         _assert_equal(dict(ours.optimizer.state), dict(theirs.optimizer.state))
+
+
+class _Disappearing:
+    """An exchange that answers one fetch. Then the member is asked to stop while it waits for the next one."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._has_answered = exchange, False
+
+    def deposit(self, *_: object) -> None:
+        """Do nothing: the round is closed."""
+
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+        return self._exchange.record(round_)
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        if self._has_answered:
+            raise Stopped
+        self._has_answered = True
+        return self._exchange.fetch(member, round_, replica, block)
+
+    def confirm(self, *_: object) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("generation", [None, 99], ids=["included", "excluded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
+    method: str, generation: int | None, tmp_path: Path
+) -> None:
+    """The exchange is gone after the first block of the round was applied. The run then resumes to the same bits."""
+    settings, unbroken = METHODS[method], Run(METHODS[method], initial_snapshot(SHAPE, None, seed=2), tmp_path)
+    unbroken.train()
+    middle, name = unbroken.snapshot(1), NAMES[0]
+    stopped = Run(settings, middle, tmp_path / "stopped")
+    stopped.load(tmp_path)
+    outer = stopped.outer[name]
+    outer.exchange = _Disappearing(unbroken.exchange)
+    stopped._learn(name, 2)
+    with pytest.raises(Stopped):
+        outer.synchronise(2, generation)
+    outer.undo()
+    outer.take_back_undecided()
+    resumed = Run(settings, middle, tmp_path / "resumed")
+    resumed.load(tmp_path)
+    (tmp_path / "saved").mkdir()
+    outer.save(tmp_path / "saved")
+    resumed.outer[name].reset(middle.parameters, middle.momentum, 1)
+    resumed.outer[name].load(tmp_path / "saved", 1, 1)
+    resumed.train()
+    _assert_equal(resumed.snapshot(ROUNDS).tensors(), unbroken.snapshot(ROUNDS).tensors())
+    _assert_equal(resumed.outer[name].error, unbroken.outer[name].error)

@@ -115,3 +115,22 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
     link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
     ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping).confirm("a", 1, {})
     assert not is_over.is_set()
+
+
+def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_exchange_that_is_gone(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_FETCH", 0.01)
+    is_over = threading.Event()
+
+    class Gone:
+        def fetch_blob(self, *_: object) -> bytes:
+            stopping.ask(None)
+            is_over.wait(60)
+            is_over.set()
+            return b""
+
+    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
+    with pytest.raises(Stopped):
+        ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping).fetch("a", 1, "b", "layer")
+    assert not is_over.is_set()

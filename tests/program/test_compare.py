@@ -64,6 +64,27 @@ def test_what_differs_and_what_was_reached(runs: Path, tmp_path: Path) -> None:
     assert f"The validation losses are drawn in {chart}." in " ".join(printed.split()).replace(" /", " /")
 
 
+def test_settings_that_look_the_same_have_no_row_and_times_have_a_unit(
+    runs: Path, tmp_path: Path, corpus: Path
+) -> None:
+    """An empty mapping differs from one with entries, but only the rows of its entries tell a reader something."""
+    changes: dict[str, Any] = {
+        "data": {"corpus": str(corpus)},
+        "lines": {"dsl": {"bandwidth": "20 Mbit/s"}},
+        "exchange": {"timeout": "5 min"},
+    }
+    with Run.from_yaml(MIXED, runs=runs, name="limited", **changes) as run:
+        run.round()
+        code, printed, _ = _compare(runs, "over", "limited", "--chart", str(tmp_path / "c.png"))
+    rows = _rows(printed)
+    assert code == 0
+    assert rows["exchange.timeout"][1] == "5 min"
+    assert rows["lines.dsl.bandwidth"] == ["–", "20 Mbit/s"]
+    assert "lines" not in rows
+    assert all(first != second for key, (first, second) in rows.items() if "." in key)
+    assert "–: not set, or no value yet." in printed
+
+
 def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, corpus: Path) -> None:
     alone = [{"name": "dc", "kind": "datacenter", "batch_size": 8}]
     with Run.from_yaml(MIXED, runs=runs, name="alone", data={"corpus": str(corpus)}, replicas=alone) as run:

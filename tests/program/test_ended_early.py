@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -299,7 +301,7 @@ def test_the_summary_of_a_run_that_goes_on_is_that_of_its_end(
     """A run that is killed after it was resumed has no summary."""
     (cut / "summary.json").write_text("{}")
     seen: list[bool] = []
-    monkeypatch.setattr(Recorder, "close", lambda recorder: seen.append((cut / "summary.json").exists()))
+    monkeypatch.setattr(Recorder, "close", lambda recorder, _: seen.append((cut / "summary.json").exists()))
     with pytest.raises(FileNotFoundError):
         _train(corpus, cut.parent, resume=True)
     assert seen == [False]
@@ -559,6 +561,30 @@ def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None,
         shutil.rmtree(folder.log)
         again = typed.removesuffix(" --new")
         assert how_to_go_on(prepared, folder, typed.split()) == f"{saved}; start the run again with: {again}"
+
+
+def test_the_command_that_resumes_is_printed_once_and_before_the_pictures_are_drawn(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed, watch = list[str](), Exchange.watch
+
+    def interrupted(exchange: Exchange) -> Iterator[Report]:
+        for report in watch(exchange):
+            if report.HasField("round_closed") and report.round_closed.round == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield report
+
+    monkeypatch.setattr(Exchange, "watch", interrupted)
+    for name in ("draw_losses", "draw_links"):
+        monkeypatch.setattr(
+            f"hetero_pp.program.report.recorder.{name}", lambda *_: printed.append(capsys.readouterr().out)
+        )
+    with pytest.raises(KeyboardInterrupt):
+        _train(corpus, tmp_path, typed=["hetero-pp", "launch", "a.yaml"])
+    assert printed[0].endswith("hetero-pp launch a.yaml --resume\n")
+    assert printed[1:] == [""]
+    assert capsys.readouterr().out == ""
+    assert _summary(tmp_path / "mixed")["failed"] == "interrupted"
 
 
 # ---- two launches ----

@@ -29,7 +29,7 @@ from hetero_pp.program.launch.hosts import (
 )
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.launch.interrupted import told_how_to_go_on
+from hetero_pp.program.launch.interrupted import ResumeHint
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.unfinished import decide_to_resume
 from hetero_pp.program.report.output import standard_output, tell
@@ -81,9 +81,9 @@ def run_topology(
     with (
         claim(runs.absolute(), name, prepared.names),
         claim_store(prepared.spec.config, folder),
-        told_how_to_go_on(prepared, RunFolder(runs / name), typed),
+        ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
     ):
-        run_and_record(prepared, runs, start, resume, since)
+        run_and_record(prepared, runs, start, resume, since, hint.print_once)
 
 
 def _start(spec: RunSpec, in_process: bool, chaos: Path | None) -> Start:
@@ -126,7 +126,7 @@ def run_on_this_host(
     elif new:
         raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
     prepared = _prepare(file, runs, host.only, resume)
-    told = told_how_to_go_on(prepared, RunFolder(runs / prepared.spec.config.name), typed)
+    hint = ResumeHint(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
         config = prepared.spec.config
         folder = RunFolder(runs.absolute() / config.name)
@@ -139,8 +139,8 @@ def run_on_this_host(
             )
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
-        with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), told:
-            run_and_record(prepared, runs, start, resume, since)
+        with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), hint:
+            run_and_record(prepared, runs, start, resume, since, hint.print_once)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
@@ -149,7 +149,7 @@ def run_on_this_host(
     own = prepared.spec.config.exchange
     keys = SecretKeys(Secret(read_token(host.token)), encrypted=not own.insecure)
     listen = listens(prepared.spec.config, prepared.names)
-    with told:
+    with hint:
         exchange = Exchange(host.exchange, keys, host.token, own.timeout, listen)
         run_members(prepared, runs.absolute(), host.only, exchange)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.units import format_count
@@ -15,15 +14,28 @@ from replica_groups.exchange.open_log import open_log
 from replica_groups.loop.saved_states import SavedStates
 
 
-@contextmanager
-def told_how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
-    """If the block is interrupted, print how to resume the run. `command`: the command as the user typed it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        line = f"{prepared.spec.config.name}: {how_to_go_on(prepared, folder, command)}"
-        SafeConsole().print(line, soft_wrap=True, highlight=False, markup=False)
-        raise
+class ResumeHint:
+    """Prints how to resume the run, once, if the block is interrupted."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> None:
+        """`command`: the command as the user typed it."""
+        self._prepared, self._folder, self._command = prepared, folder, command
+        self._is_printed = False
+
+    def print_once(self) -> None:
+        """Print how to resume the run, if it is not printed yet. Call it once the member checkpoints are saved."""
+        if not self._is_printed:
+            name = self._prepared.spec.config.name
+            line = f"{name}: {how_to_go_on(self._prepared, self._folder, self._command)}"
+            SafeConsole().print(line, soft_wrap=True, highlight=False, markup=False)
+        self._is_printed = True
+
+    def __enter__(self) -> ResumeHint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.print_once()
 
 
 def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> str:

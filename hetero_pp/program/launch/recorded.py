@@ -36,8 +36,12 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 """(spec, folder, on_report, changed keys if the run is resumed, else None); returns when the run is over."""
 
 
-def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, since: float) -> None:
+def run_and_record(
+    prepared: Prepared, runs: Path, start: Start, resume: bool, since: float, on_stopped: Callable[[], None]
+) -> None:
     """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
+
+    `on_stopped` is called after an interrupt, once everything but the pictures is saved.
 
     Raises RunFailed if the run ended early without a reason.
     """
@@ -73,6 +77,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, s
         state.apply(report)
         recorder.on_report(report)
 
+    is_stopped = False
     try:
         with LiveDisplay(state, console, since=since):
             start(spec, folder, on_report, changed)
@@ -83,12 +88,13 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, s
             )
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or INTERRUPTED)
+        is_stopped = isinstance(error, KeyboardInterrupt)
         raise
     except Exception as error:
         recorder.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
-        recorder.close()
+        recorder.close(on_stopped if is_stopped else None)
     print_result(console, state.summary(), folder.path)
 
 

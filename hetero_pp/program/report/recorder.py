@@ -126,10 +126,11 @@ class Recorder:
         """Record the cause of a failed run for the summary."""
         self._state.fail(cause)
 
-    def close(self) -> None:
+    def close(self, before_drawing: Callable[[], None] | None = None) -> None:
         """Write summary.json and the pictures from what is known.
 
-        Complains about each file that the disk does not take.
+        Complains about each file that the disk does not take. `before_drawing` is called before the pictures are drawn,
+        because that takes seconds.
         """
         folder = self._folder
         with self._lock:
@@ -143,6 +144,8 @@ class Recorder:
                 self._path.unlink()  # the run did not resume: the earlier record stays
             return
         unwritten = self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("was not written"))
+        if before_drawing is not None:
+            before_drawing()
         for name, draw in (("loss.png", draw_losses), ("links.png", draw_links)):
             became = _LATER.format("was not drawn")
             if unwritten is None:
