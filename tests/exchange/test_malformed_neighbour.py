@@ -60,7 +60,8 @@ def _spec(corpus: Path, quorum: float, *more: str) -> RunSpec:
         "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
         "snapshots": {"every": 1},
         "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
-        "exchange": {"listen": "127.0.0.1:0", "quorum": quorum},
+        # A replica that takes part is awaited, on a busy machine too.
+        "exchange": {"listen": "127.0.0.1:0", "quorum": quorum, "grace": {"least": "60 s"}},
         "replicas": [
             *({"name": name, "kind": "datacenter", "batch_size": 4} for name in ("dc", *more)),
             {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "micro_batches": 2},
