@@ -78,7 +78,7 @@ class ContributionLog:
 
         def read(replica: str, block: str) -> bytes:
             if (replica, block) not in named:
-                raise FileNotFoundError(f"no `{block}` of {replica} was counted in round {record.round}")
+                raise FileNotFoundError(f"no `{block}` of {replica} was included in round {record.round}")
             return self.read_blob(*named[replica, block])
 
         return read

@@ -46,7 +46,7 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
             over = Over(round=round_, rounds=rounds, finishing=finishing)
             yield Report(member=EXCHANGE, over=over)
         case e.Heal(place, term, round_, parameter):
-            cause = f"held another {parameter} than the run log"
+            cause = f"held a {parameter} that differs from the run log"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
         case e.Excluded(place, term, round_, until, cause):
             replica = replicas[place]

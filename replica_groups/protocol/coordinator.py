@@ -659,14 +659,14 @@ class Coordinator:
         differing.add(place.replica)
         own = {name for name in {*self.alive, *differing} if not self.replicas[name].has_guests}
         if len(own) > 1 and own <= differing:
-            yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold another {parameter} than the run log")
+            yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold a {parameter} that differs from the run log")
             return
         if not place.differs:  # told once until it recovers: a member may confirm one round again and again
             place.differs = True
             yield e.Heal(place.name, place.term, round_, parameter)
         replica, healed = self.replicas[place.replica], place.healed_for
         if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.excluded_until:
-            cause = f"after round {round_}, {place.name} held other parameters than the log again"
+            cause = f"after round {round_}, {place.name} again held parameters that differ from the run log"
             yield self._exclude(place, round_, round_ + 1 + EXCLUDED_ROUNDS, cause)
 
     # ---- time ----

@@ -417,7 +417,7 @@ def test_if_all_replicas_of_the_operator_differ_the_run_ends(exchange: Exchange,
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST) | WRONG)
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST) | WRONG)
-    with pytest.raises(RunFailed, match=r"after round 1, dc, home hold another layers\.1\.attention\.wk\.weight than"):
+    with pytest.raises(RunFailed, match=r"after round 1, dc, home hold a layers\.1\.attention\.wk\.weight that differs from"):
         exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
     address = _address("dc", "norm")
     for later in (
@@ -884,7 +884,7 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange:
         exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
     auditor.start()
     auditor.join()
-    _expect_failure(exchange, r"after round 1, dc, home hold another \S+ than the run log")
+    _expect_failure(exchange, r"after round 1, dc, home hold a \S+ that differs from the run log")
     assert not snapshot_path(exchange.log, 1).exists()
 
 

@@ -96,7 +96,7 @@ def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
     record = log.create_record(_record(epoch=2))
     read = log.blobs_of(record)
     assert read("home", "norm") == BLOB
-    with pytest.raises(FileNotFoundError, match="no `norm` of dc was counted in round 1"):
+    with pytest.raises(FileNotFoundError, match="no `norm` of dc was included in round 1"):
         read("dc", "norm")
     log.write_blob(address, 2, BLOB[:-1] + b"M")  # for example from a group that another coordinator formed
     assert read("home", "norm") == BLOB

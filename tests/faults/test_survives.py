@@ -148,7 +148,7 @@ def test_other_bits_of_theta_are_found_and_healed(survive: Any) -> None:
     run = survive("{corrupt: home.1, at: {round: 2}}")
     run.assert_sound()
     (healed,) = run.happened(HEALED)
-    assert re.fullmatch(r"home\.1: held another layers\.1\.\S+ than the run log", healed)
+    assert re.fullmatch(r"home\.1: held a layers\.1\.\S+ that differs from the run log", healed)
 
 
 class _OnASmallDisk:

@@ -179,14 +179,14 @@ def test_pauses_and_what_is_healed_or_given_up() -> None:
     reports = [
         standing(START, PAUSED, round=2, cause="0 of 2 replicas are present, 1 are required"),
         standing(START + 12, WENT_ON, round=2),
-        standing(START, HEALED, place="dc", round=1, cause="held another norm than the run log"),
+        standing(START, HEALED, place="dc", round=1, cause="held a norm that differs from the run log"),
         standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; {LEFT}"),
     ]
     reports.append(standing(START, INJECTED, place="dc", cause="freeze of dc for 20 s (training)"))
     assert said(reports) == [
         "round 2 is paused: 0 of 2 replicas are present, 1 are required; it continues when more replicas join",
         "round 2 continues after 12 s",
-        "after round 1, dc held another norm than the run log; it recovers from the run log",
+        "after round 1, dc held a norm that differs from the run log; it recovers from the run log",
         f"{KILLED}; {LEFT}",
         "injected fault: freeze of dc for 20 s (training)",
     ]
