@@ -659,7 +659,9 @@ class Coordinator:
         differing.add(place.replica)
         own = {name for name in {*self.alive, *differing} if not self.replicas[name].has_guests}
         if len(own) > 1 and own <= differing:
-            yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold a {parameter} that differs from the run log")
+            yield e.Stop(
+                f"after round {round_}, {', '.join(sorted(own))} hold a {parameter} that differs from the run log"
+            )
             return
         if not place.differs:  # told once until it recovers: a member may confirm one round again and again
             place.differs = True

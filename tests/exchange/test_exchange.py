@@ -417,7 +417,9 @@ def test_if_all_replicas_of_the_operator_differ_the_run_ends(exchange: Exchange,
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST) | WRONG)
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST) | WRONG)
-    with pytest.raises(RunFailed, match=r"after round 1, dc, home hold a layers\.1\.attention\.wk\.weight that differs from"):
+    with pytest.raises(
+        RunFailed, match=r"after round 1, dc, home hold a layers\.1\.attention\.wk\.weight that differs from"
+    ):
         exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
     address = _address("dc", "norm")
     for later in (

@@ -170,7 +170,7 @@ def test_with_keep_local_a_late_replica_trains_on() -> None:
     assert said([late], outer=outer) == ["dc was too late for round 3: it continues from its own parameters"]
     (told,) = said([standing(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
     assert told.endswith(
-        "to round 3 is far larger than the others and is excluded: 50 % of its contribution is restored to its error "
+        "to round 3 is far larger than expected and is excluded: 50 % of its contribution is restored to its error "
         "feedback"
     )
 
@@ -207,7 +207,7 @@ def test_a_rounds_line_says_whom_it_does_not_count() -> None:
 def test_a_replica_that_came_back_too_late_for_a_round() -> None:
     reports = [*there(), *killed(START + 1), back(START + 2), round_closed(START + 8, 1)]
     state = state_of([*reports, closed_without(START + 18, 2, "home")])
-    assert "excluded: home joined too late for it" in round_line(state, 2)
+    assert "excluded: home did not take part" in round_line(state, 2)
 
 
 def test_the_live_view_says_who_is_gone_while_it_is() -> None:
@@ -244,9 +244,7 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     state = state_of(reports)
     found = state.summary()
     assert found["standings"]["participation"] == 3 / 4
-    assert found["standings"]["not_counted"] == [
-        {"round": 2, "replica": "home", "cause": "home joined too late for it"}
-    ]
+    assert found["standings"]["not_counted"] == [{"round": 2, "replica": "home", "cause": "home did not take part"}]
     assert found["standings"]["suspended"] == {"home": 1}
     assert found["standings"]["pauses"] == [{"round": 2, "seconds": 4.0, "cause": "few"}]
     home = {"taken_again": 1, "restarts": 1, "healed": 0, "term": 2, "gone": None}

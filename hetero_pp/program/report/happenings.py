@@ -82,12 +82,12 @@ class Happenings:
             case what if what == LEFT_OUT:
                 became = self._what_becomes_of_it()
                 yield (
-                    f"{told.replica}: its contribution to round {told.round} is far larger than the "
-                    f"others and is excluded: {became}"
+                    f"{told.replica}: its contribution to round {told.round} is far larger than "
+                    f"expected and is excluded: {became}"
                 )
             case what if what == SCALED:
                 yield (
-                    f"{told.replica}: its contribution to round {told.round} is larger than the others "
+                    f"{told.replica}: its contribution to round {told.round} is larger than expected "
                     f"and is scaled by {told.cause}"
                 )
             case what if what == PAUSED:

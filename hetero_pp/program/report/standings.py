@@ -63,6 +63,8 @@ class RoundCounted:
     counted: frozenset[str]
     late: frozenset[str]
     """Replicas that took part, but were excluded as late."""
+    left_out: frozenset[str]
+    """Replicas whose contributions were excluded as too large."""
     tokens: int
 
 
@@ -123,7 +125,8 @@ class Standings:
     def _closed(self, time: float, record: RoundRecord) -> None:
         counted = frozenset(one.replica for one in record.contributions)
         tokens = sum(one.tokens for one in record.contributions)
-        self.rounds[record.round] = RoundCounted(time, counted, frozenset(record.late), tokens)
+        late, left_out = frozenset(record.late), frozenset(record.left_out)
+        self.rounds[record.round] = RoundCounted(time, counted, late, left_out, tokens)
 
     def _happened(self, time: float, told: Standing) -> None:
         match told.what:
@@ -189,7 +192,9 @@ class Standings:
             return gone
         if all(not place.changes for place in self.places.values() if place.replica == replica):
             return f"{replica} has not joined yet"
-        return f"{replica} was late" if replica in closed.late else f"{replica} joined too late for it"
+        if replica in closed.left_out:
+            return f"{replica} sent a contribution that is too large"
+        return f"{replica} was late" if replica in closed.late else f"{replica} did not take part"
 
     def gone(self, replica: str, start: float, end: float) -> str | None:
         """Return why a slot of a replica was vacant at some moment between two times; None if none was."""
