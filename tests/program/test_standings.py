@@ -204,6 +204,14 @@ def test_a_rounds_line_says_whom_it_does_not_count() -> None:
     assert round_line(state, 2).endswith("excluded: dc was late; not evaluated: home (home.0: gone)")
 
 
+def test_a_rounds_line_names_a_contribution_that_is_too_large() -> None:
+    state = state_of(there())
+    closed = closed_without(START + 8, 1, "dc")
+    closed.round_closed.left_out.append("dc")
+    state.apply(closed)
+    assert "excluded: dc sent a contribution that is too large" in round_line(state, 1)
+
+
 def test_a_replica_that_came_back_too_late_for_a_round() -> None:
     reports = [*there(), *killed(START + 1), back(START + 2), round_closed(START + 8, 1)]
     state = state_of([*reports, closed_without(START + 18, 2, "home")])
