@@ -15,6 +15,7 @@ Path of the data, and the module of each step:
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .two_level, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
+      -> validate as it arrives                   replica_groups.exchange.deposits
       -> the exchange, round record, log          replica_groups.exchange.exchange, replica_groups.exchange.log
            over gRPC                              hetero_pp.rpc.exchange
       -> decode, mean, outer step                 replica_groups.exchange.replay, hetero_pp.outer.step

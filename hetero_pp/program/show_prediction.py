@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.config.sweeps import changes_nothing
 from hetero_pp.core.units import (
     format_bits_per_second,
@@ -53,10 +53,12 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
         f"{prediction.tokens_per_second:,.0f} tokens per second: {prediction.tokens:,} tokens in "
         f"{format_duration(prediction.days * 86400)}; {_accelerator_time(prediction.accelerator_hours)}.",
     )
+    has_stages = any(link.target != EXCHANGE for link in spec.links.values())
+    between = "; the tables below have the traffic between stages" if has_stages else ""
     say(
         console,
-        f"In {rounds}, a replica sends {format_bytes(prediction.sent_bytes)} and receives "
-        f"{format_bytes(prediction.received_bytes)}.",
+        f"In {rounds}, a replica sends {format_bytes(prediction.sent_bytes)} of contributions and receives "
+        f"{format_bytes(prediction.received_bytes)}{between}.",
     )
     classes = _classes(spec, prediction)
     _print_replicas(console, classes)
@@ -250,7 +252,7 @@ def print_sweep(
         [
             "outer: outer round, a part of the round",
             "trains: share of the time in which members train; relative: relative to free links",
-            "in total: time of all rounds; sends, receives: per replica, in all rounds",
+            "in total: time of all rounds; sends, receives: contributions per replica, in all rounds",
         ],
     )
     _print_without_effect(console, sweep, curves, found)

@@ -50,7 +50,9 @@ def leave(runs: Path, run: str, place: str | None) -> None:
         process = _process(path)
         if process is not None:
             process.terminate()
-            psutil.wait_procs([process], SECONDS)
+            if psutil.wait_procs([process], SECONDS)[1]:
+                say(f"{run}: process {process.pid} has not ended within {SECONDS:g} s; it may still save its state")
+                continue
         say(f"{run}: {path.stem.removeprefix('joined-')} has left")
 
 
