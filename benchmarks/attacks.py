@@ -91,8 +91,11 @@ COUNTED = (
 """Attacks by members whose contributions are included or waited for. They change the parameters of the run."""
 THROUGH_RELAY = ("misused_relay", "hostile_relay")
 """Attacks on a run whose stages reach each other through the exchange."""
-CLOSED = "rapid_resets"
-"""Attack whose connection the exchange closes, so that its calls end with UNAVAILABLE."""
+CLOSED = ("rapid_resets", "former_holder")
+"""Attacks some of whose calls end with UNAVAILABLE.
+
+The exchange closes the connection of the first. The second dials stages that have ended, or gave the generation up.
+"""
 CUT = "hostile_relay"
 """Attack during which the connection of the stage before the link is cut now and then, so that it dials again.
 

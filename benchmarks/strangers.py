@@ -311,7 +311,7 @@ def holes(found: dict[str, Any]) -> list[str]:
     told += [
         f"{name}: {one['codes']}"
         for name, one in named.items()
-        if {*ESCAPED, ANSWERED} & one["codes"].keys() and name not in (CUT, CLOSED)
+        if name != CUT and ({*ESCAPED, ANSWERED} - {"UNAVAILABLE" if name in CLOSED else ""}) & one["codes"].keys()
     ]
     return told + [f"{name}: {one['escaped'][0]}" for name, one in fuzzed.get("cells", {}).items() if one["escaped"]]
 
