@@ -54,7 +54,7 @@ outer: {rounds: 100, weights: tokens, compression: {density: 1/32}}
 snapshots: {every: 100}
 exchange:
   quorum: 0.5
-  grace: {factor: 3, least: 0.2 s, most: 0.5 s}
+  grace: {factor: 3, least: 0.2 s, most: 2 s}
   lease: {factor: 5, least: 60 s, most: 10 min}
   hang: {least: 60 s, most: 10 min}
 lines: {dsl: {bandwidth: 1 Gbit/s, latency: LATENCY}}
