@@ -20,12 +20,12 @@ from small_run import GRACE, Run
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply
+from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader
 from hetero_pp.messages.refusals import Kind
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.admission import MOST_BLAMED, Told
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.connections import NetworkConnections
@@ -297,22 +297,24 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_t
     monkeypatch.setattr(coordinator, "EXCLUDED_ROUNDS", 1)
     expected = _without_home_in(corpus, tmp_path / "expected", 2, stack)
     hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
-    home, deposit = hosts.exchange.coordinator.replicas["home"], ExchangeClient.deposit
+    home, deposit = hosts.exchange.coordinator.replicas["home"], ExchangeClient.deposit_blob
 
-    def waits(client: ExchangeClient, member: str, address: BlobAddress, *arguments: Any) -> None:
-        if (address.replica, address.round) == ("other", 2):  # otherwise the round closes without the group
+    def waits(client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        if (header.replica, header.round) == ("other", 2):  # otherwise the round closes without the group
             hosts.wait_until(lambda: home.excluded_until == 3)
-        if (address.replica, address.round) == ("other", 3):  # otherwise it may close too early
+        if (header.replica, header.round) == ("other", 3):  # otherwise it may close too early
             hosts.wait_until(lambda: home.round == 3 or hosts.exchange.coordinator.last_round == 3)
-        deposit(client, member, address, *arguments)
+        deposit(client, header, data, caller)
 
-    monkeypatch.setattr(ExchangeClient, "deposit", waits)
+    monkeypatch.setattr(ExchangeClient, "deposit_blob", waits)
     for name in hosts.spec.members:
         hosts.trusted(name)
     hosts.ends()
     assert hosts.failed == {}
     assert liar.lies >= MOST_MALFORMED
-    assert _counted(hosts.exchange.log) == expected
+    found = _counted(hosts.exchange.log)
+    assert [sorted(one) for one in found] == [sorted(one) for one in expected]
+    assert found == expected
     told = [one.standing for one in hosts.exchange.watch() if one.standing.what == EXCLUDED]
     assert [(one.replica, one.place, one.round) for one in told] == [("home", "home.1", 2)]
     cause = "round 2: home.0 and home.1 exchanged 3 malformed messages (malformed data from home.1: "
