@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -412,6 +413,27 @@ def test_a_caller_that_begins_too_many_calls_is_cut_until_it_stops() -> None:
         rate.due_in("a")
     now += CUT_SECONDS
     assert rate.due_in("a") <= 1.0
+
+
+def test_a_call_beyond_the_rate_waits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, waited = served.client("a"), list[float]()
+    monkeypatch.setattr("hetero_pp.rpc.services.time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(CallRate, "due_in", lambda *_: 0.75)
+    assert not client.beat("a", 1, 1).is_over
+    assert waited == [0.75]
+
+
+def test_a_refused_call_counts_for_its_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = list[str]()
+
+    def due(_: CallRate, caller: str) -> float:
+        counted.append(caller)
+        return 0.0
+
+    monkeypatch.setattr(CallRate, "due_in", due)
+    stranger = served.half_open("Beat", Secret("another secret").credentials("a"))
+    assert _code(stranger) is grpc.StatusCode.UNAUTHENTICATED
+    assert [one.rpartition(":")[0] for one in counted] == ["ipv4:127.0.0.1"]
 
 
 def _short(text: str) -> bytes:

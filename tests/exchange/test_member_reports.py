@@ -214,6 +214,11 @@ def test_a_run_lasts_as_long_as_it_does_when_the_date_of_the_machine_is_set() ->
     assert (first, reports.now()) == (1000.0, 1003.0)
 
 
+def test_reports_are_dated_by_a_steady_clock_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_reports, "steady_clock", lambda: lambda: 1000.0)
+    assert MemberReports(Roster({"a": "a"}, {"a": frozenset()}), ReportBounds()).now() == 1000.0
+
+
 def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
     reporter = Reporter(run.exchange, "a", interval=0.0)
     for report in (_step(loss=1e308), _step(loss=2.5)):
