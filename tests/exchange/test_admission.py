@@ -183,6 +183,13 @@ def test_a_ticket_names_no_file_of_the_host_that_reads_it(served: Served) -> Non
     assert Ticket.from_text(_sealed(json.dumps(content).encode())).identity.kept_in == ""
 
 
+def test_a_ticket_is_decompressed_to_a_bounded_size(served: Served) -> None:
+    content = json.dumps(asdict(served.ticket())).encode()
+    assert Ticket.from_text(_sealed(content))
+    with pytest.raises(Refused):
+        Ticket.from_text(_sealed(b" " * 100_000 + content))
+
+
 @pytest.mark.parametrize("address", ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1"])
 def test_a_ticket_names_only_host_and_port(served: Served, address: object) -> None:
     with pytest.raises(Refused, match="the ticket is incomplete"):

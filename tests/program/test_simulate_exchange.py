@@ -266,7 +266,7 @@ def test_seventy_billion_parameters_over_the_internet() -> None:
 
 
 RELAYED = """\
-exchange: {listen: "0.0.0.0:47600"}
+exchange: {listen: "0.0.0.0:0"}
 replicas:
   - {name: home, kind: participants, count: 3, stages: 3, batch_size: 8, micro_batches: 4}
   - {name: near, kind: participants, stages: [{layers: 2}, {layers: 2, listen: "10.0.0.2:47601"}], batch_size: 8}

@@ -48,6 +48,7 @@ HOSTILE = {
     "data_efficiency": {"data_sampling": {"curriculum_learning": {"data_cluster_path": "/home/anna"}}},
     "nebula": {"enabled": True, "persistent_storage_path": "/home/anna"},
     "hybrid_engine": {},
+    "zero_optimization": "/home/anna/zero.json",
     "a_section_of_a_later_version": {"path": "/home/anna"},
 }
 NESTED = {
@@ -72,6 +73,11 @@ def test_keys_of_deepspeed_that_may_name_a_path_are_refused(key: str) -> None:
     with pytest.raises(ConfigError) as found:
         _own(datacenter={"engine": "deepspeed", "deepspeed": {"zero_optimization": NESTED[key]}})
     assert str(found.value).startswith(f"replicas[0].deepspeed.{key}: ")
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not fit this version"):
+        _own(data={"a_path": "/home/anna"})
 
 
 def test_what_deepspeed_computes_with_is_taken() -> None:

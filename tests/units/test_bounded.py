@@ -53,6 +53,11 @@ def test_any_yaml_is_read_or_refused_in_one_line(text: str) -> None:
         assert "\n" not in yaml_complaint(Path("a.yaml"), error)
 
 
+def test_a_yaml_text_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="found more than 4,194,304 bytes"):
+        parse_yaml(" " * (4 * 2**20 + 1))
+
+
 def test_honest_yaml_keeps_its_meaning() -> None:
     text = "a: &a {rank: 1/8}\nb: {<<: *a, bits: 4}\nc: [*a, *a]\nd: 0.1000000000000000055511151231257827\nname: Größe"
     assert parse_yaml(text)["b"] == {"rank": "1/8", "bits": 4}
