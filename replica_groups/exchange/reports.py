@@ -88,8 +88,7 @@ class Reports:
     def _ends_run(self, member: str) -> bool:
         """Return whether a failure leaves too few replicas, so that the run would wait forever.
 
-        Otherwise the slot becomes vacant. Before the run begins every
-        needed member has to come, so its failure ends the beginning.
+        Otherwise the slot becomes vacant. Before the run begins, the failure of any required member ends it.
         """
         state = self._state
         replica = state.roster.members.get(member)

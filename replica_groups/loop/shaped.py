@@ -8,7 +8,6 @@ from typing import Any
 from google.protobuf.message import Message
 from torch import Tensor
 
-import replica_groups.loop.stopping
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import Stopped
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
@@ -16,7 +15,7 @@ from hetero_pp.link.shaper import Shaper
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller, ExchangeService, ForwardedExchange
-from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
+from replica_groups.loop.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
 
 
 class ShapedExchange(ForwardedExchange):
@@ -73,7 +72,7 @@ class ShapedExchange(ForwardedExchange):
             super().deposit_blob(header, data, caller)
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
-        with self._stopping.allowed(request.round, replica_groups.loop.stopping.SECONDS_TO_FETCH):
+        with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
             data = super().fetch_blob(request, caller)
             _carry(self._down, self.backward, request.round, len(data))
         return data

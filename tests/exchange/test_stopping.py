@@ -15,6 +15,7 @@ import replica_groups.loop.stopping
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import Stopped
 from hetero_pp.link.shared_lines import Lines
+from replica_groups.loop import shaped
 from replica_groups.loop.shaped import ShapedExchange
 from replica_groups.loop.stopping import Stopping
 from replica_groups.outer.ranks import ALONE
@@ -120,7 +121,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
 def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_exchange_that_is_gone(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_FETCH", 0.01)
+    monkeypatch.setattr(shaped, "SECONDS_TO_FETCH", 0.01)
     is_over = threading.Event()
 
     class Gone:
