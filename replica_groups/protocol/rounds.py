@@ -11,7 +11,7 @@ from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS, Rules
 
 
 @dataclass
-class Deposits:
+class GenerationDeposits:
     """Deposits of one generation of a replica."""
 
     epoch: int
@@ -27,7 +27,7 @@ class OpenRound:
     opened_at: float
     taking_part: set[str] = field(default_factory=set)
     """Replicas that train the round or are about to."""
-    deposits: dict[str, Deposits] = field(default_factory=dict)
+    deposits: dict[str, GenerationDeposits] = field(default_factory=dict)
     whole: dict[str, float] = field(default_factory=dict)
     """Replica -> time at which its contribution was complete."""
     quorum_at: float | None = None
@@ -55,7 +55,7 @@ class OpenRound:
                 f"generation {known.epoch}"
             )
         if known is None or known.epoch != epoch:
-            known = self.deposits[replica] = Deposits(epoch, steps)
+            known = self.deposits[replica] = GenerationDeposits(epoch, steps)
         if known.blobs.get(block, entry) != entry:
             return f"a second, different `{block}` for round {self.number}"
         if known.steps != steps:
