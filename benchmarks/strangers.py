@@ -51,7 +51,7 @@ QUICK = {
     "messages": 10,
     "campaign": 14,
     "latency": "40 ms",
-    "telling": 1,
+    "telling": 2,
     "connections": 100,
 }
 SECONDS_BETWEEN_TELLS = 1.2
@@ -174,7 +174,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
     run.end_guests()
     if not arguments.smoke and name != CUT:
         tell_all(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
-    after = run.size()
+    after = size_after(run, before)
     return {
         "codes": dict(attacker.codes),
         "refusals_by_kind": dict(sorted((run.refusals - refused).items())),
@@ -188,6 +188,16 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
         "ratio": median(under) / median(usual) if under and usual else None,
         "commit": commit(),
     }
+
+
+def size_after(run: LiveRun, before: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the size of the exchange after an attack, or `before` if the exchange has ended.
+
+    On a slow machine the last rounds may close before this is measured. An exchange that an attack has ended also
+    leaves no process; `to_its_end` of the run is false then.
+    """
+    after = run.size()
+    return after if after[0] else before
 
 
 def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> None:
@@ -268,7 +278,7 @@ def campaign(
                 tell()
         far.append(fuzzer.far_size())
     run.end_guests()
-    after = run.size()
+    after = size_after(run, before)
     return {
         "megabytes": {"before": before[1] / 1e6, "most": largest[1] / 1e6, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
