@@ -57,6 +57,8 @@ QUICK = {
 SECONDS_BETWEEN_TELLS = 1.2
 SECONDS_TO_SETTLE = 7.0
 """Seconds, more than the exchange keeps freed memory for."""
+NO_PROCESS = 0
+"""Process id of an exchange that has ended. `to_its_end` tells whether it ended too early."""
 MOST_GROWTH = 50e6
 MOST_RATIO = 1.10
 MOST_SHARE = 0.51
@@ -174,7 +176,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
     run.end_guests()
     if not arguments.smoke and name != CUT:
         tell_all(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
-    after = size_after(run, before)
+    after = run.size()
     return {
         "codes": dict(attacker.codes),
         "refusals_by_kind": dict(sorted((run.refusals - refused).items())),
@@ -183,21 +185,11 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
         "megabytes": {"before": before[1] / 1e6, "under": sizes, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
         "bytes_printed": run.said() - printed,
-        "is_the_same_process": before[0] == after[0],
+        "is_the_same_process": after[0] in (before[0], NO_PROCESS),
         "round_seconds": {"without": usual, "under": under},
         "ratio": median(under) / median(usual) if under and usual else None,
         "commit": commit(),
     }
-
-
-def size_after(run: LiveRun, before: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the size of the exchange after an attack, or `before` if the exchange has ended.
-
-    On a slow machine the last rounds may close before this is measured. An exchange that an attack has ended also
-    leaves no process; `to_its_end` of the run is false then.
-    """
-    after = run.size()
-    return after if after[0] else before
 
 
 def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> None:
@@ -278,12 +270,12 @@ def campaign(
                 tell()
         far.append(fuzzer.far_size())
     run.end_guests()
-    after = size_after(run, before)
+    after = run.size()
     return {
         "megabytes": {"before": before[1] / 1e6, "most": largest[1] / 1e6, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
         "link": {"megabytes": [size / 1e6 for size, _ in far], "threads": [threads for _, threads in far]},
-        "is_the_same_process": before[0] == after[0],
+        "is_the_same_process": after[0] in (before[0], NO_PROCESS),
     }
 
 
