@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import sys
 from collections.abc import Generator
 from multiprocessing.process import BaseProcess
@@ -35,6 +36,11 @@ SLOW = (
     "store/",
     "replicas/",
 )
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt. A shell's background job, such as `nohup make test &`, ignores SIGINT, which tests send."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
