@@ -16,14 +16,13 @@ demo: $(READY)
 # Three workers on two cores, because most tests wait for processes to start. The last file kills launchers and counts the
 # processes that are left, so it runs when nothing else does.
 DEBRIS := tests/faults/test_no_debris.py
-SMOKE := tests/benchmarks/test_smoke.py
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(DEBRIS) --ignore $(SMOKE)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(DEBRIS) -m "not long"
 	$(BIN)/python -m pytest $(DEBRIS)
 
-# Runs every benchmark once, at its smallest sizes.
+# Runs every benchmark once, at its smallest sizes. `make test` has those that take at most a few seconds.
 benchmarks-smoke: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist load $(SMOKE)
+	$(BIN)/python -m pytest -n 3 --dist load tests/benchmarks/test_smoke.py
 
 # Runs the tests that start no process, in about a minute. Use it during development.
 quick: $(READY)

@@ -124,8 +124,12 @@ def last_refused(target: Target, door: str) -> Sequence[Call]:
 
 
 def attack_main(parent: Connection, name: str, target: Target, is_over: Event) -> None:
-    """Attack each time the parent asks for it, until `is_over` is set. Then send the seconds and the status counts."""
+    """Attack each time the parent asks for it, until `is_over` is set. Then send the seconds and the status counts.
+
+    The first message to the parent says that this process has started.
+    """
     os.nice(NICENESS)
+    parent.send(True)
     while parent.recv():
         stretch = Stretch()
         attack = threading.Thread(target=ATTACKS[name], args=(target, stretch), daemon=True)

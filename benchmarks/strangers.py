@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +37,20 @@ from attacks import ATTACKS, CLOSED, COUNTED, CUT, THROUGH_RELAY, attack_main, l
 from attacks_of_strangers import ANSWERED
 from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
-from strangers_run import DOWNSTREAM, ENDS, GUEST, HONEST, LATENCY, LINK, OWN_LINK, LiveRun, Reference
+from strangers_run import (
+    DOWNSTREAM,
+    ENDS,
+    GUEST,
+    HELD_ROUNDS,
+    HONEST,
+    LATENCY,
+    LINK,
+    MOST_SECONDS_A_ROUND,
+    OWN_LINK,
+    LiveRun,
+    Reference,
+    TooFewRoundsError,
+)
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.research.experiments.provenance import commit, machine
@@ -49,16 +62,14 @@ QUICK = {
     "rounds": 1,
     "stretches": 1,
     "messages": 10,
-    "campaign": 14,
+    "campaign": 16,
     "latency": "40 ms",
-    "telling": 2,
+    "telling": 3,
     "connections": 100,
 }
 SECONDS_BETWEEN_TELLS = 1.2
 SECONDS_TO_SETTLE = 7.0
 """Seconds, more than the exchange keeps freed memory for."""
-NO_PROCESS = 0
-"""Process id of an exchange that has ended. `to_its_end` tells whether it ended too early."""
 MOST_GROWTH = 50e6
 MOST_RATIO = 1.10
 MOST_SHARE = 0.51
@@ -106,14 +117,15 @@ class Attacker:
         self._parent, child = context.Pipe()
         self._process = context.Process(target=attack_main, args=(child, name, target, self._is_over), daemon=True)
         self._process.start()
+        self._parent.recv()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Attack while the block runs. Raises RuntimeError if the attack has ended by itself."""
+        """Attack while the block runs. Raises RuntimeError if the attack does not begin or has ended by itself."""
         self._is_over.clear()
         self._parent.send(True)
-        if not self._parent.recv():
-            raise RuntimeError("the attack has ended before it was under way")
+        if not self._parent.poll(MOST_SECONDS_A_ROUND) or not self._parent.recv():
+            raise RuntimeError("the attack has not begun, or has ended before it was under way")
         try:
             yield
         finally:
@@ -128,12 +140,12 @@ class Attacker:
 
 
 def rounds_of(arguments: argparse.Namespace) -> int:
-    """Return the rounds that an attack takes: periods with and without it, rounds between them, and the end."""
-    return 2 * arguments.stretches * (arguments.rounds + 1) + arguments.telling
+    """Return the rounds that an attack takes: its start, periods with and without it, rounds between them, the end."""
+    return 1 + 2 * arguments.stretches * (arguments.rounds + 1) + arguments.telling
 
 
 def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
-    """Run all missing attacks one after the other in one run, and in another run when too few rounds are left.
+    """Run all missing attacks one after the other in one run, and in another, longer run when too few rounds are left.
 
     Each attack that changes bits has a run of its own, because a member's bound on joins holds for a whole run.
     """
@@ -141,13 +153,15 @@ def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, foun
     relayed_or_counted = {*THROUGH_RELAY, *COUNTED}
     for own in ({*arguments.only} - relayed_or_counted, {*THROUGH_RELAY}, *({one} for one in COUNTED)):
         while left := [name for name in arguments.only if name in own and name not in found]:
-            rounds, relayed = arguments.warm_up + len(left) * rounds_of(arguments), left[0] in THROUGH_RELAY
+            runs, relayed = 1 + sum(left[0] in end["of"] for end in ends), left[0] in THROUGH_RELAY
+            rounds = arguments.warm_up + runs * len(left) * rounds_of(arguments) + HELD_ROUNDS
             with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency, relayed) as run:
                 run.wait_for_round(arguments.warm_up)
                 for name in left:
-                    if run.is_over or run.rounds - max(run.closed) < rounds_of(arguments) - arguments.telling:
+                    try:
+                        found[name] = attacked(run, name, arguments)
+                    except TooFewRoundsError:
                         break
-                    found[name] = attacked(run, name, arguments)
                     tell(found)
                     show_attack(name, found[name])
                 run.wait_until_over()
@@ -158,21 +172,24 @@ def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, foun
 
 
 def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one attack between periods without it."""
+    """Run one attack between periods without it. Raises TooFewRoundsError if the run nears its end before that."""
     target = target_of(run, arguments.connections)
     usual, under, before, refused, printed = [], [], run.size(), Counter(run.refusals), run.said()
-    attacker, sizes, happened = Attacker(name, target), list[float](), Counter(run.happened)
-    for _ in range(arguments.stretches):
-        usual += run.wait_rounds(arguments.rounds)
-        with attacker.under_way():
-            run.wait_rounds(1)
-            for _ in range(arguments.rounds):
-                if name == CUT:
-                    run.cut()
-                under += run.wait_rounds(1)
-            sizes.append(run.size()[1] / 1e6)
+    with run.paused():
+        attacker = Attacker(name, target)
+    sizes, happened = list[float](), Counter(run.happened)
+    with closing(attacker):
         run.wait_rounds(1)
-    attacker.close()
+        for _ in range(arguments.stretches):
+            usual += run.wait_rounds(arguments.rounds)
+            with attacker.under_way():
+                run.wait_rounds(1)
+                for _ in range(arguments.rounds):
+                    if name == CUT:
+                        run.cut()
+                    under += run.wait_rounds(1)
+                sizes.append(run.size()[1] / 1e6)
+            run.wait_rounds(1)
     run.end_guests()
     if not arguments.smoke and name != CUT:
         tell_all(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
@@ -185,7 +202,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
         "megabytes": {"before": before[1] / 1e6, "under": sizes, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
         "bytes_printed": run.said() - printed,
-        "is_the_same_process": after[0] in (before[0], NO_PROCESS),
+        "is_the_same_process": after[0] == before[0],
         "round_seconds": {"without": usual, "under": under},
         "ratio": median(under) / median(usual) if under and usual else None,
         "commit": commit(),
@@ -255,13 +272,14 @@ def campaign(
 ) -> dict[str, Any]:
     """Send remaining messages as far as one run allows, and return their effect on the exchange."""
     before, largest = run.size(), run.size()
-    target = target_of(run, CONNECTIONS)
-    with Fuzzer(target, run.spec, arguments.seed) as fuzzer:
+    with run.paused():
+        started = Fuzzer(target_of(run, CONNECTIONS), run.spec, arguments.seed)
+    with started as fuzzer:
         far = [fuzzer.far_size()]
         for name in left:
             most = most_of(name, arguments.messages)
             while cells.get(name, {}).get("sent", 0) < most:
-                if run.is_over or len(run.closed) > run.rounds - arguments.settle:
+                if run.is_over or len(run.closed) >= run.rounds - HELD_ROUNDS - arguments.settle:
                     break
                 own = cells.setdefault(name, {"sent": 0, "seconds": 0.0, "codes": {}, "escaped": []})
                 fuzzer.some(name, own, most, max(run.closed))
@@ -275,7 +293,7 @@ def campaign(
         "megabytes": {"before": before[1] / 1e6, "most": largest[1] / 1e6, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
         "link": {"megabytes": [size / 1e6 for size, _ in far], "threads": [threads for _, threads in far]},
-        "is_the_same_process": after[0] in (before[0], NO_PROCESS),
+        "is_the_same_process": after[0] == before[0],
     }
 
 

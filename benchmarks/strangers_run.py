@@ -6,12 +6,14 @@ several hosts has one, so that attacks can use a member's own credentials. All c
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +45,8 @@ GUEST_REPLICAS = (GUEST, "den")
 HOUR = 3600.0
 CUT_SECONDS = 0.2
 MOST_SECONDS_A_ROUND = 90.0
+HELD_ROUNDS = 2
+"""Rounds before the last one after which a run waits until it may end. Neither of them can close without `HONEST`."""
 
 YAML = """\
 name: strangers
@@ -55,8 +59,8 @@ snapshots: {every: 100}
 exchange:
   quorum: 0.5
   grace: {factor: 3, least: 0.2 s, most: 2 s}
-  lease: {factor: 5, least: 60 s, most: 10 min}
-  hang: {least: 60 s, most: 10 min}
+  lease: {factor: 5, least: 10 min, most: 10 min}
+  hang: {least: 10 min, most: 10 min}
 lines: {dsl: {bandwidth: 1 Gbit/s, latency: LATENCY}}
 replicas:
   - {name: dc, kind: datacenter, batch_size: 2}
@@ -74,6 +78,10 @@ time, so that processors are left to attacks.
 LATENCY = "20 ms"
 UPSTREAM, DOWNSTREAM = "home.0", "home.1"
 LINK, OWN_LINK = stage_link_name("home", 0), stage_link_name("den", 0)
+
+
+class TooFewRoundsError(Exception):
+    """The run has too few rounds left for what is measured."""
 
 
 class LiveRun:
@@ -109,6 +117,8 @@ class LiveRun:
         """Whether the run has ended, successfully or not."""
         self.failure: str | None = None
         self.address = ""
+        self._is_paused = False
+        self._may_end = False
         self._relayed = relayed
         self._wire: Wire | None = None
         self._changed = threading.Condition()
@@ -123,6 +133,7 @@ class LiveRun:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._let_end()
         self._thread.join(MOST_SECONDS_A_ROUND)
 
     # ---- members ----
@@ -206,8 +217,13 @@ class LiveRun:
     # ---- what it does ----
 
     def wait_for_round(self, round_: int) -> bool:
-        """Wait until a round closes. Return False if the run ends or stalls before."""
+        """Wait until a round closes. Return False if the run ends or stalls before.
+
+        Raises TooFewRoundsError if the round can close only once the run may end.
+        """
         with self._changed:
+            if round_ > self.rounds - HELD_ROUNDS and not self._may_end:
+                raise TooFewRoundsError(f"round {round_} of {self.rounds} would close near the end")
             while round_ not in self.closed and not self.is_over:
                 if not self._changed.wait(MOST_SECONDS_A_ROUND):
                     return False  # no report of any kind
@@ -225,9 +241,40 @@ class LiveRun:
         return range(first + 1, first + count + 1)
 
     def wait_until_over(self) -> None:
-        """Wait for the last round, and for the end of the run."""
+        """Let the run end, and wait for its last round and its end."""
+        self._let_end()
         self.wait_for_round(self.rounds)
         self._thread.join(MOST_SECONDS_A_ROUND)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the run while the block runs."""
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(False)
+
+    def _pause(self, is_paused: bool) -> None:
+        with self._changed:
+            self._is_paused = is_paused
+            self._stop_or_continue()
+
+    def _let_end(self) -> None:
+        with self._changed:
+            self._may_end = True
+            self._stop_or_continue()
+
+    def _stop_or_continue(self) -> None:
+        """Stop an honest replica, without which no round closes, or let it continue.
+
+        It stops near the end, until the run may end. So attacks meet a live exchange however slow the machine is.
+        """
+        is_near_end = len(self.closed) >= self.rounds - HELD_ROUNDS
+        stops = not self._may_end and (self._is_paused or is_near_end)
+        for pid, member in self._processes():
+            if member == HONEST:
+                os.kill(pid, signal.SIGSTOP if stops else signal.SIGCONT)
 
     def differs_from(self, other: LiveRun) -> list[int]:
         """Return rounds after which an honest replica holds other bits than in another run, which must be as long."""
@@ -264,6 +311,7 @@ class LiveRun:
             match report.WhichOneof("event"):
                 case "round_closed":
                     self.closed[report.round_closed.round] = report.time
+                    self._stop_or_continue()
                     self._note_shares(report.round_closed)
                     for replica in report.round_closed.late:
                         self.happened[f"{replica} was late"] += 1

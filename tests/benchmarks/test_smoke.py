@@ -1,4 +1,7 @@
-"""Every benchmark runs at its smallest size, as a process, and prints its numbers."""
+"""Every benchmark starts, and runs at its smallest size, as a process, and prints its numbers.
+
+The longer ones of these runs have the mark `long`: `make test` leaves them out, and `make benchmarks-smoke` has them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from started import TIMEOUT, run_script
 
 pytestmark = pytest.mark.starts_processes
@@ -55,8 +59,17 @@ PRINTED = {
 """Patterns in the output of each benchmark."""
 
 
+LONG = {"access_lines", "chaos", "codec", "engines", "exchange_load", "homes", "kernel_links", "overlap", "simulator"}
+LONG |= {"simulator_growth", "strangers", "unequal_speeds"}
+"""Benchmarks that take more than five seconds at their smallest size."""
+
+
+def marked(name: str) -> ParameterSet:
+    return pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
+
+
 @pytest.mark.timeout(2 * TIMEOUT + 60)
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", map(marked, BENCHMARKS))
 def test_it_runs_at_its_smallest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = run_script(FOLDER / f"{name}.py", "--smoke", timeout=2 * TIMEOUT)
@@ -64,3 +77,10 @@ def test_it_runs_at_its_smallest(name: str, tmp_path: Path, monkeypatch: pytest.
     assert name in PRINTED, "say here what it prints"
     for pattern in PRINTED[name]:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
+
+
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_a_long_one_starts_and_describes_itself(name: str) -> None:
+    done = run_script(FOLDER / f"{name}.py", "--help", timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"usage: {name}\.py .*--smoke", done.stdout, re.DOTALL), done.stdout

@@ -46,7 +46,6 @@ JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
-    "make benchmarks-smoke": ".ci/run",
     "make lint": ".ci/run",
     "make types": ".ci/run",
     "hetero-pp launch configs/mixed_engines.yaml": "tests/engines/test_mixed.py::test_engines_and_stages_are_one_run",
@@ -116,6 +115,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest tests/method tests/stages": TESTS,
     ".venv/bin/python -m pytest tests/documents": TESTS,
     "make quick": TESTS,
+    "make benchmarks-smoke": TESTS,
 }
 """Reason why no test runs a command as it is shown."""
 
