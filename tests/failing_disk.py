@@ -138,12 +138,12 @@ def failing_disk(folder: Path) -> Iterator[FailingDisk]:
         yield disk
 
 
-def each_operation(disk: FailingDisk) -> Iterator[int]:
-    """Yield 1, 2, 3, ... for `fail`, until the block finishes without a failure."""
+def each_operation(disk: FailingDisk, step: int = 1) -> Iterator[int]:
+    """Yield 1, 1 + step, 1 + 2 * step, ... for `fail`, until the block finishes without a failure."""
     n = 1
     yield n
     while disk.failures:
-        n += 1
+        n += step
         yield n
         disk.mend()
     assert n > 2
