@@ -126,7 +126,7 @@ def last_refused(target: Target, door: str) -> Sequence[Call]:
 def attack_main(parent: Connection, name: str, target: Target, is_over: Event) -> None:
     """Attack each time the parent asks for it, until `is_over` is set. Then send the seconds and the status counts.
 
-    The first message to the parent says that this process has started.
+    The first message to the parent says that this process has started. The parent kills it.
     """
     os.nice(NICENESS)
     parent.send(True)

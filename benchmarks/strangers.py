@@ -135,7 +135,8 @@ class Attacker:
             self.codes += codes
 
     def close(self) -> None:
-        self._parent.send(False)
+        """End the process, also if an attack in it neither begins nor ends."""
+        self._process.kill()
         self._process.join()
 
 

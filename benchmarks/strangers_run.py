@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,7 @@ HOUR = 3600.0
 CUT_SECONDS = 0.2
 MOST_SECONDS_A_ROUND = 90.0
 HELD_ROUNDS = 2
-"""Rounds before the last one after which a run waits until it may end. Neither of them can close without `HONEST`."""
+"""Rounds at the end of a run that wait until the run may end. They need `HONEST`, unless an attacker contributes."""
 
 YAML = """\
 name: strangers
@@ -248,7 +248,7 @@ class LiveRun:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the run while the block runs."""
+        """Let no round close while the block runs."""
         self._pause(True)
         try:
             yield
@@ -258,23 +258,27 @@ class LiveRun:
     def _pause(self, is_paused: bool) -> None:
         with self._changed:
             self._is_paused = is_paused
-            self._stop_or_continue()
+            self._signal_honest(signal.SIGSTOP if self._must_wait() else signal.SIGCONT)
 
     def _let_end(self) -> None:
         with self._changed:
             self._may_end = True
-            self._stop_or_continue()
+            self._signal_honest(signal.SIGCONT)
 
-    def _stop_or_continue(self) -> None:
-        """Stop an honest replica, without which no round closes, or let it continue.
+    def _must_wait(self) -> bool:
+        """Return whether the run is paused, or waits near its end until it may end.
 
-        It stops near the end, until the run may end. So attacks meet a live exchange however slow the machine is.
+        So attacks and measurements meet a live exchange however slow the machine is.
         """
         is_near_end = len(self.closed) >= self.rounds - HELD_ROUNDS
-        stops = not self._may_end and (self._is_paused or is_near_end)
+        return not self._may_end and (self._is_paused or is_near_end)
+
+    def _signal_honest(self, number: signal.Signals) -> None:
+        """Stop or continue one honest replica. The quorum needs it while no attacker contributes."""
         for pid, member in self._processes():
             if member == HONEST:
-                os.kill(pid, signal.SIGSTOP if stops else signal.SIGCONT)
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(pid, number)
 
     def differs_from(self, other: LiveRun) -> list[int]:
         """Return rounds after which an honest replica holds other bits than in another run, which must be as long."""
@@ -311,7 +315,8 @@ class LiveRun:
             match report.WhichOneof("event"):
                 case "round_closed":
                     self.closed[report.round_closed.round] = report.time
-                    self._stop_or_continue()
+                    if self._must_wait():
+                        self._signal_honest(signal.SIGSTOP)
                     self._note_shares(report.round_closed)
                     for replica in report.round_closed.late:
                         self.happened[f"{replica} was late"] += 1

@@ -81,7 +81,7 @@ class FailingDisk:
 
 
 class _File:
-    """A file whose writes and reads are operations. A failing write has written half of its data."""
+    """A file that counts each write and read as an operation. A failing write has written half of its data."""
 
     def __init__(self, file: Any, disk: FailingDisk, path: Any) -> None:
         self._file, self._disk, self._path = file, disk, path
