@@ -71,7 +71,7 @@ _KEYS_OF_ENGINES = {
     ("recompute", "torchtitan"): "`torchtitan.activation_checkpointing`",
     ("recompute", "deepspeed"): "`none`",
 }
-"""What to use instead of a key that only engine `torch` has."""
+"""Replacement of each key that only engine `torch` has, by engine."""
 
 
 def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> None:
