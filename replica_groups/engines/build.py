@@ -10,6 +10,7 @@ from hetero_pp.config.engine_settings import EngineName
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import ModelShape, build_filled
 from replica_groups.engines.engine import Engine, Parameters
 from replica_groups.engines.plain import PlainEngine
@@ -41,7 +42,10 @@ def build_engine(
         return zero.ZeroEngine(
             shape, parameters, inner, total_steps, micro_batches, rows, settings=replica.deepspeed, ranks=ranks
         )
-    module = build_filled(shape, parameters, device=ranks.device)
+    dtype = compute_dtype(replica.precision, ranks.device)
+    module = build_filled(
+        shape, parameters, device=ranks.device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
+    )
     return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches))
 
 

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from hetero_pp.config.engine_settings import Checkpointing
-from hetero_pp.model.transformer import ModelShape, Transformer, next_token_loss
+from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.transformer import ModelShape, Transformer
 from hetero_pp.simulator.costs import Part, memory_of
 
 ROWS, LENGTH, LAYERS = 2, 128, 6
