@@ -13,13 +13,13 @@ from hetero_pp.config.settings import Settings
 class RopeScaling(Settings):
     """Llama 3's scaling of rotary frequencies, for texts longer than those of the first training.
 
-    A frequency turns n times in `original_length` positions. Below `low_frequency_factor` turns it is divided by
-    `factor`, above `high_frequency_factor` turns it stays, and between them it is interpolated.
+    The rule depends on the number of turns of a frequency in `original_length` positions. Numbers between the two
+    limits are interpolated. Source: Meta's llama-models, `apply_scaling`.
     """
 
-    factor: float = Field(ge=1)
-    low_frequency_factor: float = Field(gt=0)
-    high_frequency_factor: float = Field(gt=0)
+    factor: float = Field(ge=1, description="divides slow frequencies")
+    low_frequency_factor: float = Field(gt=0, description="frequencies with fewer turns are slow")
+    high_frequency_factor: float = Field(gt=0, description="frequencies with more turns stay")
     original_length: int = Field(ge=1, description="positions of the first training")
 
     def scaled(self, frequencies: Tensor) -> Tensor:
