@@ -72,10 +72,11 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     tokens = None if spec.total_steps is None else spec.total_steps * per_step
     compression = config.outer.compression
     say(console, f"{path}: the run `{config.name}` is valid.", bold=str(path))
+    shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
     say(
         console,
         f"Model: {_count(spec.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
-        f"{shape.heads} heads, vocabulary {shape.vocabulary}.",
+        f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}.",
     )
     say(
         console,

@@ -121,7 +121,7 @@ class RunConfig(Settings):
         values = self.model.resolve(self.model.vocabulary or 256)
         if not self.replicas and not self.plan.participants:
             raise ConfigError(("replicas",), "found nothing, expected at least one replica")
-        check_topology(self.replicas, self.links, values.width, values.layers)
+        check_topology(self.replicas, self.links, values)
         check_lines(self.replicas, self.exchange, self.sites, self.lines)
         check_exchange(self.exchange)
         check_participants(self.plan, self.links, self.lines, values.layers)

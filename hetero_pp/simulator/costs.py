@@ -3,7 +3,8 @@
 Shapes: B sequences in a micro-batch, L positions, D width, F feed-forward width, V vocabulary.
 
 A matrix product of T tokens with a parameter matrix takes 2 T operations per parameter. Attention adds 2 L D operations
-per token and layer to each of QK and AV, halved as it is causal. Backward takes twice as long as forward.
+per token and layer to each of QK and AV, halved as it is causal. Backward takes twice as long as forward. If heads have
+another width than D / N, D in attention is the width of all heads together.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class Cost:
 
 def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) -> float:
     """Return the operations of a forward pass of [B, L] tokens through a part."""
-    per_layer = 4 * shape.width**2 + 3 * shape.width * shape.feed_forward
+    per_layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward
     head = shape.width * shape.vocabulary if part.predicts else 0
     products = 2.0 * (part.layers * per_layer + head + part.beside.anchor_rank * shape.width)
-    attention = part.layers * 2.0 * length * shape.width
+    attention = part.layers * 2.0 * length * shape.heads * shape.head_size
     return (products + attention) * sequences * length
 
 
@@ -112,9 +113,10 @@ def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: 
     SelectiveAC): among q, k, v, o, gate, up and down it repeats k, o and up.
     """
     width, feed_forward = shape.width, shape.feed_forward
-    products = 2 * (4 * width**2 + 3 * width * feed_forward)
-    attention = 2 * length * width
-    repeated = {"none": 0, "full": products + attention, "selective": 2 * (2 * width**2 + width * feed_forward)}
+    products = 2 * (shape.attention_numbers + 3 * width * feed_forward)
+    attention = 2 * length * shape.heads * shape.head_size
+    one_of_two = 2 * (shape.attention_numbers // 2 + width * feed_forward)
+    repeated = {"none": 0, "full": products + attention, "selective": one_of_two}
     return part.layers * repeated[checkpointing] * length / forward_flops(shape, part, 1, length)
 
 
@@ -150,7 +152,7 @@ def memory_of(
     A layer keeps for its backward pass:
 
     - of both norms the input, the normalized input and the output (6 D);
-    - q, k, v and the attention's output (4 D);
+    - q, k, v and the attention's output (4 D, also if several queries share a head of k and v: each has its copy);
     - gate, its silu, up and their product (4 F).
 
     With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
@@ -161,8 +163,10 @@ def memory_of(
     The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
     """
     width, feed_forward = shape.width, shape.feed_forward
-    whole = 10 * width + 4 * feed_forward
-    kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[checkpointing]
+    queries, values = shape.heads * shape.head_size, shape.groups * shape.head_size
+    whole = 6 * width + 4 * queries + 4 * feed_forward
+    selective = 2 * width + 2 * queries + values + feed_forward
+    kept = {"none": whole, "selective": selective, "full": width}[checkpointing]
     per_token = part.layers * kept * bytes_per_value
     head = 4 * 4 * shape.vocabulary if part.predicts else 0
     layer = (whole - kept + 2 * width + 2 * feed_forward) * bytes_per_value if part.layers else 0

@@ -44,10 +44,13 @@ class Prepared:
     located: Callable[[ConfigError], ConfigError] = lambda error: error
     """Adds file and line to an error about a key."""
 
+    on_weights: Sequence[str] = ()
+    """Notes on the weights that the run starts from."""
+
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the corpus that the user has to see before training begins."""
-        return () if self.source is None else self.source.notes
+        """Notes on corpus and weights that the user has to see before training begins."""
+        return (*self.on_weights, *(() if self.source is None else self.source.notes))
 
 
 def prepare(
@@ -71,8 +74,7 @@ def prepare(
         config.require_grouped()
         require_launchable(config)
         spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
-        if not resume:
-            require_weights(spec)
+        on_weights = () if resume else require_weights(spec)
         names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
         if only is None and not spec.needed:
             why = "expected at least one required replica: `launch` starts only required replicas"
@@ -92,7 +94,7 @@ def prepare(
                 one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(spec, names, source, limits, file.given, file.located)
+    return Prepared(spec, names, source, limits, file.given, file.located, on_weights)
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
