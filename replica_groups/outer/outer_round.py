@@ -415,6 +415,8 @@ class OuterRound:
         return self._gathered(self.theta[name], name)
 
     def _gathered(self, rows: Tensor, name: str) -> Tensor:
+        if self.ranks.world == 1:
+            return rows
         return self.ranks.gather_rows(rows.to(self.ranks.device), self.shapes[name][0])
 
     def save(self, folder: Path) -> None:

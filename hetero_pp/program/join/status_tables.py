@@ -54,13 +54,13 @@ def print_status(run: str, reply: StatusReply) -> None:
     tell(console, f"{run}: {headline(reply)}")
     incomplete = _incomplete(reply)
     table = Table()
-    for name in ("Slot", "Replica", "State", "Admitted by", "Connection"):
+    for name in ("Slot", "Replica", "State", "Device", "Admitted by", "Connection"):
         table.add_column(name)
     left_out = _empty(reply)[EMPTY_SHOWN:]
     for slot in reply.places:
         if slot.replica not in left_out:
             state = _state(slot, slot.replica in incomplete, reply.is_over)
-            table.add_row(slot.name, slot.replica, state, _let_in_by(slot), _connection(slot))
+            table.add_row(slot.name, slot.replica, state, plain(slot.device), _let_in_by(slot), _connection(slot))
     console.print(table)
     if left_out:
         tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
@@ -164,4 +164,5 @@ def _slot(slot: PlaceStatus) -> dict[str, object]:
         "address": slot.address,
         "dials": slot.dials,
         "relayed_bytes": slot.relayed_bytes,
+        "device": slot.device or None,
     }
