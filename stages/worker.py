@@ -414,19 +414,20 @@ class StageWorker:
             self._norm_to_announce = None
         return header
 
-    def _next(self, link: LinkEnd) -> Message:
-        """Return the next message. If it is not here yet, first send what the neighbours may wait for."""
-        if self._leaving:
-            with suppress(LinkTimeout):
-                return link.receive(0.0)
-            self._send_leaving()
-        return link.receive(self.settings.receive_timeout)
+    def _arrived(self, link: LinkEnd) -> Message | None:
+        """Return the next message if it is here; otherwise send what the neighbours may wait for."""
+        with suppress(LinkTimeout):
+            return link.receive(0.0)
+        self._send_leaving()
+        return None
 
     def _receive(self, link: LinkEnd, purpose: Purpose, round_: int, step: int, micro_batch: int) -> Message:
-        started, self.activity.waits = time.perf_counter(), True
-        message = self._next(link)
-        self.activity.waits = False
-        self.timing.wait += time.perf_counter() - started
+        message = self._arrived(link) if self._leaving else None
+        if message is None:
+            started, self.activity.waits = time.perf_counter(), True
+            message = link.receive(self.settings.receive_timeout)
+            self.activity.waits = False
+            self.timing.wait += time.perf_counter() - started
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:

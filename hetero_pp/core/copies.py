@@ -1,4 +1,4 @@
-"""Copies between the host and the device that computes. On CUDA they run beside the computation, on streams of their own.
+"""Copies between the host and the device that computes. On CUDA they run beside the computation, on their own streams.
 
 Only what crosses a link is copied: symbols, token ids and keys.
 """
@@ -85,7 +85,7 @@ class Blocking:
 class Streams(Protocol):
     """The part of `torch.cuda` or `torch.xpu` that copies need."""
 
-    def Stream(self, device: torch.device) -> Any:  # noqa: N802 (torch's name)
+    def Stream(self, device: torch.device) -> Any:
         ...
 
     def current_stream(self, device: torch.device) -> Any: ...
@@ -103,10 +103,8 @@ class BesideCompute:
 
     overlaps = True
 
-    def __init__(
-        self, device: torch.device, streams: Streams, pinned: Callable[[Tensor], Tensor] = _pinned
-    ) -> None:
-        """`pinned` returns memory for a copy of a tensor. torch reuses it only after the copies that it takes part in."""
+    def __init__(self, device: torch.device, streams: Streams, pinned: Callable[[Tensor], Tensor] = _pinned) -> None:
+        """`pinned` returns memory for a copy. torch does not use it for anything else before its copies have ended."""
         self._device, self._streams, self._pinned = device, streams, pinned
         self._down, self._up = streams.Stream(device), streams.Stream(device)
 

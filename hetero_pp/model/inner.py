@@ -21,7 +21,6 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
-
 _FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
 """Kinds of devices on which torch has AdamW as one kernel."""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.core.copies import copies_of
 from hetero_pp.core.tensor_files import save_object
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.moments import Moments
@@ -25,14 +24,12 @@ class PlainEngine(LocalParameters):
         super().__init__(whole.parameters)
         self.whole = whole
         self._moments = Moments(whole.optimizer.optimizers)
-        self._copies = copies_of(next(iter(whole.parameters.values())).device)
 
     def follow(self, rates: LearningRates) -> None:
         self.whole.optimizer.follow(rates)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
-        (own,) = self._copies.to_device((tokens,))
-        return self.whole.inner_step(own, step)
+        return self.whole.inner_step(tokens, step)
 
     def remember(self, moments: bool) -> None:
         self._moments.remember(moments)

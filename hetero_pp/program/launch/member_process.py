@@ -275,7 +275,8 @@ def _run_ranks(
 
     timeout = spec.config.exchange.timeout
     try:
-        run_ranks(replica, spec.run, job.folder, exchange, credentials, timeout, job.device, faults.missed, on_start)
+        where = (job.folder, exchange, credentials, timeout, job.device)
+        run_ranks(replica, spec.run, *where, missed=faults.missed, on_start=on_start)
     except Refused:  # a node too many must not fail the run
         raise
     except (HeteroPPError, OSError) as error:
