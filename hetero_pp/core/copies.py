@@ -85,8 +85,7 @@ class Blocking:
 class Streams(Protocol):
     """The part of `torch.cuda` or `torch.xpu` that copies need."""
 
-    def Stream(self, device: torch.device) -> Any:
-        ...
+    def Stream(self, device: torch.device) -> Any: ...
 
     def current_stream(self, device: torch.device) -> Any: ...
 

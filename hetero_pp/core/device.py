@@ -55,7 +55,7 @@ def _not_there(setting: str, own: list[torch.device], there: list[torch.device])
 
 def use(device: torch.device) -> None:
     """Make it the current device of this thread, so that nothing of the member lies on another accelerator."""
-    if device.type != "cpu" and device.index is not None:
+    if device.type in ("cuda", "xpu") and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 

@@ -1,9 +1,10 @@
-"""A run on another device than the CPU, over gRPC: torch's lazy backend computes, and refuses to mix with CPU tensors."""
+"""A run on another device than the CPU, over gRPC: torch's lazy backend, which refuses to mix with CPU tensors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 import torch._lazy
 import torch._lazy.ts_backend
 from members import TIMEOUT
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hetero_pp.core.device import CPU
+from hetero_pp.core.tensor_files import save_object
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.connections import NetworkConnections
@@ -23,20 +27,35 @@ from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from replica_groups.engines import plain, whole
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.loop.take_part import take_part
+from replica_groups.member import participants
 from replica_groups.outer.ranks import Ranks
+from stages import worker
 
 torch._lazy.ts_backend.init()
 
-LAZY = torch.device("lazy")
 MEMBERS = ("dc", "home.0", "home.1", "home.2")
 ROUNDS = 2
 RUNS: Mapping[str, Mapping[str, torch.device]] = {
     "cpu": dict.fromkeys(MEMBERS, CPU),
-    "second device": dict.fromkeys(MEMBERS, LAZY),
-    "one stage": dict.fromkeys(MEMBERS, CPU) | {"home.1": LAZY},
+    "second device": {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)},
+    "one stage": dict.fromkeys(MEMBERS, CPU) | {"home.1": torch.device("lazy", 2)},
 }
+
+
+@contextmanager
+def _computed(phase: str, device: torch.device) -> Iterator[None]:
+    """Compute at the end of a block. The backend otherwise computes only what is asked for, and all before it again."""
+    yield
+    if device.type == "lazy":
+        torch._lazy.mark_step(str(device))
+
+
+def _saved(content: Any, path: Path) -> None:
+    """Write an object whose tensors are copied to the host first, which torch.save does for every other device."""
+    save_object(tree_map_only(torch.Tensor, Tensor.cpu, content), path)
 
 
 def _spec(corpus: Path) -> RunSpec:
@@ -116,7 +135,12 @@ def _outcome(reports: list[Report], devices: dict[str, str]) -> Outcome:
 @pytest.fixture(scope="module")
 def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     spec = _spec(corpus)
-    return {name: _run(spec, tmp_path_factory.mktemp("run"), devices) for name, devices in RUNS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (worker, whole):
+            patch.setattr(module, "computing", _computed)
+        for module in (participants, plain):
+            patch.setattr(module, "save_object", _saved)
+        return {name: _run(spec, tmp_path_factory.mktemp("run"), devices) for name, devices in RUNS.items()}
 
 
 @pytest.mark.parametrize("name", ["second device", "one stage"])

@@ -13,6 +13,7 @@ from hetero_pp.core.units import format_bytes, format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.plain_text import plain
+from hetero_pp.run.devices import in_words
 from replica_groups.exchange.memberships import IssuedTicket
 from replica_groups.exchange.patience import listed
 
@@ -54,16 +55,18 @@ def print_status(run: str, reply: StatusReply) -> None:
     tell(console, f"{run}: {headline(reply)}")
     incomplete = _incomplete(reply)
     table = Table()
-    for name in ("Slot", "Replica", "State", "Device", "Admitted by", "Connection"):
+    for name in ("Slot", "Replica", "State", "Admitted by", "Connection"):
         table.add_column(name)
     left_out = _empty(reply)[EMPTY_SHOWN:]
     for slot in reply.places:
         if slot.replica not in left_out:
             state = _state(slot, slot.replica in incomplete, reply.is_over)
-            table.add_row(slot.name, slot.replica, state, plain(slot.device), _let_in_by(slot), _connection(slot))
+            table.add_row(slot.name, slot.replica, state, _let_in_by(slot), _connection(slot))
     console.print(table)
     if left_out:
         tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
+    if devices := {slot.name: plain(slot.device) for slot in reply.places if slot.device}:
+        tell(console, f"devices: {in_words(devices)}")
     for replica, missing in incomplete.items():
         tell(console, f"{replica} is incomplete: waiting for hosts to join as {', '.join(missing)}")
     _print_guests(console, reply)

@@ -302,7 +302,7 @@ class Crew:
             self._processes[member].join(max(0.0, deadline - time.monotonic()))
 
     def _has_died(self, member: str) -> bool:
-        """Return whether a process died for a reason outside the run. A restart may help, or the run can do without it."""
+        """Return whether a process died for a reason of its own: a restart may help, or the run can do without it."""
         return self._exit_code(member) in (CRASHED, GONE) or (self._exit_code(member) < 0 and not self._told)
 
     def _replace(self, member: str) -> set[str]:

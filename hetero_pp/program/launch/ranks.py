@@ -66,9 +66,9 @@ def run_ranks(
 ) -> None:
     """Run all ranks of this node to their end.
 
-    `timeout`: seconds to wait for the other nodes. `device`: kind of device; each rank takes its own. `on_start` is
-    called with a function that asks the ranks to save a member checkpoint and end; any thread may call it, with the last
-    closed round or None.
+    `timeout`: seconds to wait for the other nodes. `device`: a device of their kind; each rank takes its own.
+    `on_start` is called with a function that asks the ranks to save a member checkpoint and end; any thread may call
+    it, with the last closed round or None.
 
     Raises HeteroPPError with the first failed rank and its cause: RankDied if it was killed, RunFailed if it failed
     because of another member.
