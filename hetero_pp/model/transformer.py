@@ -330,10 +330,11 @@ def rope_table(
     scaling: RopeScaling | None = None,
 ) -> Tensor:
     """Return cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
-    frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
+    steps = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu")  # some devices lack fp64
+    frequencies = theta ** (-steps / head_width)
     frequencies = frequencies if scaling is None else scaling.scaled(frequencies)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).float().to(device)
 
 
 def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
@@ -341,8 +342,8 @@ def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
 
     Uses real numbers, with the same bits as complex ones, because a compiler can fuse them.
     """
-    even, odd = x_BLNE.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = rope_LE[:, None].unbind(-1)
+    pairs, angles = x_BLNE.float().unflatten(-1, (-1, 2)), rope_LE[:, None]
+    even, odd, cosine, sine = pairs[..., 0], pairs[..., 1], angles[..., 0], angles[..., 1]
     return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1).flatten(-2).type_as(x_BLNE)
 
 

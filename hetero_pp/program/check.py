@@ -26,6 +26,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.devices import in_words
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
@@ -93,6 +94,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
             shards = ", ".join(_examples(spec, examples))
             clusters = format_count(config.data.clusters, "cluster")
             say(console, f"Shards: {clusters} of similar sequences; sequences per shard: {shards}.")
+    say(console, f"Devices on this host: {in_words(prepared.devices)}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
     say(

@@ -92,5 +92,6 @@ class Overview:
                     round=slot.round,
                     address=address,
                     dials=dials,
+                    device=self._reports.devices.get(slot.name, ""),
                 )
             return reply

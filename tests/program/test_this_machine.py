@@ -43,8 +43,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: _Memory(32e9, 30e9))
     monkeypatch.setattr(this_machine, "usable_cores", lambda: 2)
     monkeypatch.setattr(this_machine, "LIMITS_OF_CONTAINERS", ())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _have_gpus(monkeypatch, 0)
     return monkeypatch
+
+
+def _have_gpus(machine: pytest.MonkeyPatch, count: int) -> None:
+    kind = torch.device("cuda") if count else None
+    machine.setattr(torch.accelerator, "current_accelerator", lambda check_available: kind)
+    machine.setattr(torch.accelerator, "device_count", lambda: count)
 
 
 @pytest.fixture
@@ -95,11 +101,9 @@ def test_memory_is_that_of_the_members_that_start_here(
     On GPUs a replica keeps error feedback and the round's start in the machine's memory. With two nodes, each holds
     half of everything.
     """
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 8)
-    refused = [
-        message for is_final, message in _limits(yaml, "replicas.0.device=cpu", *overrides, only=only) if is_final
-    ]
+    _have_gpus(machine, 8)
+    on_cpus = ("replicas.0.device=cpu", "replicas.1.device=cpu")
+    refused = [message for is_final, message in _limits(yaml, *on_cpus, *overrides, only=only) if is_final]
     assert bool(refused) == (bytes_each is not None)
     assert bytes_each is None or f"at least {bytes_each * PARAMETERS / 1e9:.3g} GB" in refused[0]
 
@@ -139,8 +143,7 @@ def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.Monk
     assert any(both in message for _, message in _limits(yaml))
     machine.setattr(this_machine, "usable_cores", lambda: 1)
     assert any(f"{3000 * 2 * seconds / 86400:.3g} days" in message for _, message in _limits(yaml))
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 1)
+    _have_gpus(machine, 1)
     assert _limits(yaml, only="dc") == []
 
 
@@ -174,8 +177,7 @@ def test_a_gpu_that_is_not_there_is_refused(yaml: Path) -> None:
 
 
 def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 2)
+    _have_gpus(machine, 2)
     four = ("replicas.0.engine=torchtitan", "replicas.0.ranks=4")
     found = [message for is_final, message in _limits(yaml, *four, only="dc") if is_final]
     assert found == ["found 4, expected at most the 2 GPUs of this machine: each rank uses one"]

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.device import accelerators
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes, format_count, format_duration, format_seconds
+from hetero_pp.run.devices import devices_of
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.memory import memory_of_member
 from hetero_pp.simulator.parts import part_of
-from replica_groups.member.build_member import device_of
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 """Seconds of a step, and of the run, beyond which the user is warned."""
@@ -42,7 +42,7 @@ class Limit:
 def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
     """Return the limits that starting these members on this machine would exceed."""
     members = [spec.members[name] for name in names if name in spec.members]
-    return [*_of_gpus(members), *_of_memory(spec, members), *_of_time(spec, members)]
+    return [*_of_devices(spec, members), *_of_memory(spec, members), *_of_time(spec, members)]
 
 
 def require_carried(limits: Sequence[Limit]) -> None:
@@ -52,19 +52,18 @@ def require_carried(limits: Sequence[Limit]) -> None:
             raise ConfigError(limit.key, limit.message)
 
 
-def _of_gpus(members: Sequence[MemberSpec]) -> Iterator[Limit]:
+def _of_devices(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    try:
+        devices = devices_of(spec, [member.name for member in members])
+    except ConfigError as error:
+        yield Limit(error.key, error.message, is_final=True)
+        return
     for member in members:
-        replica, here = member.replica, ("replicas", member.replica_index)
-        if not isinstance(replica, DatacenterReplica):
-            continue
-        if replica.device == "cuda" and not torch.cuda.is_available():
-            why = "finds no GPU here" if torch.backends.cuda.is_built() else "was built without CUDA"
-            expected = f"found `cuda`, expected `auto` or `cpu`: torch {torch.__version__} {why}"
-            yield Limit((*here, "device"), expected, is_final=True)
-        elif device_of(replica).type == "cuda" and replica.ranks > torch.cuda.device_count():
-            there = format_count(torch.cuda.device_count(), "GPU")
-            expected = f"found {replica.ranks}, expected at most the {there} of this machine: each rank uses one"
-            yield Limit((*here, "ranks"), expected, is_final=True)
+        ranks, count = _processes(member), len(accelerators())
+        if devices[member.name].type != "cpu" and ranks > count:
+            there = format_count(count, "GPU")
+            expected = f"found {ranks}, expected at most the {there} of this machine: each rank uses one"
+            yield Limit(("replicas", member.replica_index, "ranks"), expected, is_final=True)
 
 
 def _of_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
@@ -129,8 +128,8 @@ def _step_flops(spec: RunSpec, member: MemberSpec) -> float:
 
 
 def _computes_here(member: MemberSpec) -> bool:
-    """Return whether a member trains on the CPU; stages always do."""
-    return not isinstance(member.replica, DatacenterReplica) or device_of(member.replica).type == "cpu"
+    """Return whether a member trains on the CPU."""
+    return member.device == "cpu" or (member.device == "auto" and not accelerators())
 
 
 def _on_this_node(member: MemberSpec, amount: float) -> float:
