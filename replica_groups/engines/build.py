@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 
 from hetero_pp.config.engine_settings import EngineName
 from hetero_pp.config.topology import DatacenterReplica
@@ -24,25 +25,26 @@ def build_engine(
     inner: InnerSettings,
     total_steps: int | None,
     ranks: Ranks,
+    folder: Path | None = None,
 ) -> Engine:
     """Build a replica's engine on these ranks, starting from the whole model's parameters.
+
+    `folder` holds copies for `undo` (Moments).
 
     Raises ConfigError if the engine's package is not installed.
     """
     require_engine(replica.engine)
     micro_batches = replica.micro_batches
     if replica.engine == "torchtitan":
-        titan = importlib.import_module("replica_groups.engines.titan")
-        return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, replica.torchtitan, ranks)
+        titan, own = importlib.import_module("replica_groups.engines.titan"), replica.torchtitan
+        return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, own, ranks, folder)
     if replica.engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # otherwise DeepSpeed would guess the accelerator
         zero = importlib.import_module("replica_groups.engines.zero")
-        rows = replica.batch_size // micro_batches
-        return zero.ZeroEngine(
-            shape, parameters, inner, total_steps, micro_batches, rows, settings=replica.deepspeed, ranks=ranks
-        )
+        rows, own = replica.batch_size // micro_batches, replica.deepspeed
+        return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, own, ranks, folder)
     module = build_filled(shape, parameters, device=ranks.device)
-    return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches))
+    return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches), folder)
 
 
 def require_engine(engine: EngineName) -> None:
