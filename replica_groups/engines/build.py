@@ -36,13 +36,15 @@ def build_engine(
     require_engine(replica.engine)
     micro_batches = replica.micro_batches
     if replica.engine == "torchtitan":
-        titan, own = importlib.import_module("replica_groups.engines.titan"), replica.torchtitan
-        return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, own, ranks, folder)
+        titan = importlib.import_module("replica_groups.engines.titan")
+        settings = replica.torchtitan
+        return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, settings, ranks, folder=folder)
     if replica.engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # otherwise DeepSpeed would guess the accelerator
         zero = importlib.import_module("replica_groups.engines.zero")
-        rows, own = replica.batch_size // micro_batches, replica.deepspeed
-        return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, own, ranks, folder)
+        rows = replica.batch_size // micro_batches
+        own = {"settings": replica.deepspeed, "ranks": ranks, "folder": folder}
+        return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, **own)
     module = build_filled(shape, parameters, device=ranks.device)
     return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches), folder)
 

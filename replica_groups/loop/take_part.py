@@ -119,7 +119,9 @@ def take_part(
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
         carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
-        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, folder.path, faults, carrier)
+        trainer, outer, holds = _build(
+            spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier
+        )
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
