@@ -11,7 +11,7 @@ def peak_bytes(do: Callable[[], object]) -> int:
     """Return the most bytes that tensors allocated by `do` take at the same time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         do()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiled.profiler.kineto_results.events()
     sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     held = peak = 0
     for _, size in sizes:

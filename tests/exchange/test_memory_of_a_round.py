@@ -71,17 +71,19 @@ class _Alone:
 
 
 def test_an_outer_round_holds_a_few_parameters_beside_its_state(snapshot: Snapshot, tmp_path: Path) -> None:
-    """The second round, because the first one creates the outer momentum."""
+    """Selection has temporary values of one parameter, and the outer step has its mean. All else is streamed.
+
+    The first round creates the outer momentum.
+    """
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
-    outer = OuterRound(
-        "run", "dc", "dc", LocalParameters(parameters), snapshot.parameters, _Alone(), SETTINGS, folder=tmp_path
-    )
-    peaks = []
-    for round_ in (1, 2):
+    own, exchange = LocalParameters(parameters), _Alone()
+    outer = OuterRound("run", "dc", "dc", own, snapshot.parameters, exchange, SETTINGS, folder=tmp_path)
+    for round_, of_momentum in ((1, len(NAMES) * PARAMETER), (2, 0)):
         for index, parameter in enumerate(parameters.values()):
             parameter.data.add_(_drawn(100 * round_ + index))
-        peaks.append(peak_bytes(partial(outer.synchronise, round_)))
-    assert PARAMETER < peaks[1] < 3 * PARAMETER
+        assert PARAMETER < peak_bytes(partial(outer.contribute, round_)) < 4 * PARAMETER
+        applied = peak_bytes(partial(outer.apply, exchange.record(round_), exchange.blobs))
+        assert PARAMETER <= applied - of_momentum < 1.5 * PARAMETER
 
 
 def test_moments_are_remembered_and_restored_one_by_one(tmp_path: Path) -> None:
@@ -141,17 +143,18 @@ def audited(snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     log = ContributionLog(FolderStore(tmp_path / "log"))
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
-    outer = OuterRound("run", "dc", "dc", LocalParameters(parameters), snapshot.parameters, exchange, SETTINGS)
+    own = LocalParameters(parameters)
+    outer = OuterRound("run", "dc", "dc", own, snapshot.parameters, exchange, SETTINGS, keeps_undo=False)
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, folder=tmp_path)
     auditor.start()
     begin(exchange, snapshot)
     exchange.snapshots.kept(0)
+    assert isinstance(exchange.open_snapshot(pb.SnapshotRequest(), Caller("dc")), OpenSnapshot)
     watched = _Watched(monkeypatch)
     for round_ in (1, 2):
         work = assign_all(exchange, round_ - 1)["dc"]
         for index, parameter in enumerate(parameters.values()):
             parameter.data.add_(_drawn(100 * round_ + index))
-        outer.keeps_undo = False
         outer.synchronise(round_, work.epoch, steps=5)
     auditor.join(60)
     return exchange, watched
