@@ -23,6 +23,8 @@ from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
 _FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
 """Kinds of devices on which torch has AdamW as one kernel."""
+_ROWS = 4096
+"""Rows of the embedding that weight decay changes at once."""
 
 
 class InnerSettings(Settings):
@@ -252,4 +254,6 @@ class InnerOptimizer:
         """Apply weight decay to T_S in a replica with compressed boundaries."""
         embedding, table = self._embedding, self._perpendicular
         if embedding is not None and table is not None:
-            embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))
+            decay = rate * self.settings.weight_decay
+            for rows, fixed in zip(embedding.split(_ROWS), table.split(_ROWS), strict=True):  # no third table
+                rows.sub_((rows - fixed).mul_(decay))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.config.links import exchange_link_name, stage_link_name
@@ -117,7 +118,9 @@ def take_part(
         saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
         carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
-        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults, carrier)
+        trainer, outer, holds = _build(
+            spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier
+        )
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
@@ -172,6 +175,7 @@ def _build(
     exchange: ExchangeService,
     source: Source | None,
     ranks: Ranks,
+    folder: Path,
     faults: Faults,
     carrier: Carrier | None,
 ) -> tuple[TrainingMember, OuterRound, int]:
@@ -181,7 +185,7 @@ def _build(
     round_, names = exchange.newest_snapshot()
     tensors = exchange.snapshot([*held, *basis, *momentum_of(names, held)], round_)
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
-    trainer = build_member(spec, member, start, LinkEnds(), source, ranks)
+    trainer = build_member(spec, member, start, LinkEnds(), source, ranks, folder)
     outer = OuterRound(
         run,
         member.name,
@@ -194,6 +198,7 @@ def _build(
         ranks=ranks,
         keeps_undo=member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local,
         carrier=carrier,
+        folder=folder,
     )
     if round_ > 0:
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}

@@ -7,6 +7,7 @@ and the selection are divided by rows of chunks (`pseudo_gradient.rows`). One pa
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, Stopped
+from hetero_pp.core.scratch import Scratch
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
@@ -78,8 +80,6 @@ class Undecided:
 
     round: int
     generation: int | None
-    error_before: Mapping[str, Tensor]
-    """Error feedback from before the contribution; empty where no copy is kept."""
     blobs: dict[str, bytes] = field(default_factory=dict)
     """By block; on the first rank only."""
     is_sent: bool = False
@@ -119,13 +119,16 @@ class OuterRound:
         ranks: Ranks = ALONE,
         keeps_undo: bool = True,
         carrier: Carrier | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Start from the parameters of the run checkpoint.
 
         `start` contains all held and followed parameters, whole. With `keeps_undo`, a second copy of the error feedback
-        is kept while a round is undecided, so that `undo` is exact. `carrier` is set on the first rank with overlap.
+        is kept in `folder` (Scratch) while a round is undecided, so that `undo` is exact. `carrier` is set on the first
+        rank with overlap.
         """
         self.keeps_undo, self._carrier = keeps_undo, carrier
+        self._error_before = Scratch(folder)
         self.run, self.member, self.replica = run, member, replica
         self.parameters, self.exchange, self.ranks = parameters, exchange, ranks
         self.settings = settings
@@ -273,9 +276,9 @@ class OuterRound:
 
     def take_back_undecided(self) -> None:
         """Restore the error feedback from before the contribution to an undecided round, where a copy was kept."""
-        if self._undecided is not None and self._undecided.error_before:
-            for name, before in self._undecided.error_before.items():
-                self.error[name].copy_(before)
+        if self._undecided is not None and self.keeps_undo:
+            for name, error in self.error.items():
+                error.copy_(self._error_before.read(name))
             self._undecided = None
 
     @torch.no_grad()
@@ -468,8 +471,10 @@ class OuterRound:
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
         """Compress and deposit every block; return the blobs on the first rank."""
         self.take_back_undecided()
-        before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
-        self._undecided = undecided = Undecided(round_, epoch, before)
+        if self.keeps_undo:
+            for name, error in self.error.items():
+                self._error_before.keep(name, error)
+        self._undecided = undecided = Undecided(round_, epoch)
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
             if not self.ranks.is_first:
@@ -491,7 +496,7 @@ class OuterRound:
         """Yield what to send of each parameter, computed lazily: whole on the first rank, else this rank's part."""
         for name, shape in shapes.items():
             delta = self._contributed(round_, name)
-            if not bool(torch.isfinite(delta).all()):
+            if not _is_finite(delta):
                 raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
             yield name, shape, self._select(name, delta, round_)
 
@@ -566,6 +571,11 @@ def _names(counted: ContributionEntry, own: Mapping[str, bytes]) -> bool:
 
 def _cut(tensor: Tensor, rows: range) -> Tensor:
     return tensor[rows.start : rows.stop]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite; makes no copy of the tensor's size."""
+    return tensor.numel() == 0 or all(math.isfinite(one) for one in torch.aminmax(tensor))
 
 
 def _kept(tensor: Tensor, is_pinned: bool) -> Tensor:
