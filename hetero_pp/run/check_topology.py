@@ -69,6 +69,8 @@ _KEYS_OF_ENGINES = {
     ("precision", "deepspeed"): "`deepspeed.bf16`",
     ("recompute", "torchtitan"): "`torchtitan.activation_checkpointing`",
     ("recompute", "deepspeed"): "`none`",
+    ("compile", "torchtitan"): "`torchtitan.compile`",
+    ("compile", "deepspeed"): "`false`",
 }
 """Replacement of each key that only engine `torch` has, by engine."""
 
@@ -77,6 +79,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
     for (key, engine), instead in _KEYS_OF_ENGINES.items():
         found = getattr(replica, key)
         if replica.engine == engine and found != DatacenterReplica.model_fields[key].default:
+            found = str(found).lower()
             raise ConfigError((*here, key), f"found `{found}` with the engine `{engine}`, expected {instead}")
     if replica.engine == "torch" and replica.world > 1:
         raise ConfigError(
