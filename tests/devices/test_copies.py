@@ -61,7 +61,7 @@ class _Streams(TorchFunctionMode):
         yield
         self.current = before
 
-    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[type-arg]
+    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         if not kwargs.get("non_blocking"):
             return func(*args, **kwargs)  # type: ignore[operator]
