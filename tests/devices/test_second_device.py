@@ -38,9 +38,13 @@ torch._lazy.ts_backend.init()
 
 MEMBERS = ("dc", "home.0", "home.1", "home.2")
 ROUNDS = 2
+SECOND = {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)}
+KEPT = "all of it on the second device"
+"""The run with `keep_on_device`."""
 RUNS: Mapping[str, Mapping[str, torch.device]] = {
     "cpu": dict.fromkeys(MEMBERS, CPU),
-    "second device": {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)},
+    "second device": SECOND,
+    KEPT: SECOND,
     "one stage": dict.fromkeys(MEMBERS, CPU) | {"home.1": torch.device("lazy", 2)},
 }
 
@@ -58,7 +62,7 @@ def _saved(content: Any, path: Path) -> None:
     save_object(tree_map_only(torch.Tensor, Tensor.cpu, content), path)
 
 
-def _spec(corpus: Path) -> RunSpec:
+def _spec(corpus: Path, keep_on_device: bool) -> RunSpec:
     home = {"stages": [{"layers": 1}, {"layers": 2}, {"layers": 1}], "batch_size": 4, "micro_batches": 4}
     boundary = {"rank": "1/4", "bits": 4, "anchors": {"rank": 4}}
     config: dict[str, Any] = {
@@ -67,7 +71,7 @@ def _spec(corpus: Path) -> RunSpec:
         "model": {"preset": "micro", "width": 32, "heads": 2, "feed_forward": 48},
         "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 6},
         "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
-        "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
+        "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}, "keep_on_device": keep_on_device},
         "replicas": [
             {"name": "dc", "kind": "datacenter", "batch_size": 4, "micro_batches": 2},
             {"name": "home", "kind": "participants", "boundary": boundary, **home},
@@ -134,13 +138,14 @@ def _outcome(reports: list[Report], devices: dict[str, str]) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    spec = _spec(corpus)
+    specs = {name: _spec(corpus, name == KEPT) for name in RUNS}
+    assert len({spec.run for spec in specs.values()}) == 1
     with pytest.MonkeyPatch.context() as patch:
         for module in (worker, whole):
             patch.setattr(module, "computing", _computed)
         for module in (participants, plain):
             patch.setattr(module, "save_object", _saved)
-        return {name: _run(spec, tmp_path_factory.mktemp("run"), devices) for name, devices in RUNS.items()}
+        return {name: _run(specs[name], tmp_path_factory.mktemp("run"), RUNS[name]) for name in RUNS}
 
 
 @pytest.mark.parametrize("name", ["second device", "one stage"])
@@ -155,6 +160,10 @@ def test_losses_are_those_of_the_cpu(name: str, outcomes: dict[str, Outcome]) ->
 @pytest.mark.parametrize("name", RUNS)
 def test_all_replicas_hold_the_same_bits(name: str, outcomes: dict[str, Outcome]) -> None:
     assert [len(hashes) for hashes in outcomes[name].hashes.values()] == [1] * ROUNDS
+
+
+def test_the_outer_round_has_the_same_bits_wherever_its_values_lie(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[KEPT] == outcomes["second device"]
 
 
 @pytest.mark.parametrize("name", RUNS)
