@@ -97,11 +97,10 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
             f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
             f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
         )
-    if replica.engine == "torchtitan" and (shape.heads % titan.tensor_parallel or shape.groups % titan.tensor_parallel):
+    if replica.engine == "torchtitan" and shape.groups % titan.tensor_parallel:
         raise ConfigError(
             (*here, "torchtitan", "tensor_parallel"),
-            f"found {titan.tensor_parallel}, expected a divisor of the model's {shape.heads} heads and of its "
-            f"{shape.groups} heads of keys and values",
+            f"found {titan.tensor_parallel}, expected a divisor of the model's {shape.groups} heads of keys and values",
         )
     rows = replica.batch_size // replica.micro_batches
     if rows % replica.data_parallel:
