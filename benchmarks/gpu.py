@@ -124,7 +124,7 @@ def whole(scale: Scale, device: str, folder: Path) -> Any:
 def stages(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
     """Launch a whole replica and a group of four stages, with equal work; return their tokens per second."""
     found: dict[str, Any] = {}
-    settings = {"device": device, "batch": scale.batch, "parts": scale.parts}
+    settings: dict[str, Any] = {"device": device, "batch": scale.batch, "parts": scale.parts}
     settings["compiles"] = str(not scale.is_smoke).lower()
     ways = [("whole", WHOLE), ("staged", GROUP)]
     if device != "cpu" and shutil.which(MPS):

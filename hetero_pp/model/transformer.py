@@ -386,7 +386,7 @@ def initialise(model: Transformer, seed: int) -> None:
     found to train well at small width; at the paper's widths they are close to the usual 0.02.
     """
     with ThreadPoolExecutor() as pool:  # torch draws numbers on one thread
-        deque(pool.map(lambda named: _draw(*named, model.shape, seed), model.named_parameters()), maxlen=0)
+        deque(pool.map(lambda named: _draw(named[0], named[1], model.shape, seed), model.named_parameters()), maxlen=0)
 
 
 @torch.no_grad()
