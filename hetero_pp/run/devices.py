@@ -34,7 +34,7 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
 
 
 def in_words(devices: Mapping[str, str]) -> str:
-    """Return who computes on which device, such as `dc on cuda:0; home.0 .. home.3 on cpu`."""
+    """Return the members and their devices in words, such as `dc on cuda:0; home.0 .. home.3 on cpu`."""
     members: dict[str, dict[str, list[str]]] = {}
     for member, device in devices.items():
         members.setdefault(device, {}).setdefault(member.partition(".")[0], []).append(member)
