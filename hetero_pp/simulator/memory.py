@@ -138,3 +138,12 @@ def _changes(replica: ReplicaSettings) -> Iterator[_Change]:
 
 def _change(replica: ReplicaSettings, key: str, value: int) -> _Change:
     return _Change(key, value, replica.model_copy(update={key: value}))
+
+
+def predicted_bytes(spec: RunSpec, name: str) -> float:
+    """Return the predicted peak of a process."""
+    from hetero_pp.simulator.exchange_load import exchange_load
+
+    if name not in spec.members:
+        return sum(exchange_load(spec).memory_bytes.values())
+    return sum(memory_of_member(spec, spec.members[name], 4).values())

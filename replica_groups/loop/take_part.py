@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -177,7 +178,11 @@ def _build(
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]
     round_, names = exchange.newest_snapshot()
+    began = time.monotonic()
     tensors = exchange.snapshot([*held, *basis, *momentum_of(names, held)], round_)
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    took = f"read {n_bytes:,} bytes of the snapshot after round {round_} in {time.monotonic() - began:.2f} s"
+    print(f"{member.name}: {took}", file=sys.stderr, flush=True)
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
     trainer = build_member(spec, member, start, LinkEnds(), source, ranks)
     outer = OuterRound(
