@@ -25,6 +25,10 @@ class PlainEngine(LocalParameters):
         self.whole = whole
         self._moments = Moments(whole.optimizer.optimizers)
 
+    @property
+    def done(self) -> int:
+        return self.whole.done
+
     def follow(self, rates: LearningRates) -> None:
         self.whole.optimizer.follow(rates)
 

@@ -28,6 +28,8 @@ class WholeReplica:
         self.parameters = parameters_of(module)
         self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
         self.micro_batches = micro_batches
+        self.done = 0
+        """Number of finished micro-batches."""
 
     def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
         """Return the mean cross entropy of tokens [B, L + 1], on any device, with this replica's forward."""
@@ -40,6 +42,7 @@ class WholeReplica:
             loss = self.loss(micro_batch, step, index) / self.micro_batches
             loss.backward()
             total += loss.item()
+            self.done += 1
         return total
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:

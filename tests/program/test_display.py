@@ -134,6 +134,29 @@ def test_an_inner_step_that_takes_long_is_no_stall(heard: dict[str, float], seco
     assert waiting_line(state) == line + said
 
 
+@pytest.mark.parametrize(
+    ("seconds", "dc_heard", "said"),
+    [
+        (20, 1, ""),
+        (70, 1, "; computing for 1:10: dc"),
+        (70, 42, "; no heartbeat from dc for 42 s; no progress for 1:10"),
+    ],
+)
+def test_a_step_of_minutes_is_told_as_such_while_a_member_computes(seconds: float, dc_heard: float, said: str) -> None:
+    """What a silent member said last does not count."""
+    state = RunState(made_up_spec())
+    for report in made_up_round(1):
+        state.apply(report)
+    told = waiting(START + 22, CONTRIBUTING, "dc", "home.0", "home.1", seconds=seconds)
+    for one in told.waiting.missing:
+        one.computes, one.silent_seconds = one.member == "dc", dc_heard if one.member == "dc" else 1.0
+    state.apply(told)
+    waits = "waiting for 3 of 3 contributions"
+    assert waiting_line(state) == f"round 2: training (0 of 2 inner steps; {waits}){said}"
+    if not said:
+        assert waiting_line(state, sees_all=False) == f"round 2: {waits}; computing for 20 s: dc"
+
+
 def test_a_round_that_is_trained_names_the_late_members() -> None:
     state = RunState(made_up_spec())
     reports = list(made_up_round(1))

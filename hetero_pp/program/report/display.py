@@ -217,8 +217,8 @@ def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float,
     """Return the line for a round whose contributions are awaited.
 
     It is of the form `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`. It names the late
-    members, and the `seconds` for which the round has stalled. These are left out while members train, because an inner
-    step may take longer than the exchange waits before it reports.
+    members, and the `seconds` for which the round has stalled. A long step is no stall: while a member computes, the
+    line names it instead, and both are left out of the first minute of training.
     """
     missing = [one.member for one in waiting.missing]
     total = len({*state.contributing_members(waiting.round), *missing})
@@ -230,7 +230,10 @@ def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float,
         if not one.HasField("silent_seconds") or one.silent_seconds >= FIRST_TOLD
     ]
     heard = f"; no heartbeat from {listed(silent)}" if silent else ""
+    computing = [one.member for one in waiting.missing if one.computes and one.silent_seconds < FIRST_TOLD]
     stalled = f"; no progress for {format_seconds(seconds)}"
+    if computing:
+        stalled = f"; computing for {format_seconds(seconds)}: {listed(computing)}"
     if not sees_all or waiting.round != state.rounds + 1:
         return f"round {waiting.round}: {waits}{heard}{stalled}"
     done, planned = state.progress_of_open_round(now)
