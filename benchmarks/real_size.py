@@ -184,7 +184,9 @@ class Told:
 
     def join_rate(self, member: str) -> tuple[float, float]:
         """Return the seconds and the bytes of reading the first snapshot."""
-        found = re.search(r"read ([\d,]+) bytes of the snapshot .* in ([\d.]+) s", self.folder.output(member).read_text())
+        found = re.search(
+            r"read ([\d,]+) bytes of the snapshot .* in ([\d.]+) s", self.folder.output(member).read_text()
+        )
         assert found is not None
         return float(found[2]), float(found[1].replace(",", ""))
 

@@ -1,51 +1,277 @@
-"""Memory of members: by purpose, with the assumptions, and the key that helps if it does not suffice."""
+"""Memory of every process of a run: what it holds in each phase, tensor by tensor, and the largest sum.
+
+`simulate`, `check` and `launch` use this one formula. Each term is one line that names its tensors and the code that
+holds them. `tests/simulator/test_memory.py` compares the terms with the tensors of small real members, and
+`benchmarks/real_size.py` compares the sums with processes of 178M and 512M parameters.
+
+Numbers are fp32 (4 bytes) unless a term says otherwise. P is the number of parameters that a member trains, T that of
+the largest tensor. Shapes: B sequences in a micro-batch, L positions, D width, F feed-forward width, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
+from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bytes
+from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import kept_values
+from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import AHEAD_BYTES, LOCAL_BYTES, checkpointing_of, memory_of
-from hetero_pp.simulator.machines import assumption, unnamed
+from hetero_pp.simulator.costs import Part, checkpointing_of
+from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.parts import part_of
+
+Place = Literal["host", "device"]
+"""The memory of the machine, or that of the accelerator on which a member computes."""
+
+
+class Phase(StrEnum):
+    """What a process does; its memory is the largest over its phases."""
+
+    START = "start"
+    """A member reads the snapshot and builds its part; the exchange draws or reads the first snapshot."""
+    STEP = "step"
+    CONTRIBUTE = "contribute"
+    APPLY = "apply"
+    """Also the auditor's replay of a round."""
+
+
+ALWAYS = frozenset(Phase)
+TRAINED = ALWAYS - {Phase.START}
+ROUND = frozenset({Phase.CONTRIBUTE, Phase.APPLY})
 
 MEMORY_KINDS: Mapping[str, Sequence[str]] = {
     "weights and gradients": ("weights", "gradients"),
     "moments": ("optimizer",),
     "outer state and tables": (
-        *("error feedback", "round start", "rounds ahead", "own parameters"),
+        *("error feedback", "round start", "rounds ahead", "own parameters", "outer momentum"),
         *("T_perp", "followed embedding", "anchors"),
     ),
+    "copies for undo": ("moments at the start", "error feedback before", "anchors at the start"),
     "activations": ("activations",),
 }
-"""Columns of the memory table, and the names of `memory_of_member` that each sums up."""
+"""Columns of the memory table, and the names of terms that each sums up; the others are `OTHER`."""
+OTHER = "other"
 
 
 def by_kind(held: Mapping[str, float]) -> dict[str, float]:
-    """Return bytes by MEMORY_KINDS, from the result of `memory_of_member`."""
-    return {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
+    """Return bytes by MEMORY_KINDS and OTHER, from bytes by purpose."""
+    found = {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
+    return {**found, OTHER: sum(held.values()) - sum(found.values())}
 
 
-def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
-    """Return the bytes that a member holds, by purpose; activations take `bytes_per_value` each."""
-    replica = member.replica
+@dataclass(frozen=True)
+class Term:
+    """Tensors that a process holds in some phases."""
+
+    name: str
+    n_bytes: float
+    phases: frozenset[Phase] = ALWAYS
+    on_host: bool = False
+    """Whether they lie in the machine's memory even if the member computes on an accelerator."""
+
+
+PROCESS_BYTES = 50e6
+"""Python, torch and gRPC in a forked process: pages that only it holds (benchmarks/real_size.py, the smallest member).
+
+Processes share the other 0.25 GB, which count once (`LAUNCHER_BYTES`).
+"""
+LAUNCHER_BYTES = 0.5e9
+"""The launcher, and the server from which processes are forked: the same benchmark."""
+ALLOCATOR_SHARE = 0.07
+"""Memory that the allocator keeps beside live tensors, as a share of them: the same benchmark, 178m."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted memory of one process, or of all ranks of one member together."""
+
+    terms: Sequence[Term]
+    accelerated: bool = False
+    """Whether the member computes on an accelerator."""
+
+    def in_phase(self, phase: Phase, place: Place = "host") -> dict[str, float]:
+        """Return bytes by purpose in a phase, with those that the host's allocator keeps."""
+        found = {
+            term.name: term.n_bytes
+            for term in self.terms
+            if phase in term.phases and term.n_bytes and (place == "device") == (self.accelerated and not term.on_host)
+        }
+        if place == "host" and "process" in found:
+            found["allocator"] = ALLOCATOR_SHARE * (sum(found.values()) - found["process"])
+        return found
+
+    def held(self, place: Place = "host") -> dict[str, float]:
+        """Return bytes by purpose in the phase with the largest sum."""
+        return max((self.in_phase(phase, place) for phase in Phase), key=lambda held: sum(held.values()))
+
+    def n_bytes(self, place: Place = "host") -> float:
+        """Return the peak."""
+        return sum(self.held(place).values())
+
+    @property
+    def computing_place(self) -> Place:
+        """Memory of the hardware that computes."""
+        return "device" if self.accelerated else "host"
+
+
+# ---- a member ----
+
+
+def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool, undo: bool | None = None) -> Memory:
+    """Return the memory of a member, of all its ranks together. `undo` replaces `states.undo`."""
+    undo = spec.config.states.undo if undo is None else undo
+    ranks = member.replica.world if isinstance(member.replica, DatacenterReplica) else 1
+    terms = [
+        Term("process", ranks * PROCESS_BYTES, on_host=True),
+        *_of_training(spec, member, accelerated),
+        *_of_tables(spec, member, undo),
+        *_of_rounds(spec, member, undo),
+        *_of_one_tensor(spec, member, accelerated),
+    ]
+    return Memory(terms, accelerated)
+
+
+def _of_training(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:
+    """Yield what inner steps need: `WholeReplica`, `Stage` and `InnerOptimizer`."""
+    size, replica = 4.0 * part_of(spec, member).parameters, member.replica
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    part, in_flight = part_of(spec, member), _micro_batches_in_flight(member)
-    checkpointing = checkpointing_of(replica)
-    held = memory_of(spec.shape, part, rows, length, in_flight, bytes_per_value, checkpointing)
-    if spec.config.outer.overlap:
-        held["rounds ahead"] = float(AHEAD_BYTES * part.parameters)
-    if spec.config.outer.keep_local:
-        held["own parameters"] = float(LOCAL_BYTES * part.parameters)
-    return held
+    kept = activation_bytes(
+        spec.shape,
+        part_of(spec, member),
+        rows,
+        length,
+        micro_batches_in_flight(member),
+        value_bytes(replica, accelerated),
+        checkpointing_of(replica),
+    )
+    yield Term("weights", size)
+    # InnerOptimizer.step drops them, so that no round boundary has them
+    yield Term("gradients", size, frozenset({Phase.STEP}))
+    yield Term("optimizer", moment_bytes(spec, member), TRAINED)
+    yield Term("activations", kept, frozenset({Phase.STEP}))
 
 
-def _micro_batches_in_flight(member: MemberSpec) -> int:
+def _of_tables(spec: RunSpec, member: MemberSpec, undo: bool) -> Iterator[Term]:
+    """Yield what a stage holds for its boundaries."""
+    own = part_of(spec, member).beside
+    yield Term("T_perp", 4.0 * own.perpendicular, TRAINED)  # Boundary.perpendicular
+    yield Term("anchors", 16.0 * own.anchors, TRAINED)  # weights, gradients and two moments of `Anchors`
+    if undo:
+        yield Term("anchors at the start", 4.0 * own.anchors, TRAINED)  # OwnParameters.remember
+
+
+def _of_rounds(spec: RunSpec, member: MemberSpec, undo: bool) -> Iterator[Term]:
+    """Yield what `OuterRound` holds for whole models or parts, and `Moments`."""
+    outer, part = spec.config.outer, part_of(spec, member)
+    size, followed = 4.0 * part.parameters, 4.0 * part.beside.followed
+    keeps_undo = member.stage is not None or undo or outer.keep_local
+    yield Term("snapshot", size + followed, frozenset({Phase.START}), on_host=True)  # as fetched, in take_part
+    yield Term("round start", size, on_host=True)  # OuterRound.theta
+    yield Term("followed embedding", followed, on_host=True)  # OuterRound.theta
+    yield Term("error feedback", size, on_host=True)  # OuterRound.error
+    momentum = outer_moment_bytes(outer) / 4 * (size + followed)
+    yield Term("outer momentum", momentum, TRAINED, on_host=True)  # OuterOptimizer.momentum
+    if keeps_undo:
+        yield Term("error feedback before", size, ROUND, on_host=True)  # Undecided.error_before
+    if undo:
+        yield Term("moments at the start", moment_bytes(spec, member), TRAINED, on_host=True)  # Moments
+    if outer.overlap:  # OuterRound.trained of two rounds, and OuterRound.starts
+        yield Term("rounds ahead", 3 * size, TRAINED, on_host=True)
+    if outer.keep_local:
+        yield Term("own parameters", size, TRAINED, on_host=True)  # OuterRound.local
+    blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
+    yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
+
+
+def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:
+    """Yield what the largest tensor needs while it is selected, and while its mean is applied."""
+    compression = spec.config.outer.compression
+    names = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
+    own = max(math.prod(spec.parameter_shapes[name]) for name in member.owned)
+    shape = max((spec.parameter_shapes[name] for name in names), key=math.prod)
+    selected = 4.0 * own + SELECTED_BYTES * kept_values(shape, compression)
+    if accelerated:
+        yield Term("error feedback of a tensor", 4.0 * own, frozenset({Phase.CONTRIBUTE}))
+    yield Term("selection", selected, frozenset({Phase.CONTRIBUTE}))  # OuterRound._select
+    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(spec.config.outer)] * math.prod(shape)
+    yield Term("outer step", step, frozenset({Phase.APPLY}), on_host=True)
+    received = largest_block_bytes(spec) + decoded_bytes(shape, compression)
+    yield Term("contributions", received, frozenset({Phase.APPLY}), on_host=True)
+
+
+SELECTED_BYTES = 32
+"""Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
+
+TENSORS_OF_A_STEP = {0: 3, 4: 5, 8: 7}
+"""Tensors that the outer step of one parameter holds at once, by the bytes of its moments (`OuterOptimizer.step`).
+
+They are the mean, the direction and the result; for each moment also its new value and a product.
+"""
+
+VALUE_BYTES, POSITION_BYTES = 22, 23
+"""Bytes of a kept value while its tensor is decoded (index, code, value), and of its stored position."""
+
+
+def decoded_bytes(shape: tuple[int, ...], compression: CompressionSettings) -> float:
+    """Return the bytes of one contribution's values of a tensor while they are decoded."""
+    return kept_values(shape, compression) * (VALUE_BYTES + (POSITION_BYTES if compression.density < 1 else 0))
+
+
+def largest_block_bytes(spec: RunSpec) -> float:
+    """Return the bytes of all replicas' contributions to one block, which are held together."""
+    blocks = Counter[str]()
+    for replica, count in representatives(spec):
+        blocks.update({name: count * size for name, size in blob_sizes(spec)[replica.name].items()})
+    return float(max(blocks.values()))
+
+
+def representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
+    """Yield one replica of each set of equal replicas, and their number."""
+    fleets = spec.config.simulate.fleets
+    for replicas in equal_replicas(spec):
+        first = replicas[0]
+        yield first, fleets[first.name].count if first.name in fleets else len(replicas)
+
+
+def outer_moment_bytes(outer: OuterSettings) -> int:
+    """Return the bytes per parameter that the outer optimizer keeps."""
+    return 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
+
+
+def parameters_of_model(spec: RunSpec) -> int:
+    return sum(map(math.prod, spec.parameter_shapes.values()))
+
+
+def moment_bytes(spec: RunSpec, member: MemberSpec) -> float:
+    """Return the bytes of the inner optimizer's moments of a member's parameters."""
+    inner, total = spec.config.inner, 0.0
+    for name in member.owned:
+        shape = spec.parameter_shapes[name]
+        hidden = name.startswith(LAYERS) and len(shape) > 1
+        each = {"adamw": 8, "sgd": 4 if inner.momentum else 0, "muon": 4 if hidden else 8}[inner.optimizer]
+        total += each * math.prod(shape)
+    return total
+
+
+def value_bytes(replica: ReplicaSettings, accelerated: bool) -> int:
+    """Return the bytes of a number in activations: `precision: auto` is bf16 on an accelerator, else fp32."""
+    precision = "auto"
+    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+        precision = replica.torchtitan.precision
+    return 2 if precision == "bf16" or (precision == "auto" and accelerated) else 4
+
+
+def micro_batches_in_flight(member: MemberSpec) -> int:
     """Return the largest number of micro-batches whose activations a member keeps at once."""
     replica, stage = member.replica, member.stage
     if stage is None or not isinstance(replica, ParticipantsReplica):
@@ -54,16 +280,51 @@ def _micro_batches_in_flight(member: MemberSpec) -> int:
     return min(replica.micro_batches, ahead + 1)
 
 
+def activation_bytes(
+    shape: ModelShape,
+    part: Part,
+    sequences: int,
+    length: int,
+    in_flight: int,
+    value_bytes: int,
+    checkpointing: Checkpointing = "none",
+) -> float:
+    """Return the bytes of activations with `in_flight` micro-batches.
+
+    A layer keeps for its backward pass:
+
+    - of both norms the input, the normalized input and the output (6 D);
+    - q, k, v and the attention's output (4 D);
+    - gate, its silu, up and their product (4 F).
+
+    With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
+    down (4 D + F).
+
+    One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
+    gradients of both in fp32 (4 V). Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
+    The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
+    """
+    width, feed_forward = shape.width, shape.feed_forward
+    whole = 10 * width + 4 * feed_forward
+    kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[checkpointing]
+    per_token = part.layers * kept * value_bytes
+    head = 4 * 4 * shape.vocabulary if part.predicts else 0
+    layer = (whole - kept + 2 * width + 2 * feed_forward) * value_bytes if part.layers else 0
+    return float((per_token * in_flight + max(head, layer)) * sequences * length)
+
+
 def memory_assumptions(config: RunConfig) -> list[str]:
     """State the assumptions of the predicted memory, a sentence for each kind."""
     groups = any(isinstance(one, ParticipantsReplica) and one.stage_count > 1 for one in config.replicas)
     extra = "; a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
     found = [
+        "memory: the largest sum over the phases of a round (a step, the contribution, its mean); on an accelerator, "
+        "round start, error feedback and copies for undo lie in the host's memory and are not shown",
         "weights and gradients: fp32, 4 bytes per parameter each; moments: AdamW's two, 8 bytes per parameter",
-        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: tables "
-        "of the boundaries",
-        "activations: bf16; a layer keeps 10 x width + 4 x feed-forward values per token for each "
-        f"micro-batch in flight{extra}; fp32, as in stages and the engine torch, takes twice as much",
+        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: tables of the "
+        "boundaries; copies for undo: 8 bytes per parameter with states.undo, and 4 during a contribution",
+        "activations: bf16 on an accelerator, fp32 on a CPU; a layer keeps 10 x width + 4 x feed-forward values per "
+        f"token for each micro-batch in flight{extra}",
         "a backward pass also needs the larger of two amounts: 4 x vocabulary fp32 values per token "
         "(logits, log-softmax and the gradients of both), or 2 x width + 2 x feed-forward values "
         "(gradients of a layer) and recomputed activations",
@@ -73,77 +334,4 @@ def memory_assumptions(config: RunConfig) -> list[str]:
             "activation_checkpointing: full keeps 1 x width values per layer and token, selective 5 x "
             "width + 1 x feed-forward (4 x width on a CPU); both recompute one layer at a time"
         )
-    return [*found, "not included: CUDA and the framework, fragmentation, buffers of collectives"]
-
-
-def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float], capacity: float) -> None:
-    """Raise ConfigError if a member's part does not fit, with the memory by kind and the key that saves most."""
-    needed = sum(held.values())
-    if needed <= capacity:
-        return
-    largest = sorted(by_kind(held).items(), key=lambda one: -one[1])
-    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
-    found = (
-        f"{member.name} needs {format_bytes(needed)} of memory, expected at most "
-        f"{format_bytes(capacity)}: {format_bytes(needed - capacity)} too much ({parts})"
-    )
-    remedy = _remedy(spec, member, needed, capacity)
-    assumed = assumption(spec.config.simulate, unnamed([member]))
-    raise ConfigError(("replicas", member.replica_index), "; ".join(filter(None, [found, remedy, assumed])))
-
-
-_LEAST_SAVING = 0.01
-"""Smallest share of a member's memory that a key has to save to be suggested."""
-
-
-@dataclass(frozen=True)
-class _Change:
-    """Replica with another value for one key."""
-
-    key: str
-    value: int | str
-    replica: ReplicaSettings
-
-
-def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -> str:
-    """Name the first key that makes the member fit, or else the one that saves most."""
-    saved = [
-        (change, needed - sum(memory_of_member(spec, replace(member, replica=change.replica)).values()))
-        for change in _changes(member.replica)
-    ]
-    useful = [(change, size) for change, size in saved if size >= _LEAST_SAVING * needed]
-    if not useful:
-        return "parameters and moments take the most; use machines with more memory, or more machines"
-    enough = [(change, size) for change, size in useful if needed - size <= capacity]
-    best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
-    key = f"--set replicas.{member.replica.name}.{best.key}={best.value}"
-    return f"{key} saves {format_bytes(size)}" + ("" if enough else ", which is not enough")
-
-
-def _changes(replica: ReplicaSettings) -> Iterator[_Change]:
-    """Yield changes that save memory, the cheapest in quality and time first; micro-batches shrink in steps."""
-    if isinstance(replica, ParticipantsReplica):
-        for extra in range(replica.extra_in_flight - 1, -1, -1):
-            yield _change(replica, "extra_in_flight", extra)
-    shares = replica.data_parallel if isinstance(replica, DatacenterReplica) else 1
-    for count in range(replica.micro_batches + 1, replica.batch_size + 1):
-        if replica.batch_size % (count * shares) == 0:
-            yield _change(replica, "micro_batches", count)
-    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
-        for chosen in ("selective", "full"):
-            titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
-            changed = replica.model_copy(update={"torchtitan": titan})
-            yield _Change("torchtitan.activation_checkpointing", chosen, changed)
-
-
-def _change(replica: ReplicaSettings, key: str, value: int) -> _Change:
-    return _Change(key, value, replica.model_copy(update={key: value}))
-
-
-def predicted_bytes(spec: RunSpec, name: str) -> float:
-    """Return the predicted peak of a process."""
-    from hetero_pp.simulator.exchange_load import exchange_load
-
-    if name not in spec.members:
-        return sum(exchange_load(spec).memory_bytes.values())
-    return sum(memory_of_member(spec, spec.members[name], 4).values())
+    return [*found, "not included: CUDA and the framework, buffers of collectives"]

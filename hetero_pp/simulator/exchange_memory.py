@@ -1,0 +1,70 @@
+"""Memory of the exchange's process, with its auditor: the formula of `hetero_pp/simulator/memory.py` for it."""
+
+from __future__ import annotations
+
+import math
+
+from hetero_pp.pseudo_gradient.contribution import kept_values
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import blob_sizes
+from hetero_pp.simulator.memory import (
+    PROCESS_BYTES,
+    TENSORS_OF_A_STEP,
+    TRAINED,
+    Memory,
+    Phase,
+    Term,
+    decoded_bytes,
+    largest_block_bytes,
+    outer_moment_bytes,
+    parameters_of_model,
+)
+from hetero_pp.simulator.volumes import RINGS
+
+CONNECTION_BYTES = 2e6
+"""Streams and threads of one member: benchmarks/exchange_load.py, runs of the smallest model."""
+RELAY_BYTES = 2 * 2**20
+"""Memory of the relay for each direction of a relayed link (docs/hosts.md)."""
+INDEX_BYTES = 8
+WORKERS_A_MEMBER, MOST_ARENAS = 4, 16
+"""Threads that decode a member's blobs in turn, and the largest number of arenas.
+
+Each thread keeps freed memory in an arena of the allocator. glibc has 8 arenas per core; two cores are assumed.
+"""
+KEPT_BYTES = 32 * 2**20
+"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
+
+
+def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str) -> Memory:
+    """Return the memory with so many members and relayed stage links. `way`: see `ExchangeLoad.way`."""
+    shapes, moments = spec.parameter_shapes.values(), outer_moment_bytes(spec.config.outer)
+    size, tensor = 4.0 * parameters_of_model(spec), 4.0 * max(map(math.prod, shapes))
+    apply, decodes = frozenset({Phase.APPLY}), way not in RINGS
+    blob = max(size for blobs in blob_sizes(spec).values() for size in blobs.values())
+    return Memory(
+        [
+            Term("process", PROCESS_BYTES),
+            Term("members", CONNECTION_BYTES * members),
+            Term("snapshot", size),  # Snapshots: the one that members fetch
+            Term("parameters", size, TRAINED),  # Auditor._theta
+            Term("momentum", moments / 4 * size, TRAINED),  # Auditor._optimizer
+            Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, apply),  # replay
+            Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, apply),
+            Term("decoding", _decoding_bytes(spec, members) if decodes else 0.0, apply),
+            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, apply),
+            Term("relay", float(2 * RELAY_BYTES * relayed_links)),
+        ]
+    )
+
+
+def _decoding_bytes(spec: RunSpec, members: int) -> float:
+    """Return the memory of all decoding threads; each holds the largest tensor."""
+    largest = max(spec.parameter_shapes.values(), key=math.prod)
+    each = decoded_bytes(largest, spec.config.outer.compression)
+    workers = 1 if is_freed_at_once(kept_values(largest, spec.config.outer.compression)) else WORKERS_A_MEMBER
+    return each * min(members * workers, MOST_ARENAS)
+
+
+def is_freed_at_once(values: int) -> bool:
+    """Return whether the allocator returns the memory of that number of decoded values to the system at once."""
+    return values * INDEX_BYTES >= KEPT_BYTES
