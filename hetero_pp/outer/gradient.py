@@ -63,9 +63,9 @@ class GradientOptimizer:
         """Take the averaged gradient of one tensor."""
         self._squares[name] = mean.double().square().sum().item()
         if name in theta:
-            if name not in self._parameters:
-                self._parameters[name] = nn.Parameter(theta[name])  # shares its memory
-            self._parameters[name].grad = mean
+            parameter = self._parameters.setdefault(name, nn.Parameter(theta[name]))
+            parameter.data = theta[name]  # shares its memory, which may be another in each round
+            parameter.grad = mean
 
     @torch.no_grad()
     def finish(self, theta: Mapping[str, Tensor]) -> None:

@@ -65,9 +65,9 @@ class WeightedMean:
         return self.total.div_(self.weight if weight is None else weight)
 
 
-def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor:
-    """Return theta_start - eta direction."""
-    return start - direction.mul(learning_rate)
+def outer_step(theta: Tensor, direction: Tensor, learning_rate: float) -> None:
+    """Change theta to theta - eta direction, in place; the direction is used up, because a copy of it may be large."""
+    theta.sub_(direction.mul_(learning_rate))
 
 
 class RoundOptimizer(Protocol):
@@ -85,7 +85,7 @@ class RoundOptimizer(Protocol):
         """Return the rows of a tensor's mean that are needed: all, except on several ranks."""
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Take the mean of one tensor's rows; may change theta in place already."""
+        """Take the mean of one tensor's rows, and use it up; may change theta in place already."""
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Finish the round after every mean was taken; theta is then that after the round."""
@@ -135,8 +135,19 @@ class OuterOptimizer:
         return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Apply the outer step to one tensor of theta."""
-        theta[name].copy_(self.step(name, theta[name], mean))
+        """Change one tensor of theta to theta - eta direction, by SGD or Adam; in pretraining, to theta - mean.
+
+        The direction is from the mean or its signs.
+        """
+        compression = self.settings.compression
+        if compression.transform == "dct":
+            mean = restored(mean, compression.tile)
+        if self._round <= self.settings.pretraining:
+            outer_step(theta[name], mean, 1.0)
+            return
+        told = mean.sign_() if self.settings.aggregation == "sign" else mean
+        direction = self._adam(name, told) if self.settings.optimizer == "adam" else self._sgd(name, told)
+        outer_step(theta[name], direction, self.settings.learning_rate_in(self._round))
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Do nothing: `take` has finished every tensor."""
@@ -149,28 +160,17 @@ class OuterOptimizer:
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
         self.momentum = {name: tensor.clone() for name, tensor in state.items()}
 
-    def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
-        """Return theta_start - eta direction, where the direction is from the mean or its signs, by SGD or Adam.
-
-        In pretraining, returns theta_start - mean.
-        """
-        compression = self.settings.compression
-        if compression.transform == "dct":
-            mean = restored(mean, compression.tile)
-        if self._round <= self.settings.pretraining:
-            return outer_step(start, mean, 1.0)
-        told = mean.sign() if self.settings.aggregation == "sign" else mean
-        direction = self._adam(name, told) if self.settings.optimizer == "adam" else self._sgd(name, told)
-        return outer_step(start, direction, self.settings.learning_rate_in(self._round))
-
     def _sgd(self, name: str, mean: Tensor) -> Tensor:
-        """Return mean, or b, or mean + mu b for Nesterov, where b <- mu b + mean."""
+        """Return mean, or b, or mean + mu b for Nesterov, where b <- mu b + mean; in the memory of the mean."""
         mu = self.settings.momentum
         if mu == 0:
             return mean
-        buffer = self.momentum[name].mul(mu) + mean if name in self.momentum else mean.clone()
-        self.momentum[name] = buffer
-        return mean + buffer.mul(mu) if self.settings.nesterov else buffer
+        if name in self.momentum:
+            self.momentum[name].mul_(mu).add_(mean)
+        else:
+            self.momentum[name] = mean.clone()
+        buffer = self.momentum[name]
+        return mean.add_(buffer.mul(mu)) if self.settings.nesterov else mean.copy_(buffer)
 
     def _adam(self, name: str, mean: Tensor) -> Tensor:
         """Return m^ / (sqrt(v^) + epsilon); m^ and v^ are the moments over 1 - beta^t, t rounds on (Kingma and Ba)."""

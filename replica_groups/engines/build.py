@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 
 from hetero_pp.config.engine_settings import EngineName
 from hetero_pp.config.topology import DatacenterReplica
@@ -24,8 +25,11 @@ def build_engine(
     inner: InnerSettings,
     total_steps: int | None,
     ranks: Ranks,
+    folder: Path | None = None,
 ) -> Engine:
     """Build a replica's engine on these ranks, starting from the whole model's parameters.
+
+    `folder` holds copies for `undo` (Moments).
 
     Raises ConfigError if the engine's package is not installed.
     """
@@ -33,16 +37,16 @@ def build_engine(
     micro_batches = replica.micro_batches
     if replica.engine == "torchtitan":
         titan = importlib.import_module("replica_groups.engines.titan")
-        return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, replica.torchtitan, ranks)
+        settings = replica.torchtitan
+        return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, settings, ranks, folder=folder)
     if replica.engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # otherwise DeepSpeed would guess the accelerator
         zero = importlib.import_module("replica_groups.engines.zero")
         rows = replica.batch_size // micro_batches
-        return zero.ZeroEngine(
-            shape, parameters, inner, total_steps, micro_batches, rows, settings=replica.deepspeed, ranks=ranks
-        )
+        own = {"settings": replica.deepspeed, "ranks": ranks, "folder": folder}
+        return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, **own)
     module = build_filled(shape, parameters, device=ranks.device)
-    return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches))
+    return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches), folder)
 
 
 def require_engine(engine: EngineName) -> None:

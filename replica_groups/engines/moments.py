@@ -1,13 +1,18 @@
-"""Copies of optimizer states in CPU memory, so that a round can be restarted from its beginning."""
+"""Copies of optimizer states on disk, so that a round can be restarted from its beginning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from hetero_pp.core.scratch import Scratch
+
+_ON_DISK = object()
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -15,17 +20,24 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Moments:
-    """A copy of the moments, step counts and options of optimizers: 8 bytes per parameter with AdamW.
+    """A copy of the moments, step counts and options of optimizers: on disk, 8 bytes per parameter with AdamW.
 
-    Nothing is copied before `remember`. Later copies reuse the memory of the first.
+    Nothing is copied before `remember`. Later copies replace the first in its place.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], local: Callable[[Tensor], Tensor] = _itself) -> None:
-        """`local` returns the part of a sharded tensor that this process holds."""
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        local: Callable[[Tensor], Tensor] = _itself,
+        folder: Path | None = None,
+    ) -> None:
+        """`local` returns the part of a sharded tensor that this process holds. `folder` holds the copies (Scratch)."""
         self._optimizers = optimizers
         self._local = local
+        self._tensors = Scratch(folder)
         self._has_states = False
         self._states: list[dict[Tensor, dict[str, Any]]] = [{} for _ in optimizers]
+        """Parameter -> its state, in which `_ON_DISK` stands for a tensor."""
         self._options: list[list[dict[str, Any]]] = []
 
     @torch.no_grad()
@@ -39,8 +51,7 @@ class Moments:
             for gone in kept.keys() - optimizer.state.keys():
                 del kept[gone]
             for parameter, values in optimizer.state.items():
-                old = kept.get(parameter, {})
-                kept[parameter] = {name: self._copy(value, old.get(name)) for name, value in values.items()}
+                kept[parameter] = {name: self._keep(parameter, name, value) for name, value in values.items()}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -54,7 +65,7 @@ class Moments:
             for gone in optimizer.state.keys() - kept.keys():
                 del optimizer.state[gone]
             for parameter, values in kept.items():
-                self._put_back(optimizer.state[parameter], values)
+                self._put_back(parameter, optimizer.state[parameter], values)
 
     def _options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: self._copy(value, None) for name, value in group.items() if name != "params"}
@@ -68,9 +79,15 @@ class Moments:
         room.copy_(local)
         return room
 
-    def _put_back(self, state: dict[str, Any], kept: dict[str, Any]) -> None:
+    def _keep(self, parameter: Tensor, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        self._tensors.keep((id(parameter), name), self._local(value))
+        return _ON_DISK
+
+    def _put_back(self, parameter: Tensor, state: dict[str, Any], kept: dict[str, Any]) -> None:
         for name, value in kept.items():
-            if isinstance(value, Tensor):
-                self._local(state[name]).copy_(value)
+            if value is _ON_DISK:
+                self._local(state[name]).copy_(self._tensors.read((id(parameter), name)))
             else:
                 state[name] = value

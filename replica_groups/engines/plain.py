@@ -20,10 +20,11 @@ _STATE = "replica.pt"
 class PlainEngine(LocalParameters):
     """Implements Engine with a WholeReplica."""
 
-    def __init__(self, whole: WholeReplica) -> None:
+    def __init__(self, whole: WholeReplica, folder: Path | None = None) -> None:
+        """`folder` holds copies for `undo` (Moments)."""
         super().__init__(whole.parameters)
         self.whole = whole
-        self._moments = Moments(whole.optimizer.optimizers)
+        self._moments = Moments(whole.optimizer.optimizers, folder=folder)
 
     @property
     def done(self) -> int:

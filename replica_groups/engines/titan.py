@@ -56,7 +56,9 @@ class TitanEngine:
         micro_batches: int,
         settings: TorchtitanSettings,
         ranks: Ranks,
+        folder: Path | None = None,
     ) -> None:
+        """`folder` holds copies for `undo` (Moments)."""
         self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.parallel = _parallel_dims(settings, ranks)
@@ -74,7 +76,7 @@ class TitanEngine:
         self._schedule = Schedule(inner, total_steps)
         self.rates = LRSchedulersContainer(self.optimizers, lambda step: self._schedule.share(step))
         self._is_local: dict[str, bool] = {}
-        self._moments = Moments(self.optimizers.optimizers, _here)
+        self._moments = Moments(self.optimizers.optimizers, _here, folder)
         self._rates_before: dict = {}
         self.done = 0
 

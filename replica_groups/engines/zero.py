@@ -40,7 +40,9 @@ class ZeroEngine:
         micro_batch_size: int,
         settings: Mapping[str, Any],
         ranks: Ranks,
+        folder: Path | None = None,
     ) -> None:
+        """`folder` holds copies for `undo` (Moments)."""
         self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
@@ -61,7 +63,7 @@ class ZeroEngine:
         for name, tensor in parameters.items():  # into fp32 master weights, because those made from bf16 are rounded
             self.write(name, tensor)
         self.finish_writing()
-        self._moments = Moments([getattr(self.optimizer, "optimizer", self.optimizer)])
+        self._moments = Moments([getattr(self.optimizer, "optimizer", self.optimizer)], folder=folder)
         self._before: tuple[dict, dict] = ({}, {})
         self.done = 0
         self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.config.links import exchange_link_name, stage_link_name
@@ -119,7 +120,9 @@ def take_part(
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
         carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
-        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults, carrier)
+        trainer, outer, holds = _build(
+            spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier
+        )
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
@@ -171,6 +174,7 @@ def _build(
     exchange: ExchangeService,
     source: Source | None,
     ranks: Ranks,
+    folder: Path,
     faults: Faults,
     carrier: Carrier | None,
 ) -> tuple[TrainingMember, OuterRound, int]:
@@ -184,7 +188,7 @@ def _build(
     took = f"read {n_bytes:,} bytes of the snapshot after round {round_} in {time.monotonic() - began:.2f} s"
     print(f"{member.name}: {took}", file=sys.stderr, flush=True)
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
-    trainer = build_member(spec, member, start, LinkEnds(), source, ranks)
+    trainer = build_member(spec, member, start, LinkEnds(), source, ranks, folder)
     outer = OuterRound(
         run,
         member.name,
@@ -197,6 +201,7 @@ def _build(
         ranks=ranks,
         keeps_undo=member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local,
         carrier=carrier,
+        folder=folder,
     )
     if round_ > 0:
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,31 +43,51 @@ RECEIVE_TIMEOUT = 600.0
 
 
 def build_member(
-    spec: RunSpec, member: MemberSpec, start: Start, ends: LinkEnds, source: Source | None, ranks: Ranks
+    spec: RunSpec,
+    member: MemberSpec,
+    start: Start,
+    ends: LinkEnds,
+    source: Source | None,
+    ranks: Ranks,
+    folder: Path | None = None,
 ) -> TrainingMember:
     """Build the trainer of a member from the start of the run. `source` is set if the member reads the corpus.
+
+    `folder` holds copies for `undo` (Moments).
 
     Raises ConfigError for a corpus that is too small.
     """
     if isinstance(member.replica, DatacenterReplica):
-        return _build_datacenter(spec, member, member.replica, start, source, ranks)
-    return _build_stage(spec, member, member.replica, start, ends, source)
+        return _build_datacenter(spec, member, member.replica, start, source, ranks, folder)
+    return _build_stage(spec, member, member.replica, start, ends, source, folder)
 
 
 def _build_datacenter(
-    spec: RunSpec, member: MemberSpec, replica: DatacenterReplica, start: Start, source: Source | None, ranks: Ranks
+    spec: RunSpec,
+    member: MemberSpec,
+    replica: DatacenterReplica,
+    start: Start,
+    source: Source | None,
+    ranks: Ranks,
+    folder: Path | None,
 ) -> DatacenterMember:
     assert source is not None
     config = spec.config
     batches, validation = replica_batches(spec, member, source)
-    engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks)
+    engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks, folder)
     if isinstance(engine, PlainEngine):
         engine.whole.optimizer.defers = config.outer.source == "gradient"
     return DatacenterMember(replica.name, engine, batches, validation, config.states.undo)
 
 
 def _build_stage(
-    spec: RunSpec, member: MemberSpec, replica: ParticipantsReplica, start: Start, ends: LinkEnds, source: Source | None
+    spec: RunSpec,
+    member: MemberSpec,
+    replica: ParticipantsReplica,
+    start: Start,
+    ends: LinkEnds,
+    source: Source | None,
+    folder: Path | None,
 ) -> StageMember:
     assert member.stage is not None
     config = spec.config
@@ -90,7 +111,7 @@ def _build_stage(
     )
     worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
     count = -(-config.data.validation_sequences // rows)
-    return StageMember(replica.name, worker, batches, validation, count, config.states.undo)
+    return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
 
 
 def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start) -> Stage:

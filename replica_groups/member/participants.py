@@ -38,15 +38,19 @@ class StageMember:
         validation: Sequence[Tensor],
         count: int,
         keeps_moments: bool = True,
+        folder: Path | None = None,
     ) -> None:
-        """`keeps_moments`: whether `undo` restores the optimizers' moments from the start of the round."""
+        """`keeps_moments`: whether `undo` restores the optimizers' moments from the start of the round.
+
+        `folder` holds their copies (Moments).
+        """
         self.replica = replica
         self.worker = worker
         self.batches = batches
         self.validation = validation
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
-        self._moments, self._keeps_moments = Moments(worker.stage.optimizers), keeps_moments
+        self._moments, self._keeps_moments = Moments(worker.stage.optimizers, folder=folder), keeps_moments
 
     def follow(self, rates: LearningRates) -> None:
         self.worker.stage.follow(rates)

@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, Stopped
+from hetero_pp.core.scratch import Scratch
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
@@ -77,8 +78,6 @@ class Undecided:
 
     round: int
     generation: int | None
-    error_before: Mapping[str, Tensor]
-    """Error feedback from before the contribution; empty where no copy is kept."""
     blobs: dict[str, bytes] = field(default_factory=dict)
     """By block; on the first rank only."""
     is_sent: bool = False
@@ -118,13 +117,16 @@ class OuterRound:
         ranks: Ranks = ALONE,
         keeps_undo: bool = True,
         carrier: Carrier | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Start from the parameters of the run checkpoint.
 
         `start` contains all held and followed parameters, whole. With `keeps_undo`, a second copy of the error feedback
-        is kept while a round is undecided, so that `undo` is exact. `carrier` is set on the first rank with overlap.
+        is kept in `folder` (Scratch) while a round is undecided, so that `undo` is exact. `carrier` is set on the first
+        rank with overlap.
         """
         self.keeps_undo, self._carrier = keeps_undo, carrier
+        self._error_before = Scratch(folder)
         self.run, self.member, self.replica = run, member, replica
         self.parameters, self.exchange, self.ranks = parameters, exchange, ranks
         self.settings = settings
@@ -270,9 +272,9 @@ class OuterRound:
 
     def take_back_undecided(self) -> None:
         """Restore the error feedback from before the contribution to an undecided round, where a copy was kept."""
-        if self._undecided is not None and self._undecided.error_before:
-            for name, before in self._undecided.error_before.items():
-                self.error[name].copy_(before)
+        if self._undecided is not None and self.keeps_undo:
+            for name, error in self.error.items():
+                error.copy_(self._error_before.read(name))
             self._undecided = None
 
     @torch.no_grad()
@@ -463,8 +465,10 @@ class OuterRound:
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
         """Compress and deposit every block; return the blobs on the first rank."""
         self.take_back_undecided()
-        before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
-        self._undecided = undecided = Undecided(round_, epoch, before)
+        if self.keeps_undo:
+            for name, error in self.error.items():
+                self._error_before.keep(name, error)
+        self._undecided = undecided = Undecided(round_, epoch)
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
             if not self.ranks.is_first:

@@ -107,7 +107,7 @@ def test_rounds_are_demos() -> None:
         expected -= 1e-3 * direction.sign()
         optimizer.begin(round_)
         mean = mean_of(shape, [(1.0, DecodedTensor(one.indices, one.values)) for one in sent])
-        theta = optimizer.step("w", theta, mean)
+        optimizer.take({"w": theta}, "w", mean)
         torch.testing.assert_close(theta.double(), expected, rtol=0, atol=1e-5)
         for error, momentum in zip(errors, momenta, strict=True):
             torch.testing.assert_close(error.double(), _written_out(momentum, TILE), rtol=0, atol=2e-5)
@@ -130,7 +130,7 @@ def test_of_all_coefficients_nothing_is_lost() -> None:
             sent = select(error, _random((20, 37), round_), settings.compression)
             mean = mean_of((20, 37), [(1.0, DecodedTensor(sent.indices, sent.values))])
             optimizer.begin(round_)
-            theta = optimizer.step("w", theta, mean)
+            optimizer.take({"w": theta}, "w", mean)
         ends.append(theta)
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
     assert not ends[0].equal(ends[1])
