@@ -36,6 +36,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,18 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
-from hetero_pp.simulator.memory import predicted_bytes
+from hetero_pp.simulator.memory import memory_of_member
 
 SMOKE = {"model": "tiny", "rounds": 2, "steps": 2, "length": 32}
 PHASES = ("start", "step", "round")
 SECONDS = ("join", "contribute", "apply", "state")
 
-GROUP = "{name: home, kind: participants, stages: 4, batch_size: 2, micro_batches: 2, link: line, uplink: line}"
+GROUP = (
+    "{name: home, kind: participants, stages: 4, batch_size: 2, micro_batches: 2, link: line, uplink: line, "
+    "boundary: {rank: 1/8, dtype: bf16}}"
+)
 REPLICAS = {
     "tiny": ["{name: dc, kind: datacenter, batch_size: 2, micro_batches: 2, uplink: line}", GROUP],
     "178m": ["{name: dc, kind: datacenter, batch_size: 2, micro_batches: 2, uplink: line}", GROUP],
@@ -120,11 +125,10 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         while self.root.is_running() and self.root.status() != psutil.STATUS_ZOMBIE:
             began = time.monotonic()
-            for process in self.root.children(recursive=True):
-                try:
-                    self._sample(process)
-                except (psutil.Error, FileNotFoundError):
-                    continue  # it has just ended
+            with suppress(psutil.Error):  # it has just ended
+                for process in self.root.children(recursive=True):
+                    with suppress(psutil.Error, FileNotFoundError):
+                        self._sample(process)
             time.sleep(max(0.01, self.every - (time.monotonic() - began)))
 
     def _sample(self, process: psutil.Process) -> None:
@@ -280,7 +284,10 @@ def _numbers(spec: RunSpec, name: str) -> int:
 def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     samples = sampler.samples[name]
     peak = max(size for _, size, _ in samples)
-    predicted = predicted_bytes(spec, name)
+    held = exchange_load(spec).memory_bytes
+    if name in spec.members:
+        held = memory_of_member(spec, spec.members[name], accelerated=False).held()
+    predicted = sum(held.values())
     found: dict[str, Any] = {
         "member": name,
         "parameters": _numbers(spec, name),
@@ -288,6 +295,7 @@ def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: a
         "peaks": phases(told, name, samples),
         "mapped_bytes": max(mapped for _, _, mapped in samples),
         "predicted_bytes": predicted,
+        "predicted": held,
         "ratio": predicted / peak,
     }
     if name == EXCHANGE:

@@ -8,11 +8,11 @@ from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.memory import (
+    APPLY,
     PROCESS_BYTES,
     TENSORS_OF_A_STEP,
     TRAINED,
     Memory,
-    Phase,
     Term,
     decoded_bytes,
     largest_block_bytes,
@@ -39,7 +39,7 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
     """Return the memory with so many members and relayed stage links. `way`: see `ExchangeLoad.way`."""
     shapes, moments = spec.parameter_shapes.values(), outer_moment_bytes(spec.config.outer)
     size, tensor = 4.0 * parameters_of_model(spec), 4.0 * max(map(math.prod, shapes))
-    apply, decodes = frozenset({Phase.APPLY}), way not in RINGS
+    decodes = way not in RINGS
     blob = max(size for blobs in blob_sizes(spec).values() for size in blobs.values())
     return Memory(
         [
@@ -48,10 +48,10 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
             Term("snapshot", size),  # Snapshots: the one that members fetch
             Term("parameters", size, TRAINED),  # Auditor._theta
             Term("momentum", moments / 4 * size, TRAINED),  # Auditor._optimizer
-            Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, apply),  # replay
-            Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, apply),
-            Term("decoding", _decoding_bytes(spec, members) if decodes else 0.0, apply),
-            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, apply),
+            Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, APPLY),  # replay
+            Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, APPLY),
+            Term("decoding", _decoding_bytes(spec, members) if decodes else 0.0, APPLY),
+            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),
             Term("relay", float(2 * RELAY_BYTES * relayed_links)),
         ]
     )

@@ -27,7 +27,7 @@ from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import checkpointing_of, cost_on
 from hetero_pp.simulator.fluid import INFINITY
-from hetero_pp.simulator.machines import hardware_of, is_accelerated
+from hetero_pp.simulator.machines import hardware_of
 from hetero_pp.simulator.memory import Memory, memory_of_member
 from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
@@ -163,7 +163,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], random: np.ran
         contribute=seconds([cost.contribute for cost in costs]),
         apply=seconds([cost.apply for cost in costs]),
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
-        memory=[memory_of_member(spec, member, is_accelerated(spec, member)) for member in members],
+        memory=[memory_of_member(spec, member, hardware_of(spec, member).is_accelerator) for member in members],
         memory_capacity=[hardware_of(spec, member).memory * replica.accelerators_of_member for member in members],
     )
 

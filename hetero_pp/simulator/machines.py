@@ -24,11 +24,6 @@ def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
     return hardware_named(name, spec.config.simulate.hardware, key)
 
 
-def is_accelerated(spec: RunSpec, member: MemberSpec) -> bool:
-    """Return whether a member's machine is an accelerator beside a host: any but a CPU core of the catalog."""
-    return (_named(member)[0] or spec.config.simulate.machine) != ASSUMED
-
-
 def unnamed(members: Iterable[MemberSpec]) -> list[str]:
     """Return the names of members whose hardware the YAML does not name."""
     return [member.name for member in members if _named(member)[0] is None]

@@ -46,17 +46,17 @@ class Phase(StrEnum):
 
 
 ALWAYS = frozenset(Phase)
-TRAINED = ALWAYS - {Phase.START}
-ROUND = frozenset({Phase.CONTRIBUTE, Phase.APPLY})
+START, STEP, CONTRIBUTE, APPLY = (frozenset({phase}) for phase in Phase)
+TRAINED = ALWAYS - START
+ROUND = CONTRIBUTE | APPLY
 
 MEMORY_KINDS: Mapping[str, Sequence[str]] = {
     "weights and gradients": ("weights", "gradients"),
     "moments": ("optimizer",),
     "outer state and tables": (
         *("error feedback", "round start", "rounds ahead", "own parameters", "outer momentum"),
-        *("T_perp", "followed embedding", "anchors"),
+        *("T_perp", "followed embedding", "anchors", "anchors at the start"),
     ),
-    "copies for undo": ("moments at the start", "error feedback before", "anchors at the start"),
     "activations": ("activations",),
 }
 """Columns of the memory table, and the names of terms that each sums up; the others are `OTHER`."""
@@ -124,98 +124,101 @@ class Memory:
         return "device" if self.accelerated else "host"
 
 
-# ---- a member ----
-
-
-def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool, undo: bool | None = None) -> Memory:
-    """Return the memory of a member, of all its ranks together. `undo` replaces `states.undo`."""
-    undo = spec.config.states.undo if undo is None else undo
-    ranks = member.replica.world if isinstance(member.replica, DatacenterReplica) else 1
+def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Memory:
+    """Return the memory of a member, of all its ranks together."""
+    replica = member.replica
+    ranks = replica.world if isinstance(replica, DatacenterReplica) else 1
+    trains = Trains(
+        sequences=replica.batch_size // replica.micro_batches,
+        length=spec.config.data.sequence_length,
+        in_flight=micro_batches_in_flight(member),
+        value_bytes=value_bytes(replica, accelerated),
+        checkpointing=checkpointing_of(replica),
+    )
     terms = [
-        Term("process", ranks * PROCESS_BYTES, on_host=True),
-        *_of_training(spec, member, accelerated),
-        *_of_tables(spec, member, undo),
-        *_of_rounds(spec, member, undo),
+        *_of_part(spec.shape, part_of(spec, member), trains, moment_bytes(spec, member), ranks),
+        *_of_rounds(spec, member),
         *_of_one_tensor(spec, member, accelerated),
     ]
     return Memory(terms, accelerated)
 
 
-def _of_training(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:
-    """Yield what inner steps need: `WholeReplica`, `Stage` and `InnerOptimizer`."""
-    size, replica = 4.0 * part_of(spec, member).parameters, member.replica
-    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    kept = activation_bytes(
-        spec.shape,
-        part_of(spec, member),
-        rows,
-        length,
-        micro_batches_in_flight(member),
-        value_bytes(replica, accelerated),
-        checkpointing_of(replica),
-    )
-    yield Term("weights", size)
-    # InnerOptimizer.step drops them, so that no round boundary has them
-    yield Term("gradients", size, frozenset({Phase.STEP}))
-    yield Term("optimizer", moment_bytes(spec, member), TRAINED)
-    yield Term("activations", kept, frozenset({Phase.STEP}))
+@dataclass(frozen=True)
+class Trains:
+    """Micro-batches of a member, and how it computes them."""
+
+    sequences: int
+    """Sequences of one micro-batch."""
+    length: int
+    in_flight: int
+    """Largest number of micro-batches whose activations it keeps at once."""
+    value_bytes: int
+    """Bytes of a number in activations."""
+    checkpointing: Checkpointing = "none"
 
 
-def _of_tables(spec: RunSpec, member: MemberSpec, undo: bool) -> Iterator[Term]:
-    """Yield what a stage holds for its boundaries."""
-    own = part_of(spec, member).beside
+def memory_of_part(shape: ModelShape, part: Part, trains: Trains, accelerated: bool) -> Memory:
+    """Return the memory of a stage with AdamW, for a part that no member has yet; without the work on one tensor."""
+    return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), accelerated)
+
+
+def _of_part(shape: ModelShape, part: Part, trains: Trains, moments: float, ranks: int = 1) -> Iterator[Term]:
+    """Yield what every member holds. A term's comment names the code that holds it."""
+    size, own = 4.0 * part.parameters, part.beside
+    yield Term("process", ranks * PROCESS_BYTES, on_host=True)
+    yield Term("weights", size)  # Transformer
+    yield Term("gradients", size, STEP)  # InnerOptimizer.step drops them before a round ends
+    yield Term("optimizer", moments, TRAINED)  # InnerOptimizer; copies for undo lie on disk (Scratch)
+    yield Term("activations", activation_bytes(shape, part, trains), STEP)  # Stage._in_flight, WholeReplica.loss
+    yield Term("round start", size, on_host=True)  # OuterRound.theta
+    yield Term("error feedback", size, on_host=True)  # OuterRound.error
+    yield Term("followed embedding", 4.0 * own.followed, on_host=True)  # OuterRound.theta
     yield Term("T_perp", 4.0 * own.perpendicular, TRAINED)  # Boundary.perpendicular
-    yield Term("anchors", 16.0 * own.anchors, TRAINED)  # weights, gradients and two moments of `Anchors`
-    if undo:
-        yield Term("anchors at the start", 4.0 * own.anchors, TRAINED)  # OwnParameters.remember
+    yield Term("anchors", 16.0 * own.anchors, TRAINED)  # Anchors: weights, gradients, two moments
 
 
-def _of_rounds(spec: RunSpec, member: MemberSpec, undo: bool) -> Iterator[Term]:
-    """Yield what `OuterRound` holds for whole models or parts, and `Moments`."""
+def _of_rounds(spec: RunSpec, member: MemberSpec) -> Iterator[Term]:
+    """Yield what settings of the outer rounds add, and the snapshot that a member starts from."""
     outer, part = spec.config.outer, part_of(spec, member)
     size, followed = 4.0 * part.parameters, 4.0 * part.beside.followed
-    keeps_undo = member.stage is not None or undo or outer.keep_local
-    yield Term("snapshot", size + followed, frozenset({Phase.START}), on_host=True)  # as fetched, in take_part
-    yield Term("round start", size, on_host=True)  # OuterRound.theta
-    yield Term("followed embedding", followed, on_host=True)  # OuterRound.theta
-    yield Term("error feedback", size, on_host=True)  # OuterRound.error
     momentum = outer_moment_bytes(outer) / 4 * (size + followed)
+    blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
+    yield Term("snapshot", size + followed, START, on_host=True)  # take_part: tensors as they were fetched
     yield Term("outer momentum", momentum, TRAINED, on_host=True)  # OuterOptimizer.momentum
-    if keeps_undo:
-        yield Term("error feedback before", size, ROUND, on_host=True)  # Undecided.error_before
-    if undo:
-        yield Term("moments at the start", moment_bytes(spec, member), TRAINED, on_host=True)  # Moments
+    yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
+    if spec.config.states.undo:
+        yield Term("anchors at the start", 4.0 * part.beside.anchors, TRAINED)  # OwnParameters.remember
     if outer.overlap:  # OuterRound.trained of two rounds, and OuterRound.starts
         yield Term("rounds ahead", 3 * size, TRAINED, on_host=True)
     if outer.keep_local:
         yield Term("own parameters", size, TRAINED, on_host=True)  # OuterRound.local
-    blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
-    yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
 
 
 def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:
     """Yield what the largest tensor needs while it is selected, and while its mean is applied."""
-    compression = spec.config.outer.compression
-    names = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
-    own = max(math.prod(spec.parameter_shapes[name]) for name in member.owned)
-    shape = max((spec.parameter_shapes[name] for name in names), key=math.prod)
-    selected = 4.0 * own + SELECTED_BYTES * kept_values(shape, compression)
+    outer = spec.config.outer
+    followed = [EMBEDDING] if member.follows_embedding else []
+    own, shape = (
+        max((spec.parameter_shapes[name] for name in names), key=math.prod)
+        for names in (member.owned, [*member.owned, *followed])
+    )
+    selected = 4.0 * math.prod(own) + SELECTED_BYTES * kept_values(own, outer.compression)
+    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(outer)] * math.prod(shape)
+    yield Term("selection", selected, CONTRIBUTE)  # OuterRound._select: the difference, and what is kept
     if accelerated:
-        yield Term("error feedback of a tensor", 4.0 * own, frozenset({Phase.CONTRIBUTE}))
-    yield Term("selection", selected, frozenset({Phase.CONTRIBUTE}))  # OuterRound._select
-    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(spec.config.outer)] * math.prod(shape)
-    yield Term("outer step", step, frozenset({Phase.APPLY}), on_host=True)
-    received = largest_block_bytes(spec) + decoded_bytes(shape, compression)
-    yield Term("contributions", received, frozenset({Phase.APPLY}), on_host=True)
+        yield Term("error feedback of a tensor", 4.0 * math.prod(own), CONTRIBUTE)  # OuterRound._select
+    yield Term("outer step", step, APPLY, on_host=True)  # replay
+    received = largest_block_bytes(spec) + decoded_bytes(shape, outer.compression)
+    yield Term("contributions", received, APPLY, on_host=True)  # replay: one block of all replicas
 
 
 SELECTED_BYTES = 32
 """Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
 
-TENSORS_OF_A_STEP = {0: 3, 4: 5, 8: 7}
-"""Tensors that the outer step of one parameter holds at once, by the bytes of its moments (`OuterOptimizer.step`).
+TENSORS_OF_A_STEP = {0: 1, 4: 2, 8: 6}
+"""Tensors that the outer step of one parameter holds at once, by the bytes of its moments (`OuterOptimizer.take`).
 
-They are the mean, the direction and the result; for each moment also its new value and a product.
+They are the mean, and products of the moments.
 """
 
 VALUE_BYTES, POSITION_BYTES = 22, 23
@@ -280,16 +283,8 @@ def micro_batches_in_flight(member: MemberSpec) -> int:
     return min(replica.micro_batches, ahead + 1)
 
 
-def activation_bytes(
-    shape: ModelShape,
-    part: Part,
-    sequences: int,
-    length: int,
-    in_flight: int,
-    value_bytes: int,
-    checkpointing: Checkpointing = "none",
-) -> float:
-    """Return the bytes of activations with `in_flight` micro-batches.
+def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
+    """Return the bytes of the activations of all micro-batches in flight.
 
     A layer keeps for its backward pass:
 
@@ -306,11 +301,11 @@ def activation_bytes(
     """
     width, feed_forward = shape.width, shape.feed_forward
     whole = 10 * width + 4 * feed_forward
-    kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[checkpointing]
-    per_token = part.layers * kept * value_bytes
+    kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[trains.checkpointing]
+    per_token = part.layers * kept * trains.value_bytes
     head = 4 * 4 * shape.vocabulary if part.predicts else 0
-    layer = (whole - kept + 2 * width + 2 * feed_forward) * value_bytes if part.layers else 0
-    return float((per_token * in_flight + max(head, layer)) * sequences * length)
+    layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes if part.layers else 0
+    return float((per_token * trains.in_flight + max(head, layer)) * trains.sequences * trains.length)
 
 
 def memory_assumptions(config: RunConfig) -> list[str]:
@@ -319,10 +314,9 @@ def memory_assumptions(config: RunConfig) -> list[str]:
     extra = "; a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
     found = [
         "memory: the largest sum over the phases of a round (a step, the contribution, its mean); on an accelerator, "
-        "round start, error feedback and copies for undo lie in the host's memory and are not shown",
+        "round start and error feedback lie in the host's memory and are not shown",
         "weights and gradients: fp32, 4 bytes per parameter each; moments: AdamW's two, 8 bytes per parameter",
-        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: tables of the "
-        "boundaries; copies for undo: 8 bytes per parameter with states.undo, and 4 during a contribution",
+        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: those of boundaries",
         "activations: bf16 on an accelerator, fp32 on a CPU; a layer keeps 10 x width + 4 x feed-forward values per "
         f"token for each micro-batch in flight{extra}",
         "a backward pass also needs the larger of two amounts: 4 x vocabulary fp32 values per token "

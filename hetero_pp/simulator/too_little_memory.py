@@ -41,11 +41,11 @@ def listed_by_kind(memories: Sequence[Memory], place: Place) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """Another value for one key: of a replica, or `states.undo`."""
+    """A replica with another value for one key."""
 
     key: str
     value: int | str
-    replica: ReplicaSettings | None = None
+    replica: ReplicaSettings
 
 
 def remedy(
@@ -62,20 +62,18 @@ def remedy(
         return "parameters and moments take the most; use machines with more memory, or more machines"
     enough = [(change, size) for change, size in useful if needed - size <= capacity]
     best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
-    return f"--set {best.key}={best.value} saves {format_bytes(size)}" + ("" if enough else ", which is not enough")
+    return f"--set replicas.{best.replica.name}.{best.key}={best.value} saves {format_bytes(size)}" + (
+        "" if enough else ", which is not enough"
+    )
 
 
 def _saved(spec: RunSpec, members: Sequence[tuple[MemberSpec, Memory]], change: _Change, place: Place) -> float:
     """Return the bytes that a change saves over all members."""
     total = 0.0
     for member, memory in members:
-        if change.replica is None:
-            after = memory_of_member(spec, member, memory.accelerated, undo=False)
-        elif change.replica.name == member.replica.name:
+        if change.replica.name == member.replica.name:
             after = memory_of_member(spec, replace(member, replica=change.replica), memory.accelerated)
-        else:
-            continue
-        total += memory.n_bytes(place) - after.n_bytes(place)
+            total += memory.n_bytes(place) - after.n_bytes(place)
     return total
 
 
@@ -94,9 +92,8 @@ def _changes(members: Sequence[tuple[MemberSpec, Memory]]) -> Iterator[_Change]:
             for chosen in ("selective", "full"):
                 titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
                 changed = replica.model_copy(update={"torchtitan": titan})
-                yield _Change(f"replicas.{replica.name}.torchtitan.activation_checkpointing", chosen, changed)
-    yield _Change("states.undo", "false")
+                yield _Change("torchtitan.activation_checkpointing", chosen, changed)
 
 
 def _change(replica: ReplicaSettings, key: str, value: int | str) -> _Change:
-    return _Change(f"replicas.{replica.name}.{key}", value, replica.model_copy(update={key: value}))
+    return _Change(key, value, replica.model_copy(update={key: value}))

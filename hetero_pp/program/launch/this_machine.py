@@ -10,21 +10,21 @@ from pathlib import Path
 import psutil
 import torch
 
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes, format_count, format_duration, format_seconds
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
-from hetero_pp.simulator.memory import memory_of_member
+from hetero_pp.simulator.exchange_load import exchange_load
+from hetero_pp.simulator.memory import LAUNCHER_BYTES, memory_of_member
 from hetero_pp.simulator.parts import part_of
+from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
 from replica_groups.member.build_member import device_of
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 """Seconds of a step, and of the run, beyond which the user is warned."""
-
-ON_THE_HOST = ("error feedback", "round start")
-"""Kinds of memory that a replica on GPUs keeps in the machine's memory."""
 
 LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -42,7 +42,12 @@ class Limit:
 def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
     """Return the limits that starting these members on this machine would exceed."""
     members = [spec.members[name] for name in names if name in spec.members]
-    return [*_of_gpus(members), *_of_memory(spec, members), *_of_time(spec, members)]
+    return [
+        *_of_gpus(members),
+        *_of_memory(spec, names),
+        *_of_device_memory(spec, members),
+        *_of_time(spec, members),
+    ]
 
 
 def require_carried(limits: Sequence[Limit]) -> None:
@@ -67,39 +72,64 @@ def _of_gpus(members: Sequence[MemberSpec]) -> Iterator[Limit]:
             yield Limit((*here, "ranks"), expected, is_final=True)
 
 
-def _of_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+def _of_memory(spec: RunSpec, names: Sequence[str]) -> Iterator[Limit]:
+    members = [spec.members[name] for name in names if name in spec.members]
     if not members:
         return
+    memories = [(member, memory_of_member(spec, member, not _computes_here(member))) for member in members]
     memory = psutil.virtual_memory()
     total = min([memory.total, *_limits_of_containers()])
     free = min(memory.available, total)
+    needed = LAUNCHER_BYTES + sum(_on_this_node(member, held.n_bytes()) for member, held in memories)
     parameters = sum(_on_this_node(member, part_of(spec, member).parameters) for member in members)
-    least, activations = (sum(sizes) for sizes in zip(*(_held(spec, member) for member in members), strict=True))
-    likely = least + activations
-    who = f"{format_count(len(members), 'member')} with {parameters:,.0f} parameters"
-    if least > total:
+    who = format_count(len(members), "member")
+    if EXCHANGE in names:
+        needed, who = needed + sum(exchange_load(spec).memory_bytes.values()), f"{who} and the exchange"
+    who = f"{who} with {parameters:,.0f} parameters"
+    why = f"({listed_by_kind([held for _, held in memories], 'host')})"
+    if needed > total:
+        helps = remedy(spec, memories, needed, total, "host")
         yield Limit(
             ("replicas",),
-            f"found {who} to start on this machine, which need at least {format_bytes(least)}, expected "
-            f"at most its {format_bytes(total)} of memory: use a smaller model, or several hosts with "
-            "`launch --only`",
+            f"found {who} to start on this machine, which need {format_bytes(needed)} {why}, expected at most its "
+            f"{format_bytes(total)} of memory: {helps}; or start fewer members here, with `launch --only`",
             is_final=True,
         )
-    elif likely > free:
+    elif needed > free:
+        helps = remedy(spec, memories, needed, free, "host")
         yield Limit(
             ("replicas",),
-            f"{who} would need about {format_bytes(likely)}; {format_bytes(free)} of memory are free",
+            f"{who} need {format_bytes(needed)} {why}; {format_bytes(free)} of memory are free: {helps}",
             is_final=False,
         )
 
 
-def _held(spec: RunSpec, member: MemberSpec) -> tuple[float, float]:
-    """Return the bytes of this machine's memory for (everything but activations, activations)."""
-    held = memory_of_member(spec, member, bytes_per_value=4)
-    computes = _computes_here(member)
-    activations = held.pop("activations")
-    parameters = sum(size for name, size in held.items() if computes or name in ON_THE_HOST)
-    return _on_this_node(member, parameters), _on_this_node(member, activations if computes else 0.0)
+def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    """Compare what members hold on accelerators with the free memory of these."""
+    accelerated = [member for member in members if not _computes_here(member)]
+    memories = [(member, memory_of_member(spec, member, accelerated=True)) for member in accelerated]
+    for member, memory in memories:
+        replica = member.replica
+        assert isinstance(replica, DatacenterReplica)
+        needed, free = memory.n_bytes("device") / replica.world, free_bytes(device_of(replica))
+        if free is not None and needed > free:
+            helps = remedy(spec, [(member, memory)], replica.world * needed, replica.world * free, "device")
+            yield Limit(
+                ("replicas", member.replica_index),
+                f"found {member.name}, which needs {format_bytes(needed)} "
+                f"({listed_by_kind([memory], 'device')}), expected at most the {format_bytes(free)} that are free on "
+                f"{device_of(replica)}: {helps}",
+                is_final=True,
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of an accelerator; None if torch does not know it."""
+    try:
+        free: int = torch.get_device_module(device).mem_get_info(device)[0]
+    except (AttributeError, AssertionError, RuntimeError):
+        return None
+    return free
 
 
 def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
