@@ -7,9 +7,9 @@ that `hetero-pp launch` starts, behind a shaped line. The text is random, the ba
 steps, so the seconds of a round beside its steps can be read. Memory is sampled from outside: the bytes that only this
 process holds (USS), by phase:
 
-- start: until the first inner step ends;
-- step: during later inner steps;
-- round: from the last inner step to the end of the evaluation, and while the member checkpoint is written.
+- start: until a member has read the snapshot and evaluated it;
+- step: during inner steps, and while the member checkpoint before them is written;
+- round: from the last inner step to the end of the evaluation.
 
 Pages of memory-mapped files count as long as the system keeps them, and are told apart (`mapped`), because it takes
 them back when it needs memory. Seconds:
@@ -182,6 +182,15 @@ class Told:
         ]
         return int(max(found, default=0))
 
+    def trains(self, member: str, at: float) -> bool:
+        """Return whether a member took inner steps at a time; the first of a round begins when the one before ends."""
+        for ended in [0.0, *self.times("member_round", member=member)]:
+            later = [one for one in self.events if one["event"] == "inner_step" and one["time"] > ended]
+            own = [one for one in later if one["member"] == member]
+            if own and ended < at <= max(one["time"] for one in own if one["round"] == own[0]["round"]):
+                return True
+        return False
+
     def written(self, pattern: str) -> float:
         """Return when the last file of this pattern in the run's folder was written."""
         return max(path.stat().st_mtime for path in self.folder.path.glob(pattern))
@@ -227,29 +236,14 @@ class Told:
 
 def phases(told: Told, member: str, samples: Sequence[tuple[float, int, int]]) -> dict[str, int]:
     """Return the peak of a member by phase."""
-    if member == EXCHANGE:
-        begun = told.times("begun")[0]
-        return {
-            "start": max(size for at, size, _ in samples if at <= begun),
-            "round": max(size for at, size, _ in samples if at >= begun),
-        }
-    steps = sorted(told.times("inner_step", member=member))
-    ends = told.times("member_round", member=member)
+    started = told.times("begun")[0]
+    if member != EXCHANGE:
+        started = min(told.times("link_use", member=member, round=0))
     found = dict.fromkeys(PHASES, 0)
     for at, size, _ in samples:
-        phase = "round"
-        if at <= steps[0]:
-            phase = "start"
-        elif at <= steps[-1] and sum(one <= at for one in steps) % _steps_a_round(told, member) != 0:
-            phase = "step"
-        elif any(end < at <= next((one for one in steps if one > end), end) for end in ends):
-            phase = "step"  # the first step of a later round, and the member checkpoint before it
+        phase = "start" if at <= started else "step" if told.trains(member, at) else "round"
         found[phase] = max(found[phase], size)
     return found
-
-
-def _steps_a_round(told: Told, member: str) -> int:
-    return len(told.times("inner_step", member=member, round=1))
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -208,8 +208,8 @@ def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iter
     if accelerated:
         yield Term("error feedback of a tensor", 4.0 * math.prod(own), CONTRIBUTE)  # OuterRound._select
     yield Term("outer step", step, APPLY, on_host=True)  # replay
-    received = largest_block_bytes(spec) + decoded_bytes(shape, outer.compression)
-    yield Term("contributions", received, APPLY, on_host=True)  # replay: one block of all replicas
+    yield Term("decoding", decoded_bytes(shape, outer.compression), APPLY, on_host=True)  # ReceivedBlob.tensor
+    yield Term("one block of all contributions", largest_block_bytes(spec), APPLY, on_host=True)  # replay: bytes
 
 
 SELECTED_BYTES = 32
