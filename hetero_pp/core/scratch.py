@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from pathlib import Path
 from typing import IO
 
 import torch
 from torch import Tensor
+
+from hetero_pp.core.tensor_files import read_at, write_at
 
 
 class Scratch:
@@ -44,11 +44,8 @@ class Scratch:
         if key in self._in_memory:
             return self._in_memory[key].clone()
         offset, shape, dtype = self._places[key]
-        tensor = torch.empty(shape, dtype=dtype)
         assert self._file is not None
-        descriptor = self._file.fileno()
-        _move_all(lambda part, at: os.preadv(descriptor, [part], at), tensor, offset)
-        return tensor
+        return read_at(self._file.fileno(), torch.empty(shape, dtype=dtype), offset)
 
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         if self._file is None:
@@ -57,15 +54,4 @@ class Scratch:
         if place is None or place[1:] != (tensor.shape, tensor.dtype):
             place = self._places[key] = self._end, tensor.shape, tensor.dtype
             self._end += tensor.nbytes
-        descriptor = self._file.fileno()
-        _move_all(lambda part, at: os.pwrite(descriptor, part, at), tensor, place[0])
-
-
-def _move_all(move: Callable[[memoryview, int], int], tensor: Tensor, offset: int) -> None:
-    """Call `move` until all bytes of a tensor are moved: one call of the system moves at most 2 GiB."""
-    left = tensor.reshape(-1).view(torch.uint8).numpy().data
-    while len(left):
-        moved = move(left, offset)
-        if not moved:
-            raise OSError(errno.EIO, "the file of copies is shorter than it was written")
-        left, offset = left[moved:], offset + moved
+        write_at(self._file.fileno(), tensor, place[0])

@@ -291,4 +291,8 @@ def initialise(model: Transformer, seed: int) -> None:
             else:
                 deviation = 0.8 / math.sqrt(width)
             generator = torch.Generator().manual_seed(seed_of(seed, name))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            is_plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+            values = parameter if is_plain else torch.empty(parameter.shape)
+            values.normal_(generator=generator).mul_(deviation)
+            if not is_plain:
+                parameter.copy_(values)

@@ -58,9 +58,8 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
     wanted = max(found) if round_ is None else round_
     if wanted in found:
         with log.open_snapshot(wanted) as file:
-            names = list(file.keys())
-            _require_parameters(spec, {name: tuple(file.get_slice(name).get_shape()) for name in names})
-            yield wanted, file.get_tensor
+            _require_parameters(spec, file.shapes)
+            yield wanted, file.tensor
     else:
         yield wanted, _replayed(spec, run, wanted)
 

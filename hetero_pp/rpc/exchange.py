@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
-from torch import Tensor
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.messages.refusals import Kind
+from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.exchange_service import Caller, HeldBy, IsAsked, always
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.admission import MOST_BLAMED, Admission, Host, Lobby, Places, Told
@@ -90,6 +90,17 @@ class OpenHouse:
     """Slots that a ticket without a slot may take; None: all."""
 
 
+class SnapshotTensors(Protocol):
+    """The tensors of a snapshot, which need not be in memory."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of all tensors by name."""
+
+    def pieces(self, name: str) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of a tensor."""
+
+
 class WatchedExchange(Protocol):
     """The exchange as the server calls it, for all members: an ExchangeService and what members cannot call.
 
@@ -101,7 +112,7 @@ class WatchedExchange(Protocol):
 
     def call(self, request: Message, caller: Caller) -> Any: ...
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]: ...
+    def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> SnapshotTensors: ...
 
     def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
         """Raise Refused, before any of it is kept, for a blob that the member may not send."""
@@ -359,7 +370,7 @@ class _Servicer(ExchangeServicer):
 
     @contextmanager
     def _sending(self, round_: int, context: grpc.ServicerContext) -> Iterator[None]:
-        """Note a snapshot that is being sent, because each round's is a whole model in memory.
+        """Note a snapshot that is being sent, because each round's takes disk until it is sent.
 
         If there are too many rounds, cut the streams of the oldest one: a slow reader keeps nobody from a newer
         snapshot. Raises TooMuch if this round is older than all of them.
@@ -383,11 +394,11 @@ class _Servicer(ExchangeServicer):
         names = request.names
         if len(names) != len(set(names)):
             raise MalformedMessage("found a tensor named twice, expected unique names")
-        tensors = self.exchange.read_snapshot(request, self._caller(context))
+        snapshot = self.exchange.open_snapshot(request, self._caller(context))
         header = pb.SnapshotHeader(names=names)
         for name in names:
-            header.tensors.add(dtype=pb.FP32, shape=tensors[name].shape)
-        buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in names)
+            header.tensors.add(dtype=pb.FP32, shape=snapshot.shapes[name])
+        buffers = (piece for name in names for piece in snapshot.pieces(name))
         yield from self._moving(header_and_payload_frames(header, buffers), context)
 
     def Deposit(  # type: ignore[override]  # a Frame is raw bytes

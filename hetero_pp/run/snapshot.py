@@ -7,20 +7,25 @@ machines.
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetero_pp.core.bounded import INTEGER_DIGITS_MAX
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.core.files import whole
-from hetero_pp.core.tensor_files import save_tensors
-from hetero_pp.model.transformer import ModelShape, Transformer, initialise
+from hetero_pp.core.tensor_files import read_at, save_tensors
+from hetero_pp.model.transformer import ModelShape, Shapes, Transformer, initialise, shapes_of
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pipeline.subspace import random_basis
 
@@ -29,6 +34,8 @@ MOMENTUM = "outer.momentum."
 
 ROUND, DIGEST = "round", "tensors_sha256"
 """Keys of the file's metadata."""
+
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,18 @@ class Snapshot:
         momentum = {MOMENTUM + name: tensor for name, tensor in self.momentum.items()}
         return {**self.parameters, **basis, **momentum}
 
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of all tensors by name."""
+        return shapes_of(self.tensors())
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors()[name]
+
+    def pieces(self, name: str) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of a tensor."""
+        yield self.tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy().data
+
 
 def initial_snapshot(
     shape: ModelShape, rank: int | None, seed: int, parameters: Mapping[str, Tensor] | None = None
@@ -58,8 +77,9 @@ def initial_snapshot(
     `rank` is the largest of its boundaries; `parameters` replace random ones.
     """
     if parameters is None:
-        model = Transformer(shape)
-        initialise(model, seed)
+        with torch.device("meta"):
+            model = Transformer(shape)
+        initialise(model.to_empty(device="cpu"), seed)
         parameters = {name: parameter.detach() for name, parameter in sorted(model.named_parameters())}
     return Snapshot(0, parameters, None if rank is None else random_basis(shape.width, rank, seed))
 
@@ -85,11 +105,85 @@ def load_snapshot(path: Path, called: str = "") -> Snapshot:
     Raises DamagedFile if it is not as written, StoreError if the disk cannot read it.
     """
     with open_snapshot(path, called) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        round_ = _round_of(file.metadata(), called or str(path))
-    basis = tensors.pop(BASIS, None)
-    momentum = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENTUM)}
-    return Snapshot(round_, tensors, basis, {name.removeprefix(MOMENTUM): b for name, b in momentum.items()})
+        return file.snapshot()
+
+
+class OpenSnapshot:
+    """A snapshot in a file, of which one tensor at a time is read. It stays readable after the file was removed."""
+
+    def __init__(self, path: Path, called: str) -> None:
+        """Errors call it `called`. Raises OSError, or the errors of safetensors; the digest is not compared."""
+        self._called = called
+        with safe_open(path, "pt") as file:  # checks the whole header
+            names, self.metadata = file.keys(), file.metadata() or {}
+        self._descriptor = os.open(path, os.O_RDONLY)
+        (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
+        header = json.loads(os.pread(self._descriptor, length, 8))
+        if any(header[name]["dtype"] != "F32" for name in names):
+            raise ValueError("a tensor is not in fp32")
+        self._starts = {name: 8 + length + header[name]["data_offsets"][0] for name in names}
+        self.shapes: Shapes = {name: tuple(header[name]["shape"]) for name in sorted(names, key=_kind)}
+        """Shapes of all tensors by name: parameters, the basis, the momentum."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, which also happens when this object is no longer used."""
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    @property
+    def round(self) -> int:
+        """Round that the snapshot follows. Raises DamagedFile."""
+        return _round_of(self.metadata, self._called)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in new memory. Raises StoreError if the disk fails."""
+        with _reading(self._called):
+            return read_at(self._descriptor, torch.empty(self.shapes[name]), self._starts[name])
+
+    def pieces(self, name: str) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of a tensor. Raises StoreError if the disk fails."""
+        start = self._starts[name]
+        stop = start + 4 * math.prod(self.shapes[name])
+        while start < stop:
+            with _reading(self._called):
+                piece = os.pread(self._descriptor, min(_PIECE_BYTES, stop - start), start)
+            if not piece:
+                raise StoreError(f"{self._called}: cannot be read (it has become shorter)")
+            yield piece
+            start += len(piece)
+
+    def snapshot(self) -> Snapshot:
+        """Return all of it in memory."""
+        tensors = {name: self.tensor(name) for name in self.shapes}
+        basis = tensors.pop(BASIS, None)
+        momentum = {name.removeprefix(MOMENTUM): tensors.pop(name) for name in list(tensors) if _kind(name) == 2}
+        return Snapshot(self.round, tensors, basis, momentum)
+
+
+def _kind(name: str) -> int:
+    """Return 0 for a parameter, 1 for the basis, 2 for a momentum."""
+    return 2 if name.startswith(MOMENTUM) else int(name == BASIS)
+
+
+@contextmanager
+def _reading(called: str) -> Iterator[None]:
+    """Raise StoreError for an OSError: the file may be intact, and a later attempt may succeed."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
 
 
 def _round_of(metadata: Mapping[str, str], called: str) -> int:
@@ -100,24 +194,23 @@ def _round_of(metadata: Mapping[str, str], called: str) -> int:
     return int(text)
 
 
-@contextmanager
-def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
-    """Open a snapshot to read tensors one at a time. Raises the errors of `load_snapshot`."""
+def open_snapshot(path: Path, called: str = "") -> OpenSnapshot:
+    """Open a snapshot to read tensors one at a time, after comparing all with the digest.
+
+    Raises the errors of `load_snapshot`.
+    """
     called = called or str(path)
     try:
-        with safe_open(path, "pt") as file:
-            hashes = {name: parameter_sha256(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
+        with _reading(called):
+            file = OpenSnapshot(path, called)
+            hashes = {name: parameter_sha256(file.tensor(name)) for name in file.shapes}
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
-    except OSError as error:  # the file may be intact, and a later attempt may succeed
-        raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
     except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # also for types that torch cannot compute
         raise DamagedFile(f"{called} is damaged: {error}") from None
-    if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
+    if file.metadata.get(DIGEST) != _digest(file.metadata.get(ROUND, ""), hashes):
         raise DamagedFile(f"{called} is damaged: its tensors do not match its digest")
-    with safe_open(path, "pt") as file:
-        yield file
+    return file
 
 
 def _digest(round_: str, hashes: Mapping[str, bytes]) -> str:

@@ -23,7 +23,7 @@ from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller, ExchangeService, IsAsked, always
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.same import Agreement
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.confirmations import Confirmations
@@ -161,7 +161,12 @@ class Exchange(ExchangeService):
         return self._answers[type(request)](request, caller)
 
     def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
-        return self.snapshots.read(request)
+        snapshot = self.snapshots.open(request)
+        return {name: snapshot.tensor(name) for name in request.names}
+
+    def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot | OpenSnapshot:
+        """Return a snapshot that has the tensors of a request, to send them in pieces."""
+        return self.snapshots.open(request)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self.deposits.take(header, data, caller)

@@ -142,11 +142,14 @@ def begin_run(
         raise
     optimizer, now = round_optimizer(spec, start.snapshot.basis), spec.latest
     retention = Retention(exchange.log, now.snapshots.keep, now.store.history)
-    auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention)
+    auditor = Auditor(
+        exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention, folder.path
+    )
     auditor.start()
     examples = _examples(spec, folder)
     limits = contribution_limits(spec)
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, examples, limits)
+    exchange.snapshots.kept(start.snapshot.round)
     return auditor
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hetero_pp.config.topology import DatacenterReplica, ReplicaSettings
@@ -75,8 +76,8 @@ class ContributionLimits:
         self._tensors = [self._tensor(name, tuple(tensor.shape)) for name, tensor in parameters.items()]
         for name, tensor in parameters.items():
             if tensor.ndim > 1:
-                block = block_of(name)
-                self._largest[block] = max(self._largest.get(block, 0.0), float(tensor.abs().max()))
+                block, (least, most) = block_of(name), torch.aminmax(tensor)
+                self._largest[block] = max(self._largest.get(block, 0.0), float(-least), float(most))
 
     def accumulated(self, round_: int) -> float:
         """Return the sum of learning rates, with error feedback's decay, that a value sent in a round comes from."""

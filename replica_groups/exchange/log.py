@@ -19,17 +19,15 @@ import hashlib
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
-from safetensors import safe_open
 
 from hetero_pp.core.bounded import before_gap
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
-from hetero_pp.run.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
+from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited
@@ -173,27 +171,20 @@ class ContributionLog:
             save_snapshot(snapshot, path)
 
     def read_snapshot(self, round_: int) -> Snapshot:
-        """Return the snapshot after a round. Raises FileNotFoundError if there is none.
+        """Return the snapshot after a round, in memory. Raises as `open_snapshot`."""
+        with self.open_snapshot(round_) as file:
+            return file.snapshot()
 
-        Raises DamagedFile if it was altered.
+    def open_snapshot(self, round_: int) -> OpenSnapshot:
+        """Open the snapshot after a round, to read its tensors one at a time.
+
+        Raises FileNotFoundError if there is none, DamagedFile if it was altered.
         """
         with reading(self.store, snapshot_key(round_)) as path:
-            snapshot = load_snapshot(path, self.store.url(snapshot_key(round_)))
-        self._expect_round(snapshot.round, round_)
-        return snapshot
-
-    @contextmanager
-    def open_snapshot(self, round_: int) -> Iterator[safe_open]:
-        """Open the snapshot after a round, to read its tensors one at a time. Raises as `read_snapshot`."""
-        with (
-            reading(self.store, snapshot_key(round_)) as path,
-            open_snapshot(path, self.store.url(snapshot_key(round_))) as file,
-        ):
-            yield file
-
-    def _expect_round(self, found: int, round_: int) -> None:
-        if found != round_:
-            raise DamagedFile(f"{self.store.url(snapshot_key(round_))} is the snapshot after round {found}")
+            file = open_snapshot(path, self.store.url(snapshot_key(round_)))
+        if file.round != round_:
+            raise DamagedFile(f"{self.store.url(snapshot_key(round_))} is the snapshot after round {file.round}")
+        return file
 
     def snapshots(self) -> set[int]:
         """Return the rounds that have a snapshot."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, StoreError
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.step import RoundOptimizer
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import replay
 
@@ -122,7 +122,13 @@ def snapshot_after(
 
 
 def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
-    """Return the newest readable snapshot up to a round; damaged ones are added to `damaged`.
+    """Return the newest readable snapshot up to a round, in memory. As `open_newest` otherwise."""
+    with open_newest(log, round_, damaged) as file:
+        return file.snapshot()
+
+
+def open_newest(log: ContributionLog, round_: int, damaged: list[str]) -> OpenSnapshot:
+    """Open the newest readable snapshot up to a round; damaged ones are added to `damaged`.
 
     Raises FileNotFoundError if there is none, StoreError if it may be readable later.
     """
@@ -130,7 +136,7 @@ def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snaps
     for number in sorted(log.snapshots(), reverse=True):
         if number <= round_:
             try:
-                return log.read_snapshot(number)
+                return log.open_snapshot(number)
             except DamagedFile as error:
                 damaged.append(str(error))
             except StoreError as error:

@@ -15,7 +15,6 @@ import torch
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from torch import Tensor
 
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
@@ -33,6 +32,7 @@ from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
 from replica_groups.loop.carried import CarriedExchange
 from replica_groups.loop.collective import CollectiveExchange
@@ -120,9 +120,9 @@ class Recorder:
     def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
         self.asked.append(("dialled", member, address, is_reached))
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+    def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot:
         self._note("Snapshot", caller, request)
-        return dict.fromkeys(request.names, NORM)
+        return Snapshot(0, dict.fromkeys(request.names, NORM), None)
 
     def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
         self._note("Broken", caller, request)
