@@ -29,20 +29,20 @@ class LiveBytes(TorchDispatchMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for given in tree_leaves((args, kwargs)):
-            if isinstance(given, Tensor):  # of other threads, or from before
-                self._known.add(given.untyped_storage()._cdata)
+            if isinstance(given, Tensor) and given.untyped_storage()._cdata not in self._known:
+                self._add(given.untyped_storage(), 0)  # made by another thread, or before
         result = function(*args, **(kwargs or {}))
         for made in tree_leaves(result):
             if isinstance(made, Tensor) and made.untyped_storage()._cdata not in self._known:
-                self._add(made.untyped_storage())
+                self._add(made.untyped_storage(), made.untyped_storage().nbytes())
         return result
 
-    def _add(self, storage: UntypedStorage) -> None:
+    def _add(self, storage: UntypedStorage, size: int) -> None:
         with self._lock:
             self._known.add(storage._cdata)
-            self.now += storage.nbytes()
+            self.now += size
             self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+        weakref.finalize(storage, self._remove, storage._cdata, size)
 
     def _remove(self, key: int, size: int) -> None:
         with self._lock:

@@ -199,7 +199,7 @@ def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, w
     """Return the CPU seconds of a round, by purpose. `calls` counts the blobs that are submitted and fetched."""
     parameters = parameters_of_model(spec)
     members = sum(count * len(replica.members) for replica, count in representatives(spec))
-    snapshot = (4 + outer_moment_bytes(spec.config.outer)) * parameters / spec.config.snapshots.every
+    snapshot = (4 + outer_moment_bytes(spec.config)) * parameters / spec.config.snapshots.every
     return {
         "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
         "calls": calls * CALL_SECONDS,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.memory import (
     APPLY,
     PROCESS_BYTES,
+    ROUND,
+    SAVE,
+    START,
     TENSORS_OF_A_STEP,
     TRAINED,
     Memory,
@@ -37,21 +41,25 @@ KEPT_BYTES = 32 * 2**20
 
 def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str) -> Memory:
     """Return the memory with so many members and relayed stage links. `way`: see `ExchangeLoad.way`."""
-    shapes, moments = spec.parameter_shapes.values(), outer_moment_bytes(spec.config.outer)
-    size, tensor = 4.0 * parameters_of_model(spec), 4.0 * max(map(math.prod, shapes))
+    moments, shapes = outer_moment_bytes(spec.config), spec.parameter_shapes
+    model, tensor = 4.0 * parameters_of_model(spec), 4.0 * max(map(math.prod, shapes.values()))
+    block = 4.0 * max(sum(map(math.prod, one.values())) for one in shapes_by_block(shapes).values())
+    is_whole = spec.config.outer.source == "gradient"
     decodes = way not in RINGS
     blob = max(size for blobs in blob_sizes(spec).values() for size in blobs.values())
     return Memory(
         [
             Term("process", PROCESS_BYTES),
             Term("members", CONNECTION_BYTES * members),
-            Term("snapshot", size),  # Snapshots: the one that members fetch
-            Term("parameters", size, TRAINED),  # Auditor._theta
-            Term("momentum", moments / 4 * size, TRAINED),  # Auditor._optimizer
+            Term("first snapshot", model + tensor, START),  # first_snapshot, until it is written; `initialise`
+            Term("momentum", moments / 4 * model, TRAINED),  # Auditor._optimizer
+            Term("parameters", model if is_whole else block, APPLY),  # Auditor._replay; the rest is on disk (Scratch)
+            Term("averaged gradients", model if is_whole else 0.0, APPLY),  # GradientOptimizer
             Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, APPLY),  # replay
+            Term("snapshot", model, SAVE),  # Auditor._save
             Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, APPLY),
-            Term("decoding", _decoding_bytes(spec, members) if decodes else 0.0, APPLY),
-            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),
+            Term("decoding", _decoding_bytes(spec, members) if decodes else 0.0, ROUND),
+            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, ROUND),
             Term("relay", float(2 * RELAY_BYTES * relayed_links)),
         ]
     )

@@ -20,7 +20,7 @@ from typing import Literal
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape
-from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.chunks import BAND_ELEMENTS
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.alike import equal_replicas
@@ -40,15 +40,20 @@ class Phase(StrEnum):
     START = "start"
     """A member reads the snapshot and builds its part; the exchange draws or reads the first snapshot."""
     STEP = "step"
+    """Forward and backward passes."""
+    UPDATE = "update"
+    """The inner optimizer's step."""
     CONTRIBUTE = "contribute"
     APPLY = "apply"
     """Also the auditor's replay of a round."""
+    SAVE = "save"
+    """The auditor writes a snapshot. A member checkpoint needs no copies."""
 
 
 ALWAYS = frozenset(Phase)
-START, STEP, CONTRIBUTE, APPLY = (frozenset({phase}) for phase in Phase)
+START, STEP, UPDATE, CONTRIBUTE, APPLY, SAVE = (frozenset({phase}) for phase in Phase)
 TRAINED = ALWAYS - START
-ROUND = CONTRIBUTE | APPLY
+ROUND = CONTRIBUTE | APPLY | SAVE
 
 MEMORY_KINDS: Mapping[str, Sequence[str]] = {
     "weights and gradients": ("weights", "gradients"),
@@ -131,6 +136,7 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
     trains = Trains(
         sequences=replica.batch_size // replica.micro_batches,
         length=spec.config.data.sequence_length,
+        micro_batches=replica.micro_batches,
         in_flight=micro_batches_in_flight(member),
         value_bytes=value_bytes(replica, accelerated),
         checkpointing=checkpointing_of(replica),
@@ -150,6 +156,8 @@ class Trains:
     sequences: int
     """Sequences of one micro-batch."""
     length: int
+    micro_batches: int
+    """Micro-batches of a step."""
     in_flight: int
     """Largest number of micro-batches whose activations it keeps at once."""
     value_bytes: int
@@ -167,7 +175,8 @@ def _of_part(shape: ModelShape, part: Part, trains: Trains, moments: float, rank
     size, own = 4.0 * part.parameters, part.beside
     yield Term("process", ranks * PROCESS_BYTES, on_host=True)
     yield Term("weights", size)  # Transformer
-    yield Term("gradients", size, STEP)  # InnerOptimizer.step drops them before a round ends
+    # The only micro-batch of a step makes gradients while it frees its activations. InnerOptimizer.step drops them.
+    yield Term("gradients", size, STEP | UPDATE if trains.micro_batches > 1 else UPDATE)
     yield Term("optimizer", moments, TRAINED)  # InnerOptimizer; copies for undo lie on disk (Scratch)
     yield Term("activations", activation_bytes(shape, part, trains), STEP)  # Stage._in_flight, WholeReplica.loss
     yield Term("round start", size, on_host=True)  # OuterRound.theta
@@ -181,11 +190,13 @@ def _of_rounds(spec: RunSpec, member: MemberSpec) -> Iterator[Term]:
     """Yield what settings of the outer rounds add, and the snapshot that a member starts from."""
     outer, part = spec.config.outer, part_of(spec, member)
     size, followed = 4.0 * part.parameters, 4.0 * part.beside.followed
-    momentum = outer_moment_bytes(outer) / 4 * (size + followed)
+    momentum = outer_moment_bytes(spec.config) / 4 * (size + followed)
     blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
     yield Term("snapshot", size + followed, START, on_host=True)  # take_part: tensors as they were fetched
     yield Term("outer momentum", momentum, TRAINED, on_host=True)  # OuterOptimizer.momentum
     yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
+    if outer.source == "gradient":  # GradientOptimizer: gradients of parameters, contributed and averaged
+        yield Term("averaged gradients", size + followed, ROUND, on_host=True)
     if spec.config.states.undo:
         yield Term("anchors at the start", 4.0 * part.beside.anchors, TRAINED)  # OwnParameters.remember
     if outer.overlap:  # OuterRound.trained of two rounds, and OuterRound.starts
@@ -202,16 +213,20 @@ def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iter
         max((spec.parameter_shapes[name] for name in names), key=math.prod)
         for names in (member.owned, [*member.owned, *followed])
     )
-    selected = 4.0 * math.prod(own) + SELECTED_BYTES * kept_values(own, outer.compression)
-    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(outer)] * math.prod(shape)
+    numbers = math.prod(own)
+    selected = 4.0 * numbers + BAND_BYTES * min(numbers, BAND_ELEMENTS)
+    selected += SELECTED_BYTES * kept_values(own, outer.compression)
+    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(spec.config)] * math.prod(shape)
     yield Term("selection", selected, CONTRIBUTE)  # OuterRound._select: the difference, and what is kept
     if accelerated:
-        yield Term("error feedback of a tensor", 4.0 * math.prod(own), CONTRIBUTE)  # OuterRound._select
+        yield Term("error feedback of a tensor", 4.0 * numbers, CONTRIBUTE)  # OuterRound._select
     yield Term("outer step", step, APPLY, on_host=True)  # replay
     yield Term("decoding", decoded_bytes(shape, outer.compression), APPLY, on_host=True)  # ReceivedBlob.tensor
     yield Term("one block of all contributions", largest_block_bytes(spec), APPLY, on_host=True)  # replay: bytes
 
 
+BAND_BYTES = 7
+"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`two_level.find`)."""
 SELECTED_BYTES = 32
 """Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
 
@@ -246,8 +261,11 @@ def representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
         yield first, fleets[first.name].count if first.name in fleets else len(replicas)
 
 
-def outer_moment_bytes(outer: OuterSettings) -> int:
-    """Return the bytes per parameter that the outer optimizer keeps."""
+def outer_moment_bytes(config: RunConfig) -> int:
+    """Return the bytes per parameter that the outer optimizer keeps; with averaged gradients that is AdamW."""
+    outer = config.outer
+    if outer.source == "gradient":
+        return 8
     return 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
 
 
@@ -258,6 +276,8 @@ def parameters_of_model(spec: RunSpec) -> int:
 def moment_bytes(spec: RunSpec, member: MemberSpec) -> float:
     """Return the bytes of the inner optimizer's moments of a member's parameters."""
     inner, total = spec.config.inner, 0.0
+    if spec.config.outer.source == "gradient":  # the outer optimizer takes the steps
+        return total
     for name in member.owned:
         shape = spec.parameter_shapes[name]
         hidden = name.startswith(LAYERS) and len(shape) > 1

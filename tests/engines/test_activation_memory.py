@@ -39,5 +39,5 @@ def test_activations_take_what_is_predicted(checkpointing: Checkpointing, feed_f
     torch.manual_seed(0)
     shape = ModelShape(width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary)
     part = Part(LAYERS, embeds=True, predicts=True, parameters=0)
-    predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, value_bytes=4, checkpointing=checkpointing))
+    predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, 1, value_bytes=4, checkpointing=checkpointing))
     assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.15)

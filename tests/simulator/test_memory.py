@@ -104,7 +104,9 @@ def test_a_member_holds_the_tensors_that_are_predicted(
     _train(spec, tmp_path / "run")
     for name, member in spec.members.items():
         memory, found = memory_of_member(spec, member, accelerated=False), peaks.by_member[name]
-        assert {phase: _tensors(memory, phase) for phase in found} == pytest.approx(found, rel=0.1), name
+        predicted = {phase: _tensors(memory, phase) for phase in found}
+        predicted[Phase.STEP] = max(predicted[Phase.STEP], _tensors(memory, Phase.UPDATE))
+        assert predicted == pytest.approx(found, rel=0.1), name
 
 
 def _tensors(memory: Memory, phase: Phase) -> float:
@@ -128,5 +130,5 @@ def test_the_exchange_holds_the_tensors_that_are_predicted(
     monkeypatch.setattr(Auditor, "_run", counted(Auditor._run))
     _train(spec, tmp_path / "run")
     held = exchange_load(spec).memory_bytes
-    others = {"members", "messages in flight", "relay", *NO_TENSORS} - {"snapshot"}
+    others = {"members", "decoding", "messages in flight", "relay", *NO_TENSORS} - {"snapshot"}
     assert sum(size for name, size in held.items() if name not in others) == pytest.approx(live.most, rel=0.1)
