@@ -40,6 +40,7 @@ class Boundary:
     def split(self, embedding: Tensor) -> None:
         """Derive T_perp from the synchronized token embedding [V, D]."""
         if self.basis is not None:
+            self.perpendicular = None  # first, to avoid holding two tables
             self.perpendicular = perpendicular(embedding.detach(), self.basis)
 
     def move(self, basis_DK: Tensor) -> None:

@@ -21,6 +21,9 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
+_ROWS = 4096
+"""Rows of the embedding that weight decay changes at once."""
+
 
 class InnerSettings(Settings):
     """Inner loop of a round: a number of steps, or as many as fit into a given time."""
@@ -248,4 +251,6 @@ class InnerOptimizer:
         """Apply weight decay to T_S in a replica with compressed boundaries."""
         embedding, table = self._embedding, self._perpendicular
         if embedding is not None and table is not None:
-            embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))
+            decay = rate * self.settings.weight_decay
+            for rows, fixed in zip(embedding.split(_ROWS), table.split(_ROWS), strict=True):  # no third table
+                rows.sub_((rows - fixed).mul_(decay))

@@ -51,4 +51,5 @@ def expand_gradient(gradient_BLK: Tensor, basis_DK: Tensor) -> Tensor:
 def perpendicular(embedding_VD: Tensor, basis_DK: Tensor) -> Tensor:
     """Return T_perp = TE - TE U U^T, [V, D] in fp32, from the synchronized TE (equations 3 and 4, solved for it)."""
     table = embedding_VD.float()
-    return table - (table @ basis_DK) @ basis_DK.T
+    inside = (table @ basis_DK) @ basis_DK.T
+    return inside.neg_().add_(table)  # the bits of a difference, without another table

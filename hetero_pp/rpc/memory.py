@@ -39,6 +39,12 @@ def giving_freed_memory_back(every: float) -> Iterator[None]:
         is_over.set()
 
 
+def give_freed_memory_back() -> None:
+    """Return freed memory to the system now (glibc only): a process that does no more of what needed it."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _give_back(every: float, is_over: threading.Event) -> None:
     trim = ctypes.CDLL(None).malloc_trim
     while not is_over.wait(every):

@@ -17,6 +17,7 @@ from hetero_pp.data.shares import Share
 from hetero_pp.messages.messages_pb2 import AssignReply, MemberRound
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.outer.step import parameter_of
+from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.run.snapshot import MOMENTUM
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
@@ -243,6 +244,8 @@ class TrainingLoop:
             self.reporter.flush()
         self.faults.touch(self.outer.theta)
         loop = self._inner_loop_of(work, spec)
+        if self.gate is None:  # this process trains nothing else: gradients and activations are free until it trains
+            give_freed_memory_back()
         started, spent_ahead, self.outer.blocked = time.monotonic(), 0.0, 0.0
 
         def contributed() -> None:
