@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
@@ -21,7 +21,7 @@ def require_memory(spec: RunSpec, member: MemberSpec, memory: Memory, capacity: 
     needed = memory.n_bytes(memory.computing_place)
     if needed <= capacity:
         return
-    parts = listed_by_kind([memory], memory.computing_place)
+    parts = listed_by_kind([memory.held(memory.computing_place)])
     found = (
         f"{member.name} needs {format_bytes(needed)} of memory, expected at most "
         f"{format_bytes(capacity)}: {format_bytes(needed - capacity)} too much ({parts})"
@@ -31,9 +31,9 @@ def require_memory(spec: RunSpec, member: MemberSpec, memory: Memory, capacity: 
     raise ConfigError(("replicas", member.replica_index), "; ".join(filter(None, [found, key, assumed])))
 
 
-def listed_by_kind(memories: Sequence[Memory], place: Place) -> str:
-    """List the peaks of several processes by kind, the largest first."""
-    kinds = [by_kind(memory.held(place)) for memory in memories]
+def listed_by_kind(held: Sequence[Mapping[str, float]]) -> str:
+    """List the bytes of several processes by kind, the largest first; each is given by purpose."""
+    kinds = [by_kind(one) for one in held]
     total = {kind: sum(one[kind] for one in kinds) for kind in kinds[0]}
     largest = sorted(total.items(), key=lambda one: -one[1])
     return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)

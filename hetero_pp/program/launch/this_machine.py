@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.memory import LAUNCHER_BYTES, memory_of_member
+from hetero_pp.simulator.memory import LAUNCHER_BYTES, Memory, memory_of_member
 from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
 from replica_groups.member.build_member import device_of
@@ -80,13 +80,13 @@ def _of_memory(spec: RunSpec, names: Sequence[str]) -> Iterator[Limit]:
     memory = psutil.virtual_memory()
     total = min([memory.total, *_limits_of_containers()])
     free = min(memory.available, total)
-    needed = LAUNCHER_BYTES + sum(_on_this_node(member, held.n_bytes()) for member, held in memories)
+    held = [_by_purpose_here(member, memory) for member, memory in memories]
     parameters = sum(_on_this_node(member, part_of(spec, member).parameters) for member in members)
     who = format_count(len(members), "member")
     if EXCHANGE in names:
-        needed, who = needed + sum(exchange_load(spec).memory_bytes.values()), f"{who} and the exchange"
-    who = f"{who} with {parameters:,.0f} parameters"
-    why = f"({listed_by_kind([held for _, held in memories], 'host')})"
+        held, who = [*held, exchange_load(spec).memory_bytes], f"{who} and the exchange"
+    who, why = f"{who} with {parameters:,.0f} parameters", f"({listed_by_kind(held)})"
+    needed = LAUNCHER_BYTES + sum(sum(one.values()) for one in held)
     if needed > total:
         helps = remedy(spec, memories, needed, total, "host")
         yield Limit(
@@ -104,6 +104,11 @@ def _of_memory(spec: RunSpec, names: Sequence[str]) -> Iterator[Limit]:
         )
 
 
+def _by_purpose_here(member: MemberSpec, memory: Memory) -> Mapping[str, float]:
+    """Return what this machine's memory holds of a member."""
+    return {name: _on_this_node(member, size) for name, size in memory.held().items()}
+
+
 def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
     """Compare what members hold on accelerators with the free memory of these."""
     accelerated = [member for member in members if not _computes_here(member)]
@@ -117,7 +122,7 @@ def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[
             yield Limit(
                 ("replicas", member.replica_index),
                 f"found {member.name}, which needs {format_bytes(needed)} "
-                f"({listed_by_kind([memory], 'device')}), expected at most the {format_bytes(free)} that are free on "
+                f"({listed_by_kind([memory.held('device')])}), expected at most the {format_bytes(free)} that are free on "
                 f"{device_of(replica)}: {helps}",
                 is_final=True,
             )
