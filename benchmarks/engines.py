@@ -34,12 +34,12 @@ from rich.table import Table
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import (
     ModelSettings,
     ModelShape,
     Transformer,
     initialise,
-    next_token_loss,
     shapes_by_block,
 )
 from hetero_pp.outer.methods import OuterSettings

@@ -24,7 +24,8 @@ import torch
 from command_line import parse, save
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.model.transformer import Transformer, initialise, next_token_loss
+from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.transformer import Transformer, initialise
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig

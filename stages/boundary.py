@@ -48,8 +48,8 @@ class Boundary:
         self.basis, self.perpendicular = basis_DK, None
 
     def encode_activation(self, x_BLD: Tensor) -> Symbols:
-        """Encode the sender's output [B, L, D] for the receiver."""
-        x_BLD = x_BLD.detach()
+        """Encode the sender's output [B, L, D], of any dtype, for the receiver."""
+        x_BLD = x_BLD.detach().float()
         return self.format.activation(x_BLD if self.basis is None else project(x_BLD, self.basis))
 
     def decode_activation(self, symbols: Symbols, tokens_BL: Tensor) -> Tensor:

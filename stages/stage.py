@@ -16,7 +16,7 @@ from torch import Tensor
 from hetero_pp.config.topology import StageSpec
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.transformer import EMBEDDING, Transformer, next_token_loss, parameters_of
+from hetero_pp.model.transformer import EMBEDDING, Transformer, parameters_of
 from hetero_pp.pipeline.coefficients import Symbols
 from stages.anchors import Anchors
 from stages.boundary import Boundary
@@ -72,9 +72,9 @@ class Stage:
         received = None
         if came is not None:
             received = self.boundary.decode_activation(came, tokens[:, :-1]).requires_grad_()
-        output = self.module(self._input(received, tokens[:, :-1]))
+        output = self._compute(self._input(received, tokens[:, :-1]), tokens)
         if self.spec.is_last:
-            output = next_token_loss(output, tokens[:, 1:]) / micro_batches
+            output = output / micro_batches
         self._in_flight[micro_batch] = _InFlight(received, output)
         return output.detach()
 
@@ -84,7 +84,7 @@ class Stage:
         `came` is from the stage after (None on the last); `key` selects the rounding noise of the message.
         """
         kept = self._in_flight.pop(micro_batch)
-        gradient = None if came is None else self.boundary.decode_gradient(came)
+        gradient = None if came is None else self.boundary.decode_gradient(came).to(kept.output.dtype)
         torch.autograd.backward(kept.output, gradient)
         if kept.received is None or kept.received.grad is None:
             return None
@@ -100,6 +100,10 @@ class Stage:
         if received is None:
             return tokens
         return received if self.anchors is None else self.anchors.add(received, tokens)
+
+    def _compute(self, inputs: Tensor, tokens: Tensor) -> Tensor:
+        """Return the output [B, L, D] in the dtype of the products, or the loss on the last stage."""
+        return self.module.loss(inputs, tokens[:, 1:]) if self.spec.is_last else self.module(inputs)
 
     def step(self, step: int, replica_norm: Tensor) -> float:
         """Step the optimizer and the anchors; return the learning rate."""
@@ -142,5 +146,4 @@ class Stage:
         """Run a forward without keeping anything; return the output [B, L, D], or the loss on the last stage."""
         inputs = tokens[:, :-1]
         received = None if came is None else self.boundary.decode_activation(came, inputs)
-        output = self.module(self._input(received, inputs))
-        return next_token_loss(output, tokens[:, 1:]) if self.spec.is_last else output
+        return self._compute(self._input(received, inputs), tokens)

@@ -11,6 +11,8 @@ from hetero_pp.config.settings import Settings
 
 EngineName = Literal["torch", "torchtitan", "deepspeed"]
 Checkpointing = Literal["none", "selective", "full"]
+Precision = Literal["auto", "fp32", "bf16"]
+Recomputation = Literal["none", "layers"]
 
 DEEPSPEED_OWNED = (
     "train_batch_size",
@@ -29,7 +31,7 @@ class TorchtitanSettings(Settings):
     data_parallel_replicate: int = Field(1, ge=1, description="copies of the sharded replica (HSDP)")
     compile: bool = Field(False, description="use torch.compile on every layer")
     activation_checkpointing: Checkpointing = "none"
-    precision: Literal["auto", "fp32", "bf16"] = Field(
+    precision: Precision = Field(
         "auto", description="precision of the layers' arithmetic; `auto`: bf16 on a GPU, fp32 on a CPU"
     )
     reshard_after_forward: Literal["default", "always", "never"] = "default"

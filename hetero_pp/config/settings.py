@@ -29,6 +29,13 @@ class NotPartOf(Flag):
     EITHER = RUN | OUTCOME
 
 
+class AddedLater:
+    """Mark of a field, in its annotation: existing runs were started without it, as with its default.
+
+    With the default, it is no part of the meaning. So the identities of existing runs stay the same.
+    """
+
+
 class WhomItConcerns:
     """Mark of a mapping by names, in its annotation: its entries concern members or replicas, by key or by content.
 
@@ -40,7 +47,8 @@ def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> di
     """Return the content of settings as JSON, without the fields that have one of the marks `without`.
 
     Without `defaults`, fields that have their default value are left out. A field that is added to a section later,
-    with a default that changes nothing, then does not change the meaning. With `defaults` it does.
+    with a default that changes nothing, then does not change the meaning. With `defaults` it does, unless it has the
+    mark AddedLater.
     """
     return _without(without, defaults, settings, settings.model_dump(mode="json"))
 
@@ -51,7 +59,8 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
         return {
             name: _without(marked, defaults, getattr(value, name), dumped[name])
             for name, field in type(value).model_fields.items()
-            if not _is_marked(field, marked) and (defaults or not _is_default(field, getattr(value, name), marked))
+            if not _is_marked(field, marked)
+            and ((defaults and not _is_added_later(field)) or not _is_default(field, getattr(value, name), marked))
         }
     if isinstance(value, dict):
         parts = zip(value.values(), dumped.items(), strict=True)
@@ -63,6 +72,10 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
 
 def _is_marked(field: FieldInfo, mark: NotPartOf) -> bool:
     return any(isinstance(one, NotPartOf) and mark & one for one in field.metadata)
+
+
+def _is_added_later(field: FieldInfo) -> bool:
+    return any(isinstance(one, AddedLater) for one in field.metadata)
 
 
 def _is_default(field: FieldInfo, value: Any, marked: NotPartOf) -> bool:

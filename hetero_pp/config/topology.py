@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from hetero_pp.config.engine_settings import EngineName, TorchtitanSettings
+from hetero_pp.config.engine_settings import EngineName, Precision, Recomputation, TorchtitanSettings
 from hetero_pp.config.links import RELAYED
-from hetero_pp.config.settings import Duration, NotPartOf, Ratio, Settings
+from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
 from hetero_pp.core.units import parse_fraction
 
 
@@ -160,6 +160,16 @@ class _Replica(Settings):
     name: str = Field(description="unique name; letters, digits, `-` and `_`")
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
     micro_batches: int = Field(1, ge=1, description="number of equal parts of an inner step's batch")
+    precision: Annotated[Precision, AddedLater()] = Field(
+        "auto",
+        description="precision of the layers' arithmetic with engine `torch` and in stages; parameters, gradients, "
+        "moments and the loss are fp32. `auto`: bf16 on an accelerator that has it, fp32 on a CPU",
+    )
+    recompute: Annotated[Recomputation, NotPartOf.EITHER] = Field(
+        "none",
+        description="activations that the backward computes again, with engine `torch` and in stages; `layers`: those "
+        "inside of layers, which saves memory and costs a second forward",
+    )
     uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
         None, description="kind of link to the exchange, from `links`"
     )

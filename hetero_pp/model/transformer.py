@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hetero_pp.config.settings import NotPartOf, Settings
 from hetero_pp.config.topology import StageSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.model.loss import loss_of_hidden
+from hetero_pp.model.precision import Linear, RMSNorm
 
 PRESETS: dict[str, dict[str, int]] = {
     "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
@@ -120,10 +123,10 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_width = shape.width // shape.heads
-        self.wq = nn.Linear(shape.width, shape.width, bias=False)
-        self.wk = nn.Linear(shape.width, shape.width, bias=False)
-        self.wv = nn.Linear(shape.width, shape.width, bias=False)
-        self.wo = nn.Linear(shape.width, shape.width, bias=False)
+        self.wq = Linear(shape.width, shape.width)
+        self.wk = Linear(shape.width, shape.width)
+        self.wv = Linear(shape.width, shape.width)
+        self.wo = Linear(shape.width, shape.width)
 
     def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
         batch, length, _ = x_BLD.shape
@@ -139,9 +142,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.width, shape.feed_forward, bias=False)
-        self.w2 = nn.Linear(shape.feed_forward, shape.width, bias=False)
-        self.w3 = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.w1 = Linear(shape.width, shape.feed_forward)
+        self.w2 = Linear(shape.feed_forward, shape.width)
+        self.w3 = Linear(shape.width, shape.feed_forward)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
@@ -154,8 +157,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(shape)
         self.feed_forward = FeedForward(shape)
-        self.attention_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
-        self.ffn_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.attention_norm = RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.ffn_norm = RMSNorm(shape.width, eps=shape.norm_epsilon)
 
     def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope_LE)
@@ -171,15 +174,23 @@ class Transformer(nn.Module):
         layers: Iterable[int] | None = None,
         embeds: bool = True,
         predicts: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        recomputes: bool = False,
     ) -> None:
+        """`compute_dtype`: dtype of hidden states and products; by default that of the parameters.
+
+        `recomputes`: whether the forward keeps only the inputs of layers, and the backward computes layers again.
+        """
         super().__init__()
         self.shape = shape
+        self.compute_dtype = compute_dtype
+        self.recomputes = recomputes
         self.enable_weight_tying = False
         owned = range(shape.layers) if layers is None else layers
         self.tok_embeddings = _empty_embedding(shape) if embeds else None
         self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in owned})
-        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
-        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False) if predicts else None
+        self.norm = RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
+        self.lm_head = Linear(shape.width, shape.vocabulary) if predicts else None
         self._rope_LE: Tensor | None = None
 
     def forward(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
@@ -187,15 +198,28 @@ class Transformer(nn.Module):
 
         `after_layer` may change the hidden states after each layer: a boundary inside a whole replica.
         """
+        x_BLD = self.hidden(inputs, after_layer)
+        return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
+
+    def loss(self, inputs: Tensor, targets_BL: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
+        """Return the mean cross entropy in nats of a part that predicts. Arguments are those of `forward`."""
+        assert self.lm_head is not None
+        return loss_of_hidden(self.hidden(inputs, after_layer), self.lm_head.weight, targets_BL)
+
+    def hidden(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
+        """Return the hidden states [B, L, D] before the logits, or of a stage. Arguments are those of `forward`."""
         x_BLD = inputs if self.tok_embeddings is None else self.tok_embeddings(inputs)
+        if self.compute_dtype is not None:
+            x_BLD = x_BLD.to(self.compute_dtype)
         rope_LE = self.rope(inputs.shape[1], x_BLD.device)
         for index, block in self.layers.items():
-            x_BLD = block(x_BLD, rope_LE)
+            if self.recomputes and torch.is_grad_enabled():
+                x_BLD = checkpoint(block, x_BLD, rope_LE, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BLD = block(x_BLD, rope_LE)
             if after_layer is not None:
                 x_BLD = after_layer(int(index), x_BLD)
-        if self.norm is not None:
-            x_BLD = self.norm(x_BLD)
-        return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
+        return x_BLD if self.norm is None else self.norm(x_BLD)
 
     def rope(self, length: int, device: torch.device) -> Tensor:
         """Return the rotations [L, E / 2, 2], cached between calls."""
@@ -209,17 +233,25 @@ def _empty_embedding(shape: ModelShape) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 
-def build_part(shape: ModelShape, spec: StageSpec) -> Transformer:
+def build_part(
+    shape: ModelShape, spec: StageSpec, compute_dtype: torch.dtype | None = None, recomputes: bool = False
+) -> Transformer:
     """Build the module of a stage. Parameters keep the whole model's names; values are not set."""
-    return Transformer(shape, spec.layers, embeds=spec.is_first, predicts=spec.is_last)
+    return Transformer(shape, spec.layers, spec.is_first, spec.is_last, compute_dtype, recomputes)
 
 
 def build_filled(
-    shape: ModelShape, values: Mapping[str, Tensor], stage: StageSpec | None = None, device: torch.device | None = None
+    shape: ModelShape,
+    values: Mapping[str, Tensor],
+    stage: StageSpec | None = None,
+    device: torch.device | None = None,
+    compute_dtype: torch.dtype | None = None,
+    recomputes: bool = False,
 ) -> Transformer:
     """Build the whole model, or a stage's part, with the parameter values given by name; by default on the CPU."""
+    stage = stage or StageSpec(0, 1, range(shape.layers))
     with torch.device("meta"):
-        module = Transformer(shape) if stage is None else build_part(shape, stage)
+        module = build_part(shape, stage, compute_dtype, recomputes)
     module.to_empty(device=device or "cpu")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -247,11 +279,6 @@ def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
     even, odd = x_BLNE.float().unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = rope_LE[:, None].unbind(-1)
     return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1).flatten(-2).type_as(x_BLNE)
-
-
-def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats."""
-    return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
 
 
 def block_of(parameter: str) -> str:

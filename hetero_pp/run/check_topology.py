@@ -65,7 +65,20 @@ def check_topology(
             _check_engine(replica, here)
 
 
+_KEYS_OF_ENGINES = {
+    ("precision", "torchtitan"): "`torchtitan.precision`",
+    ("precision", "deepspeed"): "`deepspeed.bf16`",
+    ("recompute", "torchtitan"): "`torchtitan.activation_checkpointing`",
+    ("recompute", "deepspeed"): "`none`",
+}
+"""Replacement of each key that only engine `torch` has, by engine."""
+
+
 def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> None:
+    for (key, engine), instead in _KEYS_OF_ENGINES.items():
+        found = getattr(replica, key)
+        if replica.engine == engine and found != DatacenterReplica.model_fields[key].default:
+            raise ConfigError((*here, key), f"found `{found}` with the engine `{engine}`, expected {instead}")
     if replica.engine == "torch" and replica.world > 1:
         raise ConfigError(
             (*here, "engine"), f"found `torch` with {replica.world} ranks, expected `torchtitan` or `deepspeed`"

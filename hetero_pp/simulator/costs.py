@@ -89,7 +89,7 @@ def checkpointing_of(replica: ReplicaSettings) -> Checkpointing:
     """Return what a replica's engine recomputes in the backward pass instead of keeping it."""
     if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
         return replica.torchtitan.activation_checkpointing
-    return "none"
+    return "full" if replica.recompute == "layers" else "none"
 
 
 def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: Checkpointing) -> float:

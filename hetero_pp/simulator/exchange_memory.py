@@ -11,7 +11,6 @@ from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.memory import (
     APPLY,
     PROCESS_BYTES,
-    ROUND,
     SAVE,
     START,
     TENSORS_OF_A_STEP,
@@ -22,6 +21,7 @@ from hetero_pp.simulator.memory import (
     largest_block_bytes,
     outer_moment_bytes,
     parameters_of_model,
+    representatives,
 )
 from hetero_pp.simulator.volumes import RINGS
 
@@ -58,19 +58,19 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
             Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, APPLY),  # replay
             Term("snapshot", model, SAVE),  # Auditor._save
             Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, APPLY),
-            Term("decoding", _decoding_bytes(spec, members) if decodes else 0.0, ROUND),
-            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, ROUND),
+            Term("decoding", _decoding_bytes(spec) if decodes else 0.0, APPLY),
+            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),
             Term("relay", float(2 * RELAY_BYTES * relayed_links)),
         ]
     )
 
 
-def _decoding_bytes(spec: RunSpec, members: int) -> float:
-    """Return the memory of all decoding threads; each holds the largest tensor."""
+def _decoding_bytes(spec: RunSpec) -> float:
+    """Return the memory of all threads that decode the largest tensor, which one member of each replica sends."""
     largest = max(spec.parameter_shapes.values(), key=math.prod)
     each = decoded_bytes(largest, spec.config.outer.compression)
     workers = 1 if is_freed_at_once(kept_values(largest, spec.config.outer.compression)) else WORKERS_A_MEMBER
-    return each * min(members * workers, MOST_ARENAS)
+    return each * min(sum(count for _, count in representatives(spec)) * workers, MOST_ARENAS)
 
 
 def is_freed_at_once(values: int) -> bool:

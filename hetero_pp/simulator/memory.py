@@ -19,6 +19,7 @@ from typing import Literal
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.model.loss import piece_rows
 from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape
 from hetero_pp.pseudo_gradient.chunks import BAND_ELEMENTS
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -288,9 +289,11 @@ def moment_bytes(spec: RunSpec, member: MemberSpec) -> float:
 
 def value_bytes(replica: ReplicaSettings, accelerated: bool) -> int:
     """Return the bytes of a number in activations: `precision: auto` is bf16 on an accelerator, else fp32."""
-    precision = "auto"
+    precision = replica.precision
     if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
         precision = replica.torchtitan.precision
+    elif isinstance(replica, DatacenterReplica) and replica.engine == "deepspeed":
+        precision = "bf16" if replica.deepspeed.get("bf16", {}).get("enabled") else "fp32"
     return 2 if precision == "bf16" or (precision == "auto" and accelerated) else 4
 
 
@@ -316,16 +319,27 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     down (4 D + F).
 
     One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
-    gradients of both in fp32 (4 V). Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
+    gradients of both in fp32 (4 V). Of a loss in pieces it holds two of these for one piece, and the head's gradient
+    twice. Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
     The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
     """
     width, feed_forward = shape.width, shape.feed_forward
     whole = 10 * width + 4 * feed_forward
     kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[trains.checkpointing]
     per_token = part.layers * kept * trains.value_bytes
-    head = 4 * 4 * shape.vocabulary if part.predicts else 0
-    layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes if part.layers else 0
-    return float((per_token * trains.in_flight + max(head, layer)) * trains.sequences * trains.length)
+    tokens = trains.sequences * trains.length
+    head = _head_bytes(shape, tokens, trains.value_bytes) if part.predicts else 0
+    layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes * tokens if part.layers else 0
+    return float(per_token * tokens * trains.in_flight + max(head, layer))
+
+
+def _head_bytes(shape: ModelShape, tokens: int, value_bytes: int) -> int:
+    """Return the bytes of logits and their gradients, in one piece or in pieces (`loss_of_hidden`)."""
+    rows = piece_rows(shape.vocabulary)
+    if tokens <= rows:
+        return 16 * shape.vocabulary * tokens
+    cast = 0 if value_bytes == 4 else value_bytes
+    return 8 * shape.vocabulary * rows + (8 + cast) * shape.vocabulary * shape.width
 
 
 def memory_assumptions(config: RunConfig) -> list[str]:
@@ -340,12 +354,12 @@ def memory_assumptions(config: RunConfig) -> list[str]:
         "activations: bf16 on an accelerator, fp32 on a CPU; a layer keeps 10 x width + 4 x feed-forward values per "
         f"token for each micro-batch in flight{extra}",
         "a backward pass also needs the larger of two amounts: 4 x vocabulary fp32 values per token "
-        "(logits, log-softmax and the gradients of both), or 2 x width + 2 x feed-forward values "
-        "(gradients of a layer) and recomputed activations",
+        "(logits, log-softmax and the gradients of both, in pieces if they are many), or 2 x width + 2 x "
+        "feed-forward values (gradients of a layer) and recomputed activations",
     ]
     if any(checkpointing_of(one) != "none" for one in config.replicas):
         found.append(
-            "activation_checkpointing: full keeps 1 x width values per layer and token, selective 5 x "
-            "width + 1 x feed-forward (4 x width on a CPU); both recompute one layer at a time"
+            "recompute: layers, and activation_checkpointing: full, keep 1 x width values per layer and token, "
+            "selective 5 x width + 1 x feed-forward (4 x width on a CPU); all recompute one layer at a time"
         )
     return [*found, "not included: CUDA and the framework, buffers of collectives"]

@@ -88,6 +88,11 @@ def _changes(members: Sequence[tuple[MemberSpec, Memory]]) -> Iterator[_Change]:
         for count in range(replica.micro_batches + 1, replica.batch_size + 1):
             if replica.batch_size % (count * shares) == 0:
                 yield _change(replica, "micro_batches", count)
+        if isinstance(replica, ParticipantsReplica) or replica.engine == "torch":
+            if replica.recompute == "none":
+                yield _change(replica, "recompute", "layers")
+            if replica.precision != "bf16":
+                yield _change(replica, "precision", "bf16")
         if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
             for chosen in ("selective", "full"):
                 titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})

@@ -11,6 +11,7 @@ from hetero_pp.config.engine_settings import EngineName
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import ModelShape, build_filled
 from replica_groups.engines.engine import Engine, Parameters
 from replica_groups.engines.plain import PlainEngine
@@ -45,7 +46,10 @@ def build_engine(
         rows = replica.batch_size // micro_batches
         own = {"settings": replica.deepspeed, "ranks": ranks, "folder": folder}
         return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, **own)
-    module = build_filled(shape, parameters, device=ranks.device)
+    dtype = compute_dtype(replica.precision, ranks.device)
+    module = build_filled(
+        shape, parameters, device=ranks.device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
+    )
     return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches), folder)
 
 

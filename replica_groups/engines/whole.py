@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
-from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, next_token_loss, parameters_of
+from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, parameters_of
 
 
 class WholeReplica:
@@ -80,4 +80,4 @@ class WholeReplica:
 
 def whole_loss(module: Transformer, tokens: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
     """Return the loss of a model on tokens [B, L + 1]; `after_layer` transforms the output of each layer."""
-    return next_token_loss(module(tokens[:, :-1], after_layer), tokens[:, 1:])
+    return module.loss(tokens[:, :-1], tokens[:, 1:], after_layer)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.transformer import ModelShape, build_filled, next_token_loss
+from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.transformer import ModelShape, build_filled
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.moments import Moments
 from replica_groups.engines.schedule import Schedule

@@ -16,6 +16,7 @@ from torch import Tensor
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import EMBEDDING, build_filled
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
@@ -49,7 +50,10 @@ def _tokens(spec: RunSpec, rows: int) -> Tensor:
 
 def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
     replica, config = member.replica, spec.config
-    module = build_filled(spec.shape, snapshot.parameters)
+    dtype = compute_dtype(replica.precision, torch.device("cpu"))
+    module = build_filled(
+        spec.shape, snapshot.parameters, compute_dtype=dtype, recomputes=replica.recompute == "layers"
+    )
     whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
     tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
     forward, backward, update = [], [], []

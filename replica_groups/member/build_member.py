@@ -13,6 +13,7 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, St
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.link.ends import LinkEnds
+from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import build_filled
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -118,7 +119,10 @@ def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, s
     """Build the computation of one stage of a group from the start of the run."""
     settings, inner = replica.boundary, spec.config.inner
     boundary = boundary_of(settings, spec.shape.width, start.basis)
-    module = build_filled(spec.shape, start.parameters, stage)
+    dtype = compute_dtype(replica.precision, torch.device("cpu"))
+    module = build_filled(
+        spec.shape, start.parameters, stage, compute_dtype=dtype, recomputes=replica.recompute == "layers"
+    )
     rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
     anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of)
     return Stage(stage, module, boundary, inner, spec.total_steps, anchors)

@@ -44,7 +44,11 @@ PRINTED = {
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
     "mutants": [r"203 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
-    "real_size": [r"\ndc( +\d+\.\d\d){6}", r"\nexchange( +\d+\.\d\d){6}", r"first snapshot \d.* exchange \d.* snapshot \d"],
+    "real_size": [
+        r"\ndc( +\d+\.\d\d){6}",
+        r"\nexchange( +\d+\.\d\d){6}",
+        r"first snapshot \d.* exchange \d.* snapshot \d",
+    ],
     "simulated_faults": [r"200 rounds of 4 histories.*: 0 violations; counted \d+\.\d%"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],

@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from hetero_pp.config.settings import NotPartOf, Settings, meaning
+from hetero_pp.config.settings import AddedLater, NotPartOf, Settings, meaning
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -42,6 +42,7 @@ OF_A_HOST = [
     "simulate.tokens=7",
     "plan.stages=2",
     "replicas.0.device=cpu",
+    "replicas.1.recompute=layers",
     "replicas.0.hardware=h100",
     "replicas.0.accelerators=8",
     "replicas.0.ranks=2",
@@ -85,6 +86,8 @@ OF_A_RUN = [
     "replicas.0.micro_batches=2",
     "replicas.1.stages=2",
     "replicas.1.boundary.rank=8",
+    "replicas.1.precision=bf16",
+    "replicas.1.precision=fp32",
 ]
 """Changes that make another run with another outcome."""
 
@@ -164,6 +167,18 @@ def test_a_section_is_left_out_if_it_says_what_its_default_says() -> None:
     """It is not left out if it equals only the defaults of its type."""
     changed = _After(size=1, more=_Before(size=1))
     assert meaning(changed, NotPartOf.RUN, defaults=False) == {"size": 1, "more": {"size": 1}}
+
+
+class _Resumed(_Before):
+    """The same section after a field was added that runs may be started without."""
+
+    precision: Annotated[str, AddedLater()] = "auto"
+
+
+def test_a_field_that_existing_runs_lack_counts_unless_it_has_its_default() -> None:
+    assert meaning(_Resumed(size=1), NotPartOf.RUN) == meaning(_Before(size=1), NotPartOf.RUN)
+    found = meaning(_Resumed(size=1, precision="bf16"), NotPartOf.RUN)
+    assert found == {"size": 1, "rate": 0.5, "precision": "bf16"}
 
 
 class _Many(Settings):

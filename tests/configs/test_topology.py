@@ -8,6 +8,7 @@ import pytest
 
 from hetero_pp.config.links import LinkSettings
 from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -58,3 +59,33 @@ def test_a_direction_overrides_what_it_names_and_nothing_else() -> None:
     forward, backward = link.shape("forward"), link.shape("backward")
     assert (forward.bandwidth, forward.latency, forward.jitter) == (20e6, 0.015, 0)
     assert (backward.bandwidth, backward.latency, backward.jitter) == (100e6, 0.040, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting", "told"),
+    [
+        (
+            "torchtitan",
+            {"precision": "bf16"},
+            "found `bf16` with the engine `torchtitan`, expected `torchtitan.precision`",
+        ),
+        ("deepspeed", {"precision": "fp32"}, "found `fp32` with the engine `deepspeed`, expected `deepspeed.bf16`"),
+        (
+            "torchtitan",
+            {"recompute": "layers"},
+            "found `layers` with the engine `torchtitan`, expected `torchtitan.activation_checkpointing`",
+        ),
+        ("deepspeed", {"recompute": "layers"}, "found `layers` with the engine `deepspeed`, expected `none`"),
+    ],
+)
+def test_engines_with_keys_of_their_own_refuse_those_of_torch(engine: str, setting: dict[str, str], told: str) -> None:
+    replica = {"name": "dc", "kind": "datacenter", "engine": engine}
+    [key] = setting
+    for given in (setting, {}):
+        config = RunConfig.model_validate({"name": "r", "outer": {"rounds": 1}, "replicas": [replica | given]})
+        if not given:
+            config.check()
+            continue
+        with pytest.raises(ConfigError) as refused:
+            config.check()
+        assert (refused.value.key, refused.value.message) == (("replicas", 0, key), told)

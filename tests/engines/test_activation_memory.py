@@ -8,7 +8,8 @@ from live_bytes import LiveBytes
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from hetero_pp.config.engine_settings import Checkpointing
-from hetero_pp.model.transformer import ModelShape, Transformer, next_token_loss
+from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.transformer import ModelShape, Transformer
 from hetero_pp.simulator.costs import Part
 from hetero_pp.simulator.memory import Trains, activation_bytes
 

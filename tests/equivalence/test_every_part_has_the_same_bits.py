@@ -37,7 +37,13 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
         HERE / "mixed.yaml",
         ["inner.optimizer=sgd", "inner.learning_rate=0.1", "outer={method: demo, rounds: 2}"],
     ),
-    "DiLoCo-LOM": (HERE / "mixed.yaml", ["outer={method: diloco_lom, rounds: 2}"]),
+    "DiLoCo-LOM in bf16": (
+        HERE / "mixed.yaml",
+        [
+            "outer={method: diloco_lom, rounds: 2}",
+            *(f"replicas.{index}.{change}" for index in (0, 1) for change in ("precision=bf16", "recompute=layers")),
+        ],
+    ),
     "shards that differ": (
         HERE / "mixed.yaml",
         ["data.clusters=2", "outer={method: diloco, weights: examples, rounds: 2}"],

@@ -291,7 +291,7 @@ def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
         said[chosen] = " ".join(out.split())
     for words in ("fp32, 4 bytes per parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
         assert words in said["none"]
-    assert "activation_checkpointing: full keeps 1 x width" in said["full"]
+    assert "activation_checkpointing: full, keep 1 x width" in said["full"]
     assert "activation_checkpointing" not in said["none"]
 
 

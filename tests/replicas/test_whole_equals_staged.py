@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_pp.config.topology import BoundarySettings, StageSpec
+from hetero_pp.model import loss
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.pipeline.coefficients import format_of, noise_key
@@ -53,12 +54,14 @@ def _anchors(settings: BoundarySettings) -> list[Anchors]:
     return anchors
 
 
-def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Tensor) -> dict[str, Tensor]:
+def _staged_gradients(
+    settings: BoundarySettings, tokens: Tensor, embedding: Tensor, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     stages, anchors = [], _anchors(settings)
     for index, layers in enumerate(RANGES):
         spec = StageSpec(index, len(RANGES), layers)
         own = anchors[index - 1] if anchors and index else None
-        stage = Stage(spec, build_part(SHAPE, spec), _boundary(settings), InnerSettings(), 100, anchors=own)
+        stage = Stage(spec, build_part(SHAPE, spec, dtype), _boundary(settings), InnerSettings(), 100, anchors=own)
         initialise(stage.module, 3)
         stage.split_embedding(embedding)
         stages.append(stage)
@@ -112,6 +115,32 @@ def test_gradients_agree(name: str, compiles: bool) -> None:
         expected = gradients[key]
         assert expected is not None
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=partial("{}: {}".format, key))
+
+
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_in_bf16_gradients_have_the_same_bits(name: str, is_in_pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole replica recomputes its layers, too."""
+    if is_in_pieces:
+        monkeypatch.setattr(loss, "PIECE_BYTES", 4 * SHAPE.vocabulary * 10)
+    settings = BoundarySettings.model_validate(BOUNDARIES[name])
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
+    module = Transformer(SHAPE, compute_dtype=torch.bfloat16, recomputes=True)
+    initialise(module, 3)
+    cuts, anchors = [layers.stop - 1 for layers in RANGES[:-1]], _anchors(settings)
+    whole = TableReplica(
+        "home", module, InnerSettings(), 100, MICRO_BATCHES, _boundary(settings), cuts, SEED, anchors=anchors
+    )
+    whole.split_embedding()
+    whole.backward(tokens, STEP)
+    gradients = {name: p.grad for name, p in whole.parameters.items()} | _gradients_of(anchors)
+    staged = _staged_gradients(settings, tokens, module.state_dict()[EMBEDDING].clone(), torch.bfloat16)
+    assert set(staged) == set(gradients)
+    for key, gradient in staged.items():
+        expected = gradients[key]
+        assert expected is not None
+        assert torch.equal(gradient, expected), key
+        assert gradient.dtype == torch.float32
 
 
 def test_the_boundaries_matter() -> None:

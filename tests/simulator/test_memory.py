@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from live_bytes import LiveBytes
 
+from hetero_pp.model import loss
 from hetero_pp.program.launch import in_process
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -85,6 +86,9 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "activations": ([{**DC, "batch_size": 4}], {"data": {"sequence_length": 128}, "model": {"vocabulary": 300}}),
     "logits": ([DC], {"data": {"sequence_length": 128}}),
     "micro-batches": ([{**DC, "batch_size": 4, "micro_batches": 4}], {"data": {"sequence_length": 64}}),
+    "pieces": ([{**DC, "micro_batches": 2}], {"data": {"sequence_length": 256}}),
+    "recompute": ([{**DC, "recompute": "layers"}], {"data": {"sequence_length": 256}, "model": {"vocabulary": 300}}),
+    "bf16": ([{**DC, "precision": "bf16"}], {"data": {"sequence_length": 256}, "model": {"vocabulary": 300}}),
     "momentum": ([DC], {"outer": {"momentum": 0.9}}),
     "muon": ([DC], {"inner": {"optimizer": "muon"}}),
     "stages": ([{**HOME, **RANK}], {}),
@@ -99,6 +103,8 @@ def test_a_member_holds_the_tensors_that_are_predicted(
 ) -> None:
     replicas, changes = CASES[case]
     spec, peaks = _spec(corpus, replicas, **changes), Peaks()
+    if case == "pieces":
+        monkeypatch.setattr(loss, "PIECE_BYTES", 4 * 2000 * 64)
     monkeypatch.setattr(in_process, "take_part", peaks.take_part(in_process.take_part))
     monkeypatch.setattr(TrainingLoop, "_take_steps", peaks.within(Phase.STEP, TrainingLoop._take_steps))
     monkeypatch.setattr(OuterRound, "contribute", peaks.within(Phase.CONTRIBUTE, OuterRound.contribute))

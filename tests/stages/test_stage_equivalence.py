@@ -20,13 +20,13 @@ from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import (
     EMBEDDING,
     ModelShape,
     Transformer,
     build_part,
     initialise,
-    next_token_loss,
     parameters_of,
 )
 from hetero_pp.pipeline.coefficients import Bits, CoefficientFormat, Floats, noise_key

@@ -121,9 +121,8 @@ def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[
             helps = remedy(spec, [(member, memory)], replica.world * needed, replica.world * free, "device")
             yield Limit(
                 ("replicas", member.replica_index),
-                f"found {member.name}, which needs {format_bytes(needed)} "
-                f"({listed_by_kind([memory.held('device')])}), expected at most the {format_bytes(free)} that are free on "
-                f"{device_of(replica)}: {helps}",
+                f"found {member.name}, which needs {format_bytes(needed)} ({listed_by_kind([memory.held('device')])}), "
+                f"expected at most the {format_bytes(free)} that are free on {device_of(replica)}: {helps}",
                 is_final=True,
             )
 

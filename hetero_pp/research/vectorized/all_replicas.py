@@ -509,13 +509,15 @@ class AllReplicas:
 def _forward_of(replica: ReplicaSettings) -> object:
     """Return a key that is equal for replicas with equal forwards."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
-        return None
+        return replica.precision
     owner = replica.name if replica.boundary.anchors is not None else None
-    return replica.boundary.model_dump_json(), str(replica.stages), owner
+    return replica.boundary.model_dump_json(), str(replica.stages), owner, replica.precision
 
 
 def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
     """Return whether replicas with these settings can take their steps together."""
+    if replica.precision == "bf16":
+        return False
     if not isinstance(replica, ParticipantsReplica):
         return True
     return replica.boundary.bits is None and replica.boundary.anchors is None and ablations == AblationSettings()
@@ -524,7 +526,10 @@ def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:
     """Build the whole replica to which `member` belongs, with the snapshot's parameters."""
     replica, inner = member.replica, spec.config.inner
-    module = build_filled(spec.shape, snapshot.parameters, device=device)
+    dtype = torch.bfloat16 if replica.precision == "bf16" else None  # `auto` is fp32 in tables, on every device
+    module = build_filled(
+        spec.shape, snapshot.parameters, device=device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
+    )
     boundary, cuts, ablations = None, [], ablations_of(spec.config, replica)
     anchors: list[Anchors] = []
     peer = None

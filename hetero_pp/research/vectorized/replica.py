@@ -66,12 +66,14 @@ class TableReplica(WholeReplica):
 
         def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
             hop = self.hops.get(layer)
-            return x_BLD if hop is None else self._cross(hop, x_BLD, tokens[:, :-1], keys[hop])
+            if hop is None:
+                return x_BLD
+            return self._cross(hop, x_BLD.float(), tokens[:, :-1], keys[hop]).to(x_BLD.dtype)
 
         return whole_loss(self.module, tokens, after_layer)
 
     def _cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """Return the input of the next stage; `key` selects the noise of gradient rounding."""
+        """Return the next stage's input for an output, both fp32; `key` selects the noise of gradient rounding."""
         assert self.boundary is not None
         if self.peer is not None:
             return self.peer.cross(hop, x_BLD, tokens_BL, key)

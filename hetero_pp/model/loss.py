@@ -1,0 +1,70 @@
+"""Loss from hidden states, computed in pieces of tokens, so that neither all logits nor their gradient ever exist.
+
+Shapes: B sequences, L positions, D width, V vocabulary, T = B L tokens, R tokens of a piece.
+
+The forward also computes the gradients of a piece, as Liger-Kernel does, so nothing is computed twice (Hsu et al. 2024,
+arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetero_pp.model.precision import product
+
+PIECE_BYTES = 128 * 2**20
+"""Largest size of a piece's logits in fp32; a piece needs about twice as much in all."""
+
+
+def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+
+
+def loss_of_hidden(x_BLD: Tensor, head_VD: Tensor, targets_BL: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats of the logits that a head gives for hidden states.
+
+    If all logits fit into one piece, it has the same bits as `next_token_loss`.
+    """
+    rows = piece_rows(len(head_VD))
+    if targets_BL.numel() <= rows:
+        return next_token_loss(product(x_BLD, head_VD), targets_BL)
+    x_TD, targets_T = x_BLD.flatten(0, 1), targets_BL.flatten()
+    loss: Tensor = _LossInPieces.apply(x_TD, head_VD, targets_T, rows, torch.is_grad_enabled())
+    return loss
+
+
+def piece_rows(vocabulary: int) -> int:
+    """Return the number of tokens of a piece: a multiple of 128 if possible, which suits matrix units."""
+    rows = max(1, PIECE_BYTES // (4 * vocabulary))
+    return rows - rows % 128 if rows > 128 else rows
+
+
+class _LossInPieces(torch.autograd.Function):
+    """Mean cross entropy [] of hidden states [T, D]; sums over pieces are fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, head_VD: Tensor, targets_T: Tensor, rows: int, trains: bool) -> Tensor:
+        cast_VD, count = head_VD.to(x_TD.dtype), len(targets_T)
+        of_x, total = torch.empty_like(x_TD if trains else x_TD[:0]), torch.zeros((), device=x_TD.device)
+        of_head = torch.zeros_like(head_VD if trains else head_VD[:0], dtype=torch.float32)
+        for start in range(0, count, rows):
+            x_RD, targets_R1 = x_TD[start : start + rows], targets_T[start : start + rows, None]
+            found_RV = F.log_softmax(F.linear(x_RD, cast_VD).float(), dim=-1)
+            total -= found_RV.gather(1, targets_R1).sum()
+            if trains:
+                found_RV.exp_().scatter_add_(1, targets_R1, found_RV.new_full(targets_R1.shape, -1.0))
+                gradient_RV = found_RV.div_(count).to(x_TD.dtype)
+                of_x[start : start + rows] = gradient_RV @ cast_VD
+                of_head += gradient_RV.T @ x_RD
+        ctx.save_for_backward(of_x, of_head.to(head_VD.dtype))
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        of_x, of_head = ctx.saved_tensors
+        return of_x * gradients[0].to(of_x.dtype), of_head.mul_(gradients[0]), None, None, None
