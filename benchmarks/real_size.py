@@ -29,6 +29,7 @@ import argparse
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,8 @@ from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
 from hetero_pp.simulator.memory import memory_of_member
 
 SMOKE = {"model": "tiny", "rounds": 2, "steps": 2, "length": 32}
+DISK_BYTES = 45
+"""Bytes on disk per parameter of all members: snapshots, member checkpoints, and copies for undo."""
 PHASES = ("start", "step", "round")
 SECONDS = ("join", "contribute", "apply", "state")
 
@@ -75,7 +78,7 @@ model: {{{model}}}
 data: {{corpus: {corpus}, sequence_length: {length}, validation_share: 0.1, validation_sequences: 2}}
 inner: {{steps: {steps}, learning_rate: 1e-4}}
 outer: {{rounds: {rounds}, compression: {{density: 1/32, value_bits: 2}}}}
-snapshots: {{every: 1}}
+snapshots: {{every: {rounds}}}
 links: {{line: {{bandwidth: {bandwidth}, latency: 5 ms}}}}
 replicas:
 {replicas}
@@ -250,6 +253,9 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train one run, and return what each member held, took and sent, beside the prediction."""
     path = write_run(folder, arguments)
     spec = spec_of(ConfigFile(path))
+    needed, free = DISK_BYTES * sum(_numbers(spec, name) for name in spec.members), shutil.disk_usage(folder).free
+    if needed > free:
+        raise SystemExit(f"{folder}: found {free / 1e9:.0f} GB of free disk, expected at least {needed / 1e9:.0f} GB")
     sampler = launch(path, folder / "runs", arguments.every)
     (folder / "samples.json").write_text(json.dumps(sampler.samples))
     told = Told(RunFolder(folder / "runs" / "real-size"))

@@ -141,6 +141,7 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         in_flight=micro_batches_in_flight(member),
         value_bytes=value_bytes(replica, accelerated),
         checkpointing=checkpointing_of(replica),
+        in_pieces=not isinstance(replica, DatacenterReplica) or replica.engine == "torch",
     )
     terms = [
         *_of_part(spec.shape, part_of(spec, member), trains, moment_bytes(spec, member), ranks),
@@ -164,6 +165,8 @@ class Trains:
     value_bytes: int
     """Bytes of a number in activations."""
     checkpointing: Checkpointing = "none"
+    in_pieces: bool = True
+    """Whether the loss is computed in pieces of tokens (`loss_of_hidden`)."""
 
 
 def memory_of_part(shape: ModelShape, part: Part, trains: Trains, accelerated: bool) -> Memory:
@@ -328,17 +331,17 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[trains.checkpointing]
     per_token = part.layers * kept * trains.value_bytes
     tokens = trains.sequences * trains.length
-    head = _head_bytes(shape, tokens, trains.value_bytes) if part.predicts else 0
+    head = _head_bytes(shape, tokens, trains) if part.predicts else 0
     layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes * tokens if part.layers else 0
     return float(per_token * tokens * trains.in_flight + max(head, layer))
 
 
-def _head_bytes(shape: ModelShape, tokens: int, value_bytes: int) -> int:
+def _head_bytes(shape: ModelShape, tokens: int, trains: Trains) -> int:
     """Return the bytes of logits and their gradients, in one piece or in pieces (`loss_of_hidden`)."""
     rows = piece_rows(shape.vocabulary)
-    if tokens <= rows:
+    if tokens <= rows or not trains.in_pieces:
         return 16 * shape.vocabulary * tokens
-    cast = 0 if value_bytes == 4 else value_bytes
+    cast = 0 if trains.value_bytes == 4 else trains.value_bytes
     return 8 * shape.vocabulary * rows + (8 + cast) * shape.vocabulary * shape.width
 
 

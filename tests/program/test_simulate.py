@@ -253,8 +253,8 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ((), ["east needs 4.67 TB of memory, expected at most 640 GB: 4.03 TB too much (activations 4.65 TB, ",
-              "--set replicas.east.micro_batches=8 saves 4.07 TB"]),
+        ((), ["east needs 4.66 TB of memory, expected at most 640 GB: 4.02 TB too much (activations 4.65 TB, ",
+              "--set replicas.east.micro_batches=8 saves 4.06 TB"]),
         (("replicas.0.micro_batches=128", "replicas.1.hardware=small", "simulate.hardware.small.memory=14 GB"),
          ["home-1.0 needs",
           "--set replicas.home.extra_in_flight=0 saves 1.74 GB"]),
