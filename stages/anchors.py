@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_pp.config.topology import AnchorSettings
+from hetero_pp.core.device import CPU
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelShape
@@ -36,15 +37,16 @@ def anchors_of(
     total_steps: int | None,
     rounds: int,
     *of: object,
+    device: torch.device = CPU,
 ) -> Anchors | None:
-    """Return the anchors at the receiver of a hop; None without settings.
+    """Return the anchors at the receiver of a hop, on a device; None without settings.
 
     `of` is the run's seed, the replica, and the hop, counted from its first.
     """
     if settings is None:
         return None
     rank = settings.dimensions(shape.width)
-    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
+    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of), device)
     anchors.weight_in = partial(settings.weight, rounds=rounds)
     return anchors
 
@@ -56,19 +58,26 @@ class Anchors(OwnParameters):
     """
 
     def __init__(
-        self, vocabulary: int, width: int, rank: int | None, inner: InnerSettings, total_steps: int | None, seed: int
+        self,
+        vocabulary: int,
+        width: int,
+        rank: int | None,
+        inner: InnerSettings,
+        total_steps: int | None,
+        seed: int,
+        device: torch.device = CPU,
     ) -> None:
         """Create the parameters. If `rank` is None, there is only A [V, D]."""
         self.weight = 1.0
         """w."""
         self.weight_in: Callable[[int], float] = lambda round_: 1.0
         """w by round."""
-        self.table = nn.Parameter(torch.zeros(vocabulary, rank or width))
+        self.table = nn.Parameter(torch.zeros(vocabulary, rank or width, device=device))
         self.expansion: nn.Parameter | None = None
         parameters = {"table": self.table}
         if rank is not None:
             random = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed))
-            self.expansion = parameters["expansion"] = nn.Parameter(random / rank**0.5)
+            self.expansion = parameters["expansion"] = nn.Parameter((random / rank**0.5).to(device))
         super().__init__(parameters, inner.model_copy(update={"weight_decay": 0.0}), total_steps)
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:

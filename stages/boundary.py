@@ -38,10 +38,10 @@ class Boundary:
         return self.width if self.basis is None else self.basis.shape[1]
 
     def split(self, embedding: Tensor) -> None:
-        """Derive T_perp from the synchronized token embedding [V, D]."""
+        """Derive T_perp from the synchronized token embedding [V, D], which may lie on another device."""
         if self.basis is not None:
             self.perpendicular = None  # first, to avoid holding two tables
-            self.perpendicular = perpendicular(embedding.detach(), self.basis)
+            self.perpendicular = perpendicular(embedding.detach().to(self.basis.device), self.basis)
 
     def move(self, basis_DK: Tensor) -> None:
         """Change to another basis, at an outer round; the embedding has to be split again."""

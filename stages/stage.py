@@ -52,6 +52,11 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
+    def device(self) -> torch.device:
+        """Device of parameters, activations and loss."""
+        return next(iter(self.parameters.values())).device
+
+    @property
     def follows_embedding(self) -> bool:
         """Whether this stage needs T_perp of an embedding that another stage owns."""
         return self.boundary.basis is not None and not self.spec.is_first

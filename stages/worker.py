@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from hetero_pp.core.errors import HeteroPPError, LinkClosed, MalformedMessage
+from hetero_pp.core.copies import Arriving, copies_of
+from hetero_pp.core.device import computing
+from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
@@ -77,16 +80,41 @@ class _Step:
     is_last: bool = False
     """Whether this is the last step of its round, if known."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
+    """Token ids [B, L + 1] in host memory."""
     received: dict[int, Message] = field(default_factory=dict)
     came: dict[int, Symbols] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    """Token ids that came with an activation, on the stage's device."""
     outputs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Symbols | None] = field(default_factory=dict)
     squared_norm_after: float | None = None
-    loss: float = 0.0
-    rows: int = 0
+    losses: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Loss and weight of each micro-batch; read at the end, because reading waits for the device."""
     backwards_left: int = 0
     gradients_left: int = 0
     """Gradients of this step that the next stage has not sent yet."""
+
+    @property
+    def loss(self) -> float:
+        """Weighted sum of the losses, in their order."""
+        total = 0.0
+        for loss, weight in self.losses:  # not `sum`, which rounds differently since Python 3.12
+            total += loss.item() * weight
+        return total
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A message whose symbols are on their way to the host."""
+
+    link: LinkEnd
+    header: LinkHeader
+    symbols: Arriving
+    what: str
+    tokens: tuple[Tensor, ...] = ()
+    """Packed token ids."""
+    ends: _Step | None = None
+    """The step, if this is its last gradient, which carries the squared norm."""
 
 
 class StageWorker:
@@ -110,6 +138,9 @@ class StageWorker:
         self._norm_to_announce: float | None = None
         self._own_squared = 0.0
         """Squared gradient norm of this stage in the newest step."""
+        self._copies = copies_of(stage.device)
+        self._leaving: deque[_Leaving] = deque()
+        """Messages to send after the next forward or backward was started, or before this stage waits."""
         spec = stage.spec
         self._train_events = one_forward_one_backward(
             spec.index, spec.count, settings.micro_batches, settings.extra_in_flight
@@ -172,12 +203,17 @@ class StageWorker:
         under_way = _Step(round_, 0, 0, EVALUATION, tokens=dict(enumerate(batches)))
         spec = self.stage.spec
         self._run(forward_only(spec.index, spec.count, count), under_way)
-        return (under_way.loss / under_way.rows, under_way.rows) if spec.is_last else None
+        rows = sum(weight for _, weight in under_way.losses)
+        return (under_way.loss / rows, rows) if spec.is_last else None
 
     def _run(self, events: Sequence[Event], under_way: _Step) -> None:
+        self._leaving.clear()  # of a step that was cut off
         for event in events:
             self._actions[event.action](under_way, event.micro_batch)
+            if event.action in (Action.FORWARD, Action.BACKWARD):
+                self._send_leaving()
             self.activity.done += 1
+        self._send_leaving()
 
     # ---- compute ----
 
@@ -185,17 +221,19 @@ class StageWorker:
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
         came = under_way.came.pop(index, None)
-        tokens = under_way.tokens[index]
+        host, tokens = under_way.tokens[index], under_way.inputs.pop(index, None)
+        if tokens is None:
+            (tokens,) = self._copies.to_device((host,))
         if under_way.purpose == EVALUATION:
-            output = self.stage.evaluate(tokens, came)
+            with computing("evaluation", self.stage.device):
+                output = self.stage.evaluate(tokens, came)
         else:
-            output = self.stage.forward(index, tokens, came, self.settings.micro_batches)
+            with computing("forward", self.stage.device):
+                output = self.stage.forward(index, tokens, came, self.settings.micro_batches)
         if message is not None and self._upstream is not None:
             self._upstream.recycle(message)
         if self.stage.spec.is_last:
-            rows = len(tokens) if under_way.purpose == EVALUATION else 1
-            under_way.loss += output.item() * rows
-            under_way.rows += rows
+            under_way.losses.append((output, len(host) if under_way.purpose == EVALUATION else 1))
         else:
             under_way.outputs[index] = output
         self.timing.compute += time.perf_counter() - started
@@ -205,7 +243,9 @@ class StageWorker:
         message = under_way.received.pop(index, None)
         hop = self.stage.spec.index - 1
         key = noise_key(self.settings.seed, self.settings.replica, hop, under_way.global_step, index)
-        under_way.gradients[index] = self.stage.backward(index, under_way.came.pop(index, None), key)
+        (key,) = self._copies.to_device((key,))
+        with computing("backward", self.stage.device):
+            under_way.gradients[index] = self.stage.backward(index, under_way.came.pop(index, None), key)
         if message is not None and self._downstream is not None:
             self._downstream.recycle(message)
         under_way.backwards_left -= 1
@@ -244,7 +284,8 @@ class StageWorker:
         if self._pending_step is None:
             raise AssertionError("no step waits for a gradient norm")
         started = time.perf_counter()
-        self.learning_rate = self.stage.step(self._pending_step, torch.tensor(norm))
+        with computing("optimizer step", self.stage.device):
+            self.learning_rate = self.stage.step(self._pending_step, torch.tensor(norm))
         self.gradient_norm = self._norm_to_announce = norm
         self._pending_step = None
         self.timing.compute += time.perf_counter() - started
@@ -295,9 +336,12 @@ class StageWorker:
         if not message.tensors:
             raise MalformedMessage("found no token ids with an activation")
         packed, *wire = message.tensors
-        under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
+        tokens = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
         shape = (header.rows, length, self.stage.boundary.dimensions)
-        under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
+        symbols = self.stage.boundary.format.from_wire(tuple(wire), shape)
+        under_way.tokens[index] = tokens
+        under_way.inputs[index], *came = self._copies.to_device((tokens, *symbols))
+        under_way.came[index] = tuple(came)
         under_way.received[index] = message
         if header.is_last and (index > 0 or under_way.purpose == EVALUATION):
             raise MalformedMessage("found the mark of a round's last step, expected it only on the first micro-batch")
@@ -314,9 +358,8 @@ class StageWorker:
         packed = pack_tokens(tokens, self.stage.module.shape.vocabulary)
         header.rows = len(tokens)
         header.is_last = under_way.is_last and index == 0
-        symbols = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
-        self._require_finite(symbols, self._upstream, "an activation")
-        self._downstream.send(Message(header, (packed, *self.stage.boundary.format.to_wire(symbols))))
+        symbols = self._copies.to_host(self.stage.boundary.encode_activation(under_way.outputs.pop(index)))
+        self._post(_Leaving(self._downstream, header, symbols, "an activation", (packed,)))
 
     def _receive_gradient(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
@@ -324,7 +367,8 @@ class StageWorker:
         shape = (batch, length, self.stage.boundary.dimensions)
         with self._blaming(self._downstream):
             message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
-            under_way.came[index] = self.stage.boundary.format.from_wire(message.tensors, shape)
+            symbols = self.stage.boundary.format.from_wire(message.tensors, shape)
+            under_way.came[index] = self._copies.to_device(symbols)
             under_way.received[index] = message
             under_way.gradients_left -= 1
             under_way.squared_norm_after = _squared_norm_of(message.header, under_way.gradients_left == 0)
@@ -333,11 +377,33 @@ class StageWorker:
         assert self._upstream is not None
         symbols = under_way.gradients.pop(index)
         assert symbols is not None
-        self._require_finite(symbols, self._downstream or self._upstream, "a gradient")
         header = self._header(GRADIENT, under_way.round, under_way.step, index)
-        if under_way.backwards_left == 0:
-            header.squared_norm = self._squared_norm(under_way)
-        self._upstream.send(Message(header, self.stage.boundary.format.to_wire(symbols)))
+        ends = under_way if under_way.backwards_left == 0 else None
+        self._post(_Leaving(self._upstream, header, self._copies.to_host(symbols), "a gradient", ends=ends))
+
+    def _post(self, leaving: _Leaving) -> None:
+        """Send a message now, or a little later if its copy to the host takes place beside the computation."""
+        self._leaving.append(leaving)
+        if not self._copies.overlaps:
+            self._send_leaving()
+
+    def _send_leaving(self) -> None:
+        """Send all messages, in their order, once their symbols are in host memory."""
+        while self._leaving:
+            leaving = self._leaving.popleft()
+            started = time.perf_counter()
+            symbols = leaving.symbols.wait()
+            if self._copies.overlaps:
+                self.timing.compute += time.perf_counter() - started
+            self._require_finite(symbols, self._source_of(leaving), leaving.what)
+            if leaving.ends is not None:
+                leaving.header.squared_norm = self._squared_norm(leaving.ends)
+            wire = self.stage.boundary.format.to_wire(symbols)
+            leaving.link.send(Message(leaving.header, (*leaving.tokens, *wire)))
+
+    def _source_of(self, leaving: _Leaving) -> LinkEnd | None:
+        """Return the link on which the values came from which a message was computed."""
+        return self._upstream if leaving.link is self._downstream else self._downstream or self._upstream
 
     def _header(
         self, purpose: Purpose, round_: int, step: int, micro_batch: int, announces_norm: bool = False
@@ -348,11 +414,20 @@ class StageWorker:
             self._norm_to_announce = None
         return header
 
+    def _arrived(self, link: LinkEnd) -> Message | None:
+        """Return the next message if it is here; otherwise send what the neighbours may wait for."""
+        with suppress(LinkTimeout):
+            return link.receive(0.0)
+        self._send_leaving()
+        return None
+
     def _receive(self, link: LinkEnd, purpose: Purpose, round_: int, step: int, micro_batch: int) -> Message:
-        started, self.activity.waits = time.perf_counter(), True
-        message = link.receive(self.settings.receive_timeout)
-        self.activity.waits = False
-        self.timing.wait += time.perf_counter() - started
+        message = self._arrived(link) if self._leaving else None
+        if message is None:
+            started, self.activity.waits = time.perf_counter(), True
+            message = link.receive(self.settings.receive_timeout)
+            self.activity.waits = False
+            self.timing.wait += time.perf_counter() - started
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:

@@ -30,9 +30,9 @@ class NotPartOf(Flag):
 
 
 class AddedLater:
-    """Mark of a field, in its annotation: existing runs were started without it, as with its default.
+    """Mark of a field, in its annotation: settings without the field have the meaning that its default has.
 
-    With the default, it is no part of the meaning. So the identities of existing runs stay the same.
+    So runs that do not set it keep their ids.
     """
 
 
@@ -47,8 +47,8 @@ def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> di
     """Return the content of settings as JSON, without the fields that have one of the marks `without`.
 
     Without `defaults`, fields that have their default value are left out. A field that is added to a section later,
-    with a default that changes nothing, then does not change the meaning. With `defaults` it does, unless it has the
-    mark AddedLater.
+    with a default that changes nothing, then does not change the meaning. With `defaults` it does, unless it is marked
+    AddedLater.
     """
     return _without(without, defaults, settings, settings.model_dump(mode="json"))
 

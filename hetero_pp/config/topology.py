@@ -7,6 +7,7 @@ A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
@@ -74,8 +75,22 @@ def _parse_stage_address(value: Any) -> Any:
     return value if value == RELAYED else parse_address(value)
 
 
+def parse_device(value: Any) -> str:
+    """Return the name of a device, unchanged. Raises ValueError for another value."""
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+        raise ValueError(f"found `{value}`, expected `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`")
+    return value
+
+
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:(0|[1-9][0-9]{0,2}))?")
+
 Address = Annotated[str, BeforeValidator(parse_address)]
 StageAddress = Annotated[str, BeforeValidator(_parse_stage_address)]
+Device = Annotated[
+    str,
+    BeforeValidator(parse_device),
+    WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE.pattern})$", "examples": ["auto", "cpu", "cuda:1"]}),
+]
 
 
 class AnchorSettings(Settings):
@@ -145,6 +160,9 @@ class StageSettings(Settings):
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="kind of access line of the machine, from `lines`; by default the group's"
     )
+    device: Annotated[Device | None, NotPartOf.EITHER] = Field(
+        None, description="device that computes this stage; by default the group's"
+    )
 
 
 class StagesSettings(Settings):
@@ -179,6 +197,11 @@ class _Replica(Settings):
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="kind of access line of each machine, from `lines`"
     )
+    device: Annotated[Device, NotPartOf.EITHER] = Field(
+        "auto",
+        description="device that computes: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or one with a number such as `cuda:1`. "
+        "`auto` takes the accelerators of a host in turn, one for each member, or the CPU if there are none",
+    )
     optional: bool = Field(
         False, description="start and continue the run without this replica; include it while all of its slots are held"
     )
@@ -199,9 +222,6 @@ class DatacenterReplica(_Replica):
     kind: Literal["datacenter"]
     engine: EngineName = Field(
         "torch", description="training engine; `torch` uses one process, the others distribute a replica over ranks"
-    )
-    device: Annotated[Literal["auto", "cpu", "cuda"], NotPartOf.EITHER] = Field(
-        "auto", description="device to train on; `auto`: a GPU if there is one"
     )
     ranks: Annotated[int, NotPartOf.EITHER] = Field(
         1, ge=1, description="processes per node, one per GPU; torchrun starts them"
@@ -293,6 +313,11 @@ class ParticipantsReplica(_Replica):
         """Return the kind of line of a stage's machine."""
         own = self.stages if isinstance(self.stages, StagesSettings) else self.stage_settings(stage)
         return self.line if own is None or own.line is None else own.line
+
+    def device_of(self, stage: int) -> str:
+        """Return the setting for the device of a stage."""
+        own = self.stage_settings(stage)
+        return self.device if own is None or own.device is None else own.device
 
     def layer_ranges(self, layers: int) -> list[range]:
         """Return the layers of each stage: as in the YAML, or split evenly with earlier stages taking the remainder."""

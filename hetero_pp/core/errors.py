@@ -11,6 +11,7 @@ HeteroPPError
 │   └── LinkTimeout        nothing arrived in time (a slow link, or a peer that hangs)
 ├── MalformedMessage       bytes from the network that no honest peer sends
 │   └── MalformedContribution
+├── OutOfMemory            the memory of a member's device does not suffice
 ├── Refused                the exchange refused a request: wrong run, wrong round
 │   ├── Forbidden          the caller may not make this request or report
 │   ├── NewRun             the exchange belongs to a later run than this process
@@ -90,6 +91,10 @@ class MalformedMessage(HeteroPPError):
 
 class MalformedContribution(MalformedMessage):
     """A contribution cannot be decoded to valid values."""
+
+
+class OutOfMemory(HeteroPPError):
+    """The memory of a member's device does not suffice. It would not suffice after a restart either."""
 
 
 class Refused(HeteroPPError):

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from hetero_pp.core.bounded import read_bounded_json
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.rope_scaling import RopeScaling
 from hetero_pp.model.transformer import ModelShape
 
 WEIGHTS_KEY = ("model", "weights")
@@ -19,9 +20,19 @@ _NAMES = {
     "width": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
     "feed_forward": "intermediate_size",
     "vocabulary": "vocab_size",
     "norm_epsilon": "rms_norm_eps",
+}
+
+
+_SCALING_NAMES = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
 }
 
 
@@ -30,27 +41,32 @@ class Architecture:
     """Content of a config.json that this model needs."""
 
     shape: ModelShape
-    groups: int
-    """Number of key and value heads; fewer than heads if several queries share them."""
     is_tied: bool
     """Whether the head is the token embedding."""
 
 
-def to_json(shape: ModelShape, sequence_length: int, separator: int, dtype: str) -> dict[str, Any]:
+def to_json(
+    shape: ModelShape, sequence_length: int, separator: int, dtype: str, is_tied: bool = False
+) -> dict[str, Any]:
     """Return the config.json of a model of this shape, trained on texts with `separator` before and after them."""
+    scaling, longest = None, sequence_length
+    if shape.rope_scaling is not None:
+        own = shape.rope_scaling
+        scaling = {"rope_type": "llama3", **{theirs: getattr(own, ours) for ours, theirs in _SCALING_NAMES.items()}}
+        longest = max(longest, int(own.factor * own.original_length))
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
-        "num_key_value_heads": shape.heads,
-        "head_dim": shape.width // shape.heads,
+        "num_key_value_heads": shape.groups,
+        "head_dim": shape.head_size,
         "hidden_act": "silu",
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": scaling,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": sequence_length,
+        "tie_word_embeddings": is_tied,
+        "max_position_embeddings": longest,
         "bos_token_id": separator,
         "eos_token_id": separator,
         "torch_dtype": dtype,
@@ -61,17 +77,16 @@ def read_architecture(folder: Path) -> Architecture:
     """Read the config.json in a folder. Raises ConfigError if it is missing, or not of a model like ours."""
     path = folder / "config.json"
     values = read_json(path)
-    rope = _rope(values, path)
+    rope, scaling = _rope(values, path)
     shape = {ours: values.get(theirs) for ours, theirs in _NAMES.items()}
     shape["norm_epsilon"] = values.get("rms_norm_eps", 1e-6)  # transformers' own default, which older files leave out
     try:
-        found = ModelShape.model_validate({**shape, "rope_theta": rope})
+        found = ModelShape.model_validate({**shape, "rope_theta": rope, "rope_scaling": scaling})
     except ValidationError as error:
         wrong = str(error.errors()[0]["loc"][0])
         raise _refused(path, _NAMES.get(wrong, wrong), shape.get(wrong, rope), "a number") from None
-    groups = values.get("num_key_value_heads") or found.heads
-    _require(path, values, found, groups)
-    return Architecture(found, groups, bool(values.get("tie_word_embeddings", False)))
+    _require(path, values, found)
+    return Architecture(found.reduced(), bool(values.get("tie_word_embeddings", False)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -89,32 +104,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _rope(values: dict[str, Any], path: Path) -> Any:
-    """Return the base of the rotary frequencies, from the key of old or new transformers; refuse scaling."""
+def _rope(values: dict[str, Any], path: Path) -> tuple[Any, RopeScaling | None]:
+    """Return base and scaling of the rotary frequencies, from the keys of old or new transformers."""
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else "?"
-    if kind != "default":
-        raise _refused(path, "rope scaling", kind, "none")
-    return parameters.get("rope_theta", values.get("rope_theta", 10000.0))
+    if kind not in ("default", "llama3"):
+        raise _refused(path, "rope scaling", kind, "none or `llama3`")
+    theta = parameters.get("rope_theta", values.get("rope_theta", 10000.0))
+    if kind == "default":
+        return theta, None
+    scaling = {ours: parameters.get(theirs) for ours, theirs in _SCALING_NAMES.items()}
+    try:
+        return theta, RopeScaling.model_validate(scaling)
+    except ValidationError as error:
+        wrong = str(error.errors()[0]["loc"][0])
+        raise _refused(path, f"rope scaling: {_SCALING_NAMES[wrong]}", scaling[wrong], "a positive number") from None
 
 
-def _require(path: Path, values: dict[str, Any], shape: ModelShape, groups: int) -> None:
+def _require(path: Path, values: dict[str, Any], shape: ModelShape) -> None:
     """Raise ConfigError for features that this model cannot have."""
-    if shape.heads < 1 or shape.width % (2 * shape.heads):
-        raise _refused(path, "num_attention_heads", shape.heads, f"a divisor of half of hidden_size {shape.width}")
-    wanted = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "head_dim": shape.width // shape.heads,
-    }
+    if (fault := shape.fault()) is not None:
+        name, value, allowed = fault
+        raise _refused(path, _NAMES.get(name, name), value, allowed)
+    wanted = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, expected in wanted.items():
         found = values.get(key)
         if found != expected and (found is not None or key == "model_type"):
             raise _refused(path, key, found, f"`{expected}`")
-    if not isinstance(groups, int) or groups < 1 or shape.heads % groups:
-        raise _refused(path, "num_key_value_heads", groups, f"a divisor of num_attention_heads {shape.heads}")
 
 
 def _refused(path: Path, key: str, found: object, expected: object) -> ConfigError:

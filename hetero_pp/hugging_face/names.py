@@ -3,17 +3,20 @@
 Both rotate pairs of a head's dimensions. Our pairs are neighbours (2 j, 2 j + 1); theirs are half a head apart (j, j +
 E / 2). So the rows of wq and wk are permuted within each head. Attention is unchanged, as q and k change alike.
 
-Shapes: N heads, G heads of keys and values, E head width, D width.
+Shapes: N heads, E head width, D width.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from hetero_pp.model.transformer import EMBEDDING as OUR_EMBEDDING
+
+OUR_HEAD = "lm_head.weight"
 _OF_THE_MODEL = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
+    OUR_EMBEDDING: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
+    OUR_HEAD: "lm_head.weight",
 }
 _OF_A_LAYER = {
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -26,8 +29,7 @@ _OF_A_LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
-EMBEDDING = _OF_THE_MODEL["tok_embeddings.weight"]
-HEAD = _OF_THE_MODEL["lm_head.weight"]
+EMBEDDING, HEAD = _OF_THE_MODEL[OUR_EMBEDDING], _OF_THE_MODEL[OUR_HEAD]
 
 
 def their_name(name: str) -> str:
@@ -43,21 +45,11 @@ def is_rotated(name: str) -> bool:
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 
-def is_grouped(name: str) -> bool:
-    """Return whether the parameter of this name (ours) has the rows of key or value heads."""
-    return name.endswith(("attention.wk.weight", "attention.wv.weight"))
-
-
-def halves_of_pairs(weight: Tensor, heads: int) -> Tensor:
+def halves_of_pairs(weight: Tensor, head_width: int) -> Tensor:
     """Permute rows [N E, D] with neighbouring pairs to rows whose pairs are half a head apart."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+    return weight.unflatten(0, (-1, head_width // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def pairs_of_halves(weight: Tensor, heads: int) -> Tensor:
+def pairs_of_halves(weight: Tensor, head_width: int) -> Tensor:
     """Invert `halves_of_pairs`."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
-
-
-def ungrouped(weight: Tensor, groups: int, heads: int) -> Tensor:
-    """Repeat rows [G E, D] of heads that several queries share to [N E, D]: the same function, one head per query."""
-    return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0).flatten(0, 1)
+    return weight.unflatten(0, (-1, 2, head_width // 2)).transpose(1, 2).reshape(weight.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,18 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hetero_pp.config.settings import Settings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
-from hetero_pp.hugging_face.names import (
-    EMBEDDING,
-    HEAD,
-    is_grouped,
-    is_rotated,
-    pairs_of_halves,
-    their_name,
-    ungrouped,
-)
+from hetero_pp.hugging_face.names import EMBEDDING, HEAD, is_rotated, pairs_of_halves, their_name
 from hetero_pp.model.transformer import ModelShape
 
 _INDEX = "model.safetensors.index.json"
@@ -32,22 +26,28 @@ _DERIVED = "rotary_emb.inv_freq"
 """End of the names of tensors that follow from the configuration; older checkpoints hold them."""
 
 
-def require_checkpoint(folder: Path, shape: ModelShape, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_checkpoint(folder: Path, shape: ModelShape, shapes: Mapping[str, tuple[int, ...]]) -> Architecture:
     """Raise ConfigError if a checkpoint is missing or not of this shape; reads headers only.
 
-    `shapes` are those of all parameters, by our names.
+    `shapes` are those of all parameters, by our names. Returns the checkpoint's architecture.
     """
     architecture = read_architecture(folder)
     _require_shape(shape, architecture.shape, folder)
     with _opened(folder) as files:
         _require_tensors(files, architecture, shapes)
+    return architecture
 
 
 def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
-    for name, value in given.model_dump().items():
-        if value != getattr(found, name):
-            expected = f"expected {getattr(found, name)} as in {folder / 'config.json'}"
-            raise ConfigError(("model", name), f"found {value}, {expected}")
+    for (name, value), (_, expected) in zip(given, found, strict=True):
+        if value != expected:
+            told = f"found {_shown(value)}, expected {_shown(expected)} as in {folder / 'config.json'}"
+            raise ConfigError(("model", name), told)
+
+
+def _shown(value: object) -> str:
+    """Return the value of a field as YAML shows it."""
+    return json.dumps(value.model_dump() if isinstance(value, Settings) else value)
 
 
 def read_parameters(
@@ -55,9 +55,8 @@ def read_parameters(
 ) -> dict[str, Tensor]:
     """Read the parameters of a checkpoint by our names, in fp32.
 
-    Keys and values that several heads share are repeated, and a head tied to the embedding is copied. The function is
-    the same, but the copies train separately. Raises ConfigError if `shapes`, all of the model's, are not the
-    checkpoint's.
+    A head tied to the embedding is copied. The function is the same, but the copies train separately. Raises
+    ConfigError if `shapes`, all of the model's, are not the checkpoint's.
     """
     architecture = read_architecture(folder)
     with _opened(folder) as files:
@@ -71,11 +70,9 @@ def read_parameters(
 
 
 def _read(files: Mapping[str, Any], name: str, architecture: Architecture) -> Tensor:
-    source, heads = _source(name, architecture), architecture.shape.heads
+    source = _source(name, architecture)
     weight = files[source].get_tensor(source).to(torch.float32, copy=True)
-    if is_grouped(name):
-        weight = ungrouped(weight, architecture.groups, heads)
-    return pairs_of_halves(weight, heads) if is_rotated(name) else weight
+    return pairs_of_halves(weight, architecture.shape.head_size) if is_rotated(name) else weight
 
 
 def _source(name: str, architecture: Architecture) -> str:
@@ -117,14 +114,13 @@ def _require_tensors(
     files: Mapping[str, Any], architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     unused = {name for name in files if not name.endswith(_DERIVED)}
-    for name, (rows, *columns) in shapes.items():
+    for name, shape in shapes.items():
         source = _source(name, architecture)
         if source not in files:
             raise ConfigError(WEIGHTS_KEY, f"found no tensor `{source}`, expected all tensors of a LLaMA of this shape")
-        grouped_rows = rows * architecture.groups // architecture.shape.heads if is_grouped(name) else rows
-        found, expected = files[source].get_slice(source).get_shape(), [grouped_rows, *columns]
-        if found != expected:
-            raise ConfigError(WEIGHTS_KEY, f"found {found} as the shape of `{source}`, expected {expected}")
+        found = files[source].get_slice(source).get_shape()
+        if found != list(shape):
+            raise ConfigError(WEIGHTS_KEY, f"found {found} as the shape of `{source}`, expected {list(shape)}")
         unused -= {source}
     unused -= {HEAD} if architecture.is_tied else set()
     if unused:

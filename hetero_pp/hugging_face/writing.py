@@ -15,7 +15,7 @@ from hetero_pp.core.files import whole, write_whole
 from hetero_pp.core.tensor_files import save_tensors
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.hugging_face.config_json import to_json
-from hetero_pp.hugging_face.names import halves_of_pairs, is_rotated, their_name
+from hetero_pp.hugging_face.names import OUR_EMBEDDING, OUR_HEAD, halves_of_pairs, is_rotated, their_name
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.model.transformer import ModelShape
 
@@ -39,14 +39,17 @@ def write_model(
     """Write weights, configuration and tokenizer to an existing folder; return the bytes of the weights.
 
     `shapes` are those of all parameters, by our names. The configuration's longest text is as long as the run's
-    sequences. Raises ConfigError if the tokenizer can no longer be read.
+    sequences. An embedding and a head with equal values are written once, as tied. Raises ConfigError if the tokenizer
+    can no longer be read.
     """
     separator = write_tokenizer(data, folder)
-    size = write_weights(folder, parameters, shapes, shape.heads, _DTYPES[dtype])
+    is_tied = torch.equal(parameters(OUR_EMBEDDING), parameters(OUR_HEAD))
+    written = {name: sizes for name, sizes in shapes.items() if not (is_tied and name == OUR_HEAD)}
+    size = write_weights(folder, parameters, written, shape.head_size, _DTYPES[dtype])
     name = str(_DTYPES[dtype]).removeprefix("torch.")
     ends = {"bos_token_id": separator, "eos_token_id": separator}
     _write_json(folder / "generation_config.json", {**ends, "max_length": data.sequence_length})
-    _write_json(folder / "config.json", to_json(shape, data.sequence_length, separator, name))
+    _write_json(folder / "config.json", to_json(shape, data.sequence_length, separator, name, is_tied))
     return size
 
 
@@ -54,7 +57,7 @@ def write_weights(
     folder: Path,
     parameters: Parameters,
     shapes: Mapping[str, tuple[int, ...]],
-    heads: int,
+    head_width: int,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
@@ -64,7 +67,7 @@ def write_weights(
     files: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {their_name(name): _converted(name, parameters(name), heads, dtype) for name in names}
+        tensors = {their_name(name): _converted(name, parameters(name), head_width, dtype) for name in names}
         with whole(folder / file) as part:
             save_tensors(tensors, part, {"format": "pt"})
         files |= dict.fromkeys(tensors, file)
@@ -88,9 +91,9 @@ def shards_of(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _converted(name: str, parameter: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def _converted(name: str, parameter: Tensor, head_width: int, dtype: torch.dtype) -> Tensor:
     parameter = parameter.to(dtype)
-    return (halves_of_pairs(parameter, heads) if is_rotated(name) else parameter).contiguous()
+    return (halves_of_pairs(parameter, head_width) if is_rotated(name) else parameter).contiguous()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

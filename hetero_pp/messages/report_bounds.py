@@ -51,6 +51,7 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
     ),
     "refusal": {"count": (0, MOST_REFUSED)},
     "state_saving": {},
+    "computes": {},
     "failure": {},
     "finished": {},
 }

@@ -21,6 +21,8 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
+_FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
+"""Kinds of devices on which torch has AdamW as one kernel."""
 _ROWS = 4096
 """Rows of the embedding that weight decay changes at once."""
 
@@ -169,7 +171,8 @@ class InnerOptimizer:
 
     def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
-        return [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)] if groups else []
+        is_fused = all(parameter.device.type in _FUSES for parameter in self._parameters)
+        return [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=is_fused)] if groups else []
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         """Yield groups of matrices, norms, and the embedding."""

@@ -1,6 +1,7 @@
 """Model: a LLaMA decoder in plain PyTorch, with torchtitan's module layout and parameter names.
 
-Shapes: B sequences, L positions, D width, N heads, E = D / N head width, F feed-forward width, V vocabulary.
+Shapes: B sequences, L positions, D width, N heads, G heads of keys and values, E head width, F feed-forward width, V
+vocabulary.
 
 Attributes and names (`tok_embeddings`, `layers.3.attention.wq.weight`, `norm`, `lm_head`) are those that torchtitan's
 parallelisms expect. So the same class serves a whole replica and, with layers left out, one stage. Parts that a stage
@@ -21,12 +22,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hetero_pp.config.settings import NotPartOf, Settings
+from hetero_pp.config.settings import AddedLater, NotPartOf, Settings
 from hetero_pp.config.topology import StageSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.model.loss import loss_of_hidden
 from hetero_pp.model.precision import Linear, RMSNorm
+from hetero_pp.model.rope_scaling import RopeScaling
 
 PRESETS: dict[str, dict[str, int]] = {
     "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
@@ -56,9 +58,18 @@ class ModelSettings(Settings):
     width: int | None = Field(None, ge=1, description="d_model; by default the preset's")
     layers: int | None = Field(None, ge=1)
     heads: int | None = Field(None, ge=1)
+    kv_heads: Annotated[int | None, AddedLater()] = Field(
+        None,
+        ge=1,
+        description="heads of keys and values, shared by `heads / kv_heads` queries each; by default `heads`",
+    )
+    head_width: Annotated[int | None, AddedLater()] = Field(None, ge=2, description="by default `width / heads`")
     feed_forward: int | None = Field(None, ge=1)
     vocabulary: int | None = Field(None, ge=2, description="vocabulary size; by default the tokenizer's")
     rope_theta: float = Field(10000.0, gt=0)
+    rope_scaling: Annotated[RopeScaling | None, AddedLater()] = Field(
+        None, description="Llama 3's scaling of rotary frequencies; by default none"
+    )
     norm_epsilon: float = Field(1e-5, gt=0)
     weights: Annotated[str | None, NotPartOf.RUN] = Field(
         None,
@@ -71,7 +82,7 @@ class ModelSettings(Settings):
         """Return the settings with missing values taken from `shape`: those that neither a key nor the preset gives."""
         given = set(PRESETS[self.preset]) if "preset" in self.model_fields_set else set()
         given |= {name for name in self.model_fields_set if getattr(self, name) is not None}
-        missing = {name: value for name, value in shape.model_dump().items() if name not in given}
+        missing = {name: value for name, value in shape if name not in given}
         return self.model_copy(update=missing)
 
     def with_absolute_paths(self) -> ModelSettings:
@@ -84,14 +95,9 @@ class ModelSettings(Settings):
         """Return the concrete shape. Raises ConfigError if it cannot be built."""
         values = PRESETS[self.preset] | {
             name: value
-            for name in ("width", "layers", "heads", "feed_forward")
+            for name in ("width", "layers", "heads", "kv_heads", "head_width", "feed_forward")
             if (value := getattr(self, name)) is not None
         }
-        if values["width"] % (2 * values["heads"]):
-            raise ConfigError(
-                ("model", "heads"),
-                f"found {values['heads']}, expected a divisor of half the width {values['width']}",
-            )
         size = self.vocabulary or vocabulary
         if size is None:
             raise ConfigError(
@@ -102,11 +108,21 @@ class ModelSettings(Settings):
                 ("model", "vocabulary"),
                 f"found {size}, expected at least the tokenizer's {vocabulary} tokens",
             )
-        return ModelShape(**values, vocabulary=size, rope_theta=self.rope_theta, norm_epsilon=self.norm_epsilon)
+        shape = ModelShape(
+            **values,
+            vocabulary=size,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+            norm_epsilon=self.norm_epsilon,
+        )
+        if (fault := shape.fault()) is not None:
+            name, found, expected = fault
+            raise ConfigError(("model", name), f"found {found}, expected {expected}")
+        return shape.reduced()
 
 
 class ModelShape(Settings):
-    """Concrete shape of the model."""
+    """Concrete shape of the model. Equal models have equal shapes once they are `reduced`."""
 
     width: int
     layers: int
@@ -115,24 +131,65 @@ class ModelShape(Settings):
     vocabulary: int
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
+    kv_heads: int | None = None
+    """None: as many as `heads`."""
+    head_width: int | None = None
+    """None: `width / heads`."""
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def groups(self) -> int:
+        """G, the number of heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """E, the width of a head."""
+        return self.width // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def attention_numbers(self) -> int:
+        """Number of parameters in the attention of one layer."""
+        return 2 * self.width * self.head_size * (self.heads + self.groups)
+
+    def reduced(self) -> ModelShape:
+        """Return the same shape without values that equal their defaults."""
+        usual = {"kv_heads": self.heads, "head_width": self.width // self.heads}
+        return self.model_copy(update={name: None for name, value in usual.items() if getattr(self, name) == value})
+
+    def fault(self) -> tuple[str, object, str] | None:
+        """Return a field that prevents this shape, its value, and what is expected; None if there is none."""
+        if self.heads < 1 or (self.head_width is None and self.width % (2 * self.heads)):
+            return "heads", self.heads, f"a divisor of half the width {self.width}"
+        if self.groups < 1 or self.heads % self.groups:
+            return "kv_heads", self.groups, f"a divisor of the {self.heads} heads"
+        if self.head_size < 2 or self.head_size % 2:
+            return "head_width", self.head_size, "an even number, because dimensions are rotated in pairs"
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.high_frequency_factor <= scaling.low_frequency_factor:
+            found, least = scaling.high_frequency_factor, scaling.low_frequency_factor
+            return "rope_scaling", found, f"a high frequency factor above the low one, {least}"
+        return None
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention with rotary positions. Several queries may share a head of keys and values."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.head_width = shape.width // shape.heads
-        self.wq = Linear(shape.width, shape.width)
-        self.wk = Linear(shape.width, shape.width)
-        self.wv = Linear(shape.width, shape.width)
-        self.wo = Linear(shape.width, shape.width)
+        self.head_width = shape.head_size
+        queries, keys = shape.heads * shape.head_size, shape.groups * shape.head_size
+        self.wq = Linear(shape.width, queries)
+        self.wk = Linear(shape.width, keys)
+        self.wv = Linear(shape.width, keys)
+        self.wo = Linear(queries, shape.width)
 
     def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
         batch, length, _ = x_BLD.shape
         # the number of heads follows from the output: under tensor parallelism, those of this rank
         q, k, v = (w(x_BLD).view(batch, length, -1, self.head_width) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope_LE), rotate(k, rope_LE)
+        k, v = per_query(k, q), per_query(v, q)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
 
@@ -224,7 +281,8 @@ class Transformer(nn.Module):
     def rope(self, length: int, device: torch.device) -> Tensor:
         """Return the rotations [L, E / 2, 2], cached between calls."""
         if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
-            self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
+            shape = self.shape
+            self._rope_LE = rope_table(length, shape.head_size, shape.rope_theta, device, shape.rope_scaling)
         return self._rope_LE[:length]
 
 
@@ -264,11 +322,19 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(sorted(module.named_parameters()))
 
 
-def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:
+def rope_table(
+    length: int,
+    head_width: int,
+    theta: float,
+    device: torch.device | None = None,
+    scaling: RopeScaling | None = None,
+) -> Tensor:
     """Return cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
-    frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
+    steps = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu")  # some devices lack fp64
+    frequencies = theta ** (-steps / head_width)
+    frequencies = frequencies if scaling is None else scaling.scaled(frequencies)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).float().to(device)
 
 
 def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
@@ -276,9 +342,20 @@ def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
 
     Uses real numbers, with the same bits as complex ones, because a compiler can fuse them.
     """
-    even, odd = x_BLNE.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = rope_LE[:, None].unbind(-1)
+    pairs, angles = x_BLNE.float().unflatten(-1, (-1, 2)), rope_LE[:, None]
+    even, odd, cosine, sine = pairs[..., 0], pairs[..., 1], angles[..., 0], angles[..., 1]
     return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1).flatten(-2).type_as(x_BLNE)
+
+
+def per_query(x_BLGE: Tensor, like_BLNE: Tensor) -> Tensor:
+    """Repeat each head of keys or values for the N / G neighbouring queries that share it, [B, L, N, E].
+
+    The attention of torch can do this itself, but not on every device.
+    """
+    repeats = like_BLNE.shape[2] // x_BLGE.shape[2]
+    if repeats == 1:
+        return x_BLGE
+    return x_BLGE.unsqueeze(3).expand(-1, -1, -1, repeats, -1).flatten(2, 3)
 
 
 def block_of(parameter: str) -> str:

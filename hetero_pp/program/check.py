@@ -26,6 +26,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.devices import in_words
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
@@ -72,10 +73,11 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     tokens = None if spec.total_steps is None else spec.total_steps * per_step
     compression = config.outer.compression
     say(console, f"{path}: the run `{config.name}` is valid.", bold=str(path))
+    shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
     say(
         console,
         f"Model: {_count(spec.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
-        f"{shape.heads} heads, vocabulary {shape.vocabulary}.",
+        f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}.",
     )
     say(
         console,
@@ -92,6 +94,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
             shards = ", ".join(_examples(spec, examples))
             clusters = format_count(config.data.clusters, "cluster")
             say(console, f"Shards: {clusters} of similar sequences; sequences per shard: {shards}.")
+    say(console, f"Devices on this host: {in_words(prepared.devices)}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
     say(

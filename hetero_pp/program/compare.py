@@ -47,8 +47,8 @@ class ComparedRun:
     @cached_property
     def losses(self) -> dict[int, float]:
         """Mean validation loss by round, where it is finite; round 0 is before training."""
-        means = {round_: self.state.mean_validation_loss(round_) for round_ in (0, *sorted(self.state.closed))}
-        return {round_: mean for round_, mean in means.items() if mean is not None and math.isfinite(mean)}
+        means, closed = self.state.mean_validation_losses(), {0, *self.state.closed}
+        return {round_: mean for round_, mean in means.items() if round_ in closed and math.isfinite(mean)}
 
     @cached_property
     def keys(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _COMMANDS = "hetero_pp.program.cli"
 _SECONDS_FOR_THE_END = 5.0
 """Seconds after an interrupt in which another one has no effect, because Ctrl-C is often pressed twice."""
+_SECONDS_UNTIL_AGAIN = 0.1
+"""Seconds after which an interrupt that was dropped is repeated."""
 
 
 def leave_when_interrupted() -> None:
@@ -40,7 +43,9 @@ def keep_exit_code() -> None:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt in the block for each of the signals. After an interrupt, none interrupts later code."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    _install(_Interrupt())
+    interrupt, hook = _Interrupt(), sys.unraisablehook
+    _install(interrupt)
+    sys.unraisablehook = interrupt.on_dropped
     is_interrupted = False
     try:
         yield
@@ -48,6 +53,7 @@ def interruptible() -> Iterator[None]:
         is_interrupted = True
         raise
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, _wait if is_interrupted and handler is _leave_with_a_line else handler)
 
@@ -65,6 +71,15 @@ class _Interrupt:
         if now - self._last > _SECONDS_FOR_THE_END:
             self._last = now
             raise KeyboardInterrupt
+
+    def on_dropped(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Interrupt again if Python dropped a KeyboardInterrupt that was raised in a destructor or a callback."""
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            self._last = float("-inf")
+            # SIGTERM is always handled. It is sent later, because an exception in this function would be dropped too.
+            threading.Timer(_SECONDS_UNTIL_AGAIN, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            sys.__unraisablehook__(dropped)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -55,7 +55,7 @@ JOINS_A_MINUTE, JOINS_AT_ONCE = 10.0, 20
 STATES_MAX = 1_000
 """Saved states that a member may name when it joins."""
 
-SNAPSHOTS_IN_MEMORY_MAX = 3
+SNAPSHOTS_SENT_MAX = 3
 """Number of rounds whose snapshots are sent at the same time, to any number of members."""
 
 LONGEST_WAIT = 20.0
@@ -376,7 +376,7 @@ class _Servicer(ExchangeServicer):
         snapshot. Raises TooMuch if this round is older than all of them.
         """
         with self._counting:
-            if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_IN_MEMORY_MAX:
+            if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_SENT_MAX:
                 if round_ < (oldest := min(self._sent)):
                     raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; try again later")
                 for slow in self._sent.pop(oldest):

@@ -74,6 +74,7 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
     "link_use": _own_link,
     "member_round": _anything,
     "state_saving": _anything,
+    "computes": _anything,
     "failure": _anything,
     "refusal": _anything,
     "finished": _anything,

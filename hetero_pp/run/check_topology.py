@@ -16,6 +16,7 @@ from hetero_pp.config.topology import (
     StagesSettings,
 )
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.transformer import ModelShape
 from hetero_pp.run.joins import lines_of_members
 
 
@@ -38,9 +39,7 @@ def check_lines(
     check_sites(sites, list(lines_of_members(replicas, exchange)), kinds)
 
 
-def check_topology(
-    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], width: int, layers: int
-) -> None:
+def check_topology(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], shape: ModelShape) -> None:
     """Raise ConfigError for faults across fields: names, ranks, splits and kinds of links."""
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
@@ -60,9 +59,9 @@ def check_topology(
             )
         _check_kind(replica.uplink, kinds, (*here, "uplink"))
         if isinstance(replica, ParticipantsReplica):
-            _check_group(replica, here, kinds, width, layers)
+            _check_group(replica, here, kinds, shape.width, shape.layers)
         else:
-            _check_engine(replica, here)
+            _check_engine(replica, here, shape)
 
 
 _KEYS_OF_ENGINES = {
@@ -74,7 +73,7 @@ _KEYS_OF_ENGINES = {
 """Replacement of each key that only engine `torch` has, by engine."""
 
 
-def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> None:
+def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape: ModelShape) -> None:
     for (key, engine), instead in _KEYS_OF_ENGINES.items():
         found = getattr(replica, key)
         if replica.engine == engine and found != DatacenterReplica.model_fields[key].default:
@@ -94,6 +93,12 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> No
             (*here, "torchtitan"),
             f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
             f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
+        )
+    if replica.engine == "torchtitan" and (shape.heads % titan.tensor_parallel or shape.groups % titan.tensor_parallel):
+        raise ConfigError(
+            (*here, "torchtitan", "tensor_parallel"),
+            f"found {titan.tensor_parallel}, expected a divisor of the model's {shape.heads} heads and of its "
+            f"{shape.groups} heads of keys and values",
         )
     rows = replica.batch_size // replica.micro_batches
     if rows % replica.data_parallel:

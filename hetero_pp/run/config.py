@@ -62,10 +62,10 @@ class StateSettings(Settings):
     )
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
         True,
-        description="copy Adam's moments to CPU memory at the start of each round (8 bytes per "
-        "parameter), so that a replica can repeat the round. Without it, a replica that "
-        "repeats a round continues with its current moments, and a datacenter replica "
-        "may send twice the difference",
+        description="copy Adam's moments at the start of each round (8 bytes per parameter, in a "
+        "file without a name in the run's folder), so that a replica can repeat the "
+        "round. Without it, a replica that repeats a round continues with its current "
+        "moments, and a datacenter replica may send twice the difference",
     )
 
 
@@ -121,7 +121,7 @@ class RunConfig(Settings):
         values = self.model.resolve(self.model.vocabulary or 256)
         if not self.replicas and not self.plan.participants:
             raise ConfigError(("replicas",), "found nothing, expected at least one replica")
-        check_topology(self.replicas, self.links, values.width, values.layers)
+        check_topology(self.replicas, self.links, values)
         check_lines(self.replicas, self.exchange, self.sites, self.lines)
         check_exchange(self.exchange)
         check_participants(self.plan, self.links, self.lines, values.layers)

@@ -22,7 +22,8 @@ def with_weights_described(config: RunConfig) -> RunConfig:
     given = {name for name in model.model_fields_set if getattr(model, name) is not None}
     given |= set(PRESETS[model.preset]) if "preset" in given else set()
     changes: dict[str, Any] = {}
-    if any(name not in given for name in ModelShape.model_fields):
+    needed = {name for name, field in ModelShape.model_fields.items() if field.default is not None}
+    if needed - given:
         changes["model"] = model.filled_from(read_architecture(folder).shape)
     if "tokenizer" not in config.data.model_fields_set and (folder / "tokenizer.json").is_file():
         changes["data"] = config.data.model_copy(update={"tokenizer": str(folder)})

@@ -114,7 +114,7 @@ class OpenSnapshot:
     def __init__(self, path: Path, called: str) -> None:
         """Errors call it `called`. Raises OSError, or the errors of safetensors; the digest is not compared."""
         self._called = called
-        with safe_open(path, "pt") as file:  # checks the whole header
+        with safe_open(path, "np") as file:  # checks the whole header
             names, self.metadata = file.keys(), file.metadata() or {}
         self._descriptor = os.open(path, os.O_RDONLY)
         (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))

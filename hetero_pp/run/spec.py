@@ -58,6 +58,23 @@ class MemberSpec:
     """Names of the parameters that it trains."""
 
     @property
+    def device(self) -> str:
+        """The setting for its device."""
+        if isinstance(self.replica, ParticipantsReplica) and self.stage is not None:
+            return self.replica.device_of(self.stage.index)
+        return self.replica.device
+
+    @property
+    def device_key(self) -> tuple[str | int, ...]:
+        """The key of that setting."""
+        replica, here = self.replica, ("replicas", self.replica_index)
+        if isinstance(replica, ParticipantsReplica) and self.stage is not None:
+            own = replica.stage_settings(self.stage.index)
+            if own is not None and own.device is not None:
+                return (*here, "stages", self.stage.index, "device")
+        return (*here, "device")
+
+    @property
     def reads_data(self) -> bool:
         """Whether the member reads the corpus: a whole replica does, and a group's first stage."""
         return self.stage is None or self.stage.is_first

@@ -3,7 +3,8 @@
 Shapes: B sequences in a micro-batch, L positions, D width, F feed-forward width, V vocabulary.
 
 A matrix product of T tokens with a parameter matrix takes 2 T operations per parameter. Attention adds 2 L D operations
-per token and layer to each of QK and AV, halved as it is causal. Backward takes twice as long as forward.
+per token and layer to each of QK and AV, halved as it is causal. Backward takes twice as long as forward. If heads have
+another width than D / N, D in attention is the width of all heads together.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ class Cost:
 
 def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) -> float:
     """Return the operations of a forward pass of [B, L] tokens through a part."""
-    per_layer = 4 * shape.width**2 + 3 * shape.width * shape.feed_forward
+    per_layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward
     head = shape.width * shape.vocabulary if part.predicts else 0
     products = 2.0 * (part.layers * per_layer + head + part.beside.anchor_rank * shape.width)
-    attention = part.layers * 2.0 * length * shape.width
+    attention = part.layers * 2.0 * length * shape.heads * shape.head_size
     return (products + attention) * sequences * length
 
 
@@ -99,9 +100,10 @@ def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: 
     SelectiveAC): among q, k, v, o, gate, up and down it repeats k, o and up.
     """
     width, feed_forward = shape.width, shape.feed_forward
-    products = 2 * (4 * width**2 + 3 * width * feed_forward)
-    attention = 2 * length * width
-    repeated = {"none": 0, "full": products + attention, "selective": 2 * (2 * width**2 + width * feed_forward)}
+    products = 2 * (shape.attention_numbers + 3 * width * feed_forward)
+    attention = 2 * length * shape.heads * shape.head_size
+    one_of_two = 2 * (shape.attention_numbers // 2 + width * feed_forward)
+    repeated = {"none": 0, "full": products + attention, "selective": one_of_two}
     return part.layers * repeated[checkpointing] * length / forward_flops(shape, part, 1, length)
 
 

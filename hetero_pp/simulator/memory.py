@@ -315,7 +315,7 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     A layer keeps for its backward pass:
 
     - of both norms the input, the normalized input and the output (6 D);
-    - q, k, v and the attention's output (4 D);
+    - q, k, v and the attention's output (4 D, also if several queries share a head of k and v: each has its copy);
     - gate, its silu, up and their product (4 F).
 
     With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
@@ -327,8 +327,10 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
     """
     width, feed_forward = shape.width, shape.feed_forward
-    whole = 10 * width + 4 * feed_forward
-    kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[trains.checkpointing]
+    queries, values = shape.heads * shape.head_size, shape.groups * shape.head_size
+    whole = 6 * width + 4 * queries + 4 * feed_forward
+    selective = 2 * width + 2 * queries + values + feed_forward
+    kept = {"none": whole, "selective": selective, "full": width}[trains.checkpointing]
     per_token = part.layers * kept * trains.value_bytes
     tokens = trains.sequences * trains.length
     head = _head_bytes(shape, tokens, trains) if part.predicts else 0

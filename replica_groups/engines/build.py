@@ -7,12 +7,14 @@ import importlib.util
 import os
 from pathlib import Path
 
+import torch
+
 from hetero_pp.config.engine_settings import EngineName
-from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.topology import DatacenterReplica, ReplicaSettings, StageSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.precision import compute_dtype
-from hetero_pp.model.transformer import ModelShape, build_filled
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled
 from replica_groups.engines.engine import Engine, Parameters
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.engines.whole import WholeReplica
@@ -46,11 +48,29 @@ def build_engine(
         rows = replica.batch_size // micro_batches
         own = {"settings": replica.deepspeed, "ranks": ranks, "folder": folder}
         return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, **own)
-    dtype = compute_dtype(replica.precision, ranks.device)
-    module = build_filled(
-        shape, parameters, device=ranks.device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
-    )
+    module = build_model(replica, shape, parameters, ranks.device)
     return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches), folder)
+
+
+def build_model(
+    replica: ReplicaSettings,
+    shape: ModelShape,
+    parameters: Parameters,
+    device: torch.device,
+    stage: StageSpec | None = None,
+) -> Transformer:
+    """Build what engine `torch` or a stage trains: the whole model, or a stage's part, on a device.
+
+    Raises ConfigError if the device lacks what the replica's settings need.
+    """
+    return build_filled(
+        shape,
+        parameters,
+        stage,
+        device,
+        compute_dtype=compute_dtype(replica.precision, device),
+        recomputes=replica.recompute == "layers",
+    )
 
 
 def require_engine(engine: EngineName) -> None:

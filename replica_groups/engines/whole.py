@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.core.copies import copies_of
+from hetero_pp.core.device import computing
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, parameters_of
 
@@ -30,27 +32,41 @@ class WholeReplica:
         self.micro_batches = micro_batches
         self.done = 0
         """Number of finished micro-batches."""
+        self._copies = copies_of(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of parameters, activations and loss."""
+        return self.parameters[EMBEDDING].device
 
     def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
         """Return the mean cross entropy of tokens [B, L + 1], on any device, with this replica's forward."""
-        return whole_loss(self.module, tokens.to(self.parameters[EMBEDDING].device))
+        return whole_loss(self.module, tokens.to(self.device))
 
     def backward(self, tokens: Tensor, step: int) -> float:
         """Accumulate the gradient of one inner step's batch; return its loss. `step` counts over the whole run."""
-        total = 0.0
-        for index, micro_batch in enumerate(tokens.chunk(self.micro_batches)):
-            loss = self.loss(micro_batch, step, index) / self.micro_batches
-            loss.backward()
-            total += loss.item()
+        return _sum(self._accumulate(tokens, step))
+
+    def _accumulate(self, tokens: Tensor, step: int) -> list[Tensor]:
+        """Accumulate the gradient; return each micro-batch's part of the loss, which is not read from the device."""
+        parts = []
+        for index, host in enumerate(tokens.chunk(self.micro_batches)):
+            (micro_batch,) = self._copies.to_device((host,))
+            with computing("forward", self.device):
+                loss = self.loss(micro_batch, step, index) / self.micro_batches
+            with computing("backward", self.device):
+                loss.backward()
+            parts.append(loss.detach())
             self.done += 1
-        return total
+        return parts
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """Run one inner step; return (loss, gradient norm, learning rate)."""
-        loss = self.backward(tokens, step)
-        norm = self.optimizer.gradient_norm()
-        rate = self.optimizer.step(step, norm)
-        return loss, norm.item(), rate
+        losses = self._accumulate(tokens, step)
+        with computing("optimizer step", self.device):
+            norm = self.optimizer.gradient_norm()
+            rate = self.optimizer.step(step, norm)
+        return _sum(losses), norm.item(), rate
 
     def drop(self) -> None:
         """Discard the gradients of an unfinished step."""
@@ -75,7 +91,16 @@ class WholeReplica:
     def evaluate(self, validation: Sequence[Tensor]) -> float:
         """Return the mean loss over batches [b, L + 1], weighted by rows."""
         rows = sum(len(tokens) for tokens in validation)
-        return sum(self.loss(tokens).item() * len(tokens) for tokens in validation) / rows
+        losses = [self.loss(tokens) for tokens in validation]
+        return sum(loss.item() * len(tokens) for loss, tokens in zip(losses, validation, strict=True)) / rows
+
+
+def _sum(losses: Sequence[Tensor]) -> float:
+    """Return the sum of the numbers, in their order. Waits for the device."""
+    total = 0.0
+    for loss in losses:  # not `sum`, which rounds differently since Python 3.12
+        total += loss.item()
+    return total
 
 
 def whole_loss(module: Transformer, tokens: Tensor, after_layer: AfterLayer | None = None) -> Tensor:

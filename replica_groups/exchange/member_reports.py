@@ -21,6 +21,8 @@ _LINK_REPORTS_A_SECOND = 4.0
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
 """A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
 
+DEVICE_CHARACTERS = 80
+"""Characters of the name of a device."""
 REFUSAL_CHARACTERS = 200
 """Characters of each text of a reported refusal. Only refusals grow with time instead of with rounds."""
 
@@ -93,5 +95,7 @@ class MemberReports:
         if report.HasField("refusal"):
             refusal = report.refusal
             refusal.sender, refusal.reason = (text[:REFUSAL_CHARACTERS] for text in (refusal.sender, refusal.reason))
+        if report.HasField("computes"):
+            report.computes.device = report.computes.device[:DEVICE_CHARACTERS]
         report.time = self._newest[report.member] = max(made, self._newest.get(report.member, self._first))
         return drop_unknown(report)

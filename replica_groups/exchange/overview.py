@@ -93,5 +93,6 @@ class Overview:
                     round=slot.round,
                     address=address,
                     dials=dials,
+                    device=self._reports.devices.get(slot.name, ""),
                 )
             return reply

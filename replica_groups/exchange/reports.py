@@ -25,6 +25,8 @@ class Reports:
         self.watchers = Watchers()
         self.steps_told = 0
         """Number of inner steps that members have reported."""
+        self.devices: dict[str, str] = {}
+        """Member -> name of the device on which it computes, as its present process has reported."""
         self._state, self._presence = state, presence
         self._reports, self._reporting = MemberReports(state.roster, bounds), threading.Lock()
         self._failed: dict[str, str] = {}
@@ -71,6 +73,8 @@ class Reports:
             return
         self._tell([report])
         self._presence.heard(member)
+        if report.HasField("computes"):
+            self.devices[member] = report.computes.device
         if report.HasField("inner_step"):
             with state.changed:
                 self.steps_told += 1
@@ -105,6 +109,7 @@ class Reports:
         """Report that a process has taken a slot, and forget the failure of the one before."""
         with self._state.changed:
             self._failed.pop(member, None)
+            self.devices.pop(member, None)
         self._tell([pb.Report(member=member, joined=pb.Joined(address=address, term=term))])
 
     def tell_own(self, report: pb.Report) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.config.links import exchange_link_name, stage_link_name
-from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.device import name_of, use
 from hetero_pp.core.errors import LinkClosed, Refused, Stopped
 from hetero_pp.core.files import keep_trying
 from hetero_pp.data.sources import Source, open_source
@@ -41,7 +41,7 @@ from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.loop.training_loop import TrainingLoop, momentum_of
 from replica_groups.loop.usable_states import newest_usable_state
-from replica_groups.member.build_member import Start, build_member, device_of
+from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import Carrier, OuterRound
 from replica_groups.outer.ranks import ALONE, Ranks
@@ -89,7 +89,7 @@ def take_part(
     faults: Faults = NO_FAULTS,
     stopping: Stopping = NEVER_STOPPED,
 ) -> None:
-    """Train all remaining rounds as one member of a run, or as one of several ranks that form a member.
+    """Train all remaining rounds as one member of a run, on `ranks.device`, or as one of several ranks that form it.
 
     The exchange tells the round after which the run resumes. The caller closes the connections, or aborts them if this
     function raises HeteroPPError, which means that the run failed here or elsewhere.
@@ -102,6 +102,7 @@ def take_part(
         print(f"{member.name}: {line}", file=sys.stderr, flush=True)
 
     config = spec.config
+    use(ranks.device)
     link = spec.links[exchange_link_name(member.name)]
     kind = CarriedExchange if config.outer.overlap else ShapedExchange
     shaped = kind(connections.exchange, link, config.seed, connections.lines, stopping)
@@ -117,8 +118,6 @@ def take_part(
     with seat.taken():
         saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
-        if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
-            ranks = Ranks(device=device_of(member.replica))
         carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
         trainer, outer, holds = _build(
             spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier
@@ -132,6 +131,9 @@ def take_part(
             outer.restore()
             steps.load(states.path(saved))
         reporter = Reporter(exchange, member.name)
+        report = reporter.new()
+        report.computes.device = name_of(ranks.device)
+        reporter.send(report)
         loop = TrainingLoop(
             trainer,
             member.replica.name,

@@ -1,4 +1,4 @@
-"""Builds the trainer of one member: a whole replica with its engine, or one stage of a group."""
+"""Builds the trainer of one member on its device: a whole replica with its engine, or one stage of a group."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, StageSpec
+from hetero_pp.core.device import CPU
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.model.precision import compute_dtype
-from hetero_pp.model.transformer import build_filled
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from replica_groups.engines.build import build_engine
+from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
@@ -52,7 +51,9 @@ def build_member(
     ranks: Ranks,
     folder: Path | None = None,
 ) -> TrainingMember:
-    """Build the trainer of a member from the start of the run. `source` is set if the member reads the corpus.
+    """Build the trainer of a member on `ranks.device`, from the start of the run.
+
+    `source` is set if the member reads the corpus.
 
     `folder` holds copies for `undo` (Moments).
 
@@ -60,7 +61,7 @@ def build_member(
     """
     if isinstance(member.replica, DatacenterReplica):
         return _build_datacenter(spec, member, member.replica, start, source, ranks, folder)
-    return _build_stage(spec, member, member.replica, start, ends, source, folder)
+    return _build_stage(spec, member, member.replica, start, ends, source, ranks.device, folder)
 
 
 def _build_datacenter(
@@ -88,6 +89,7 @@ def _build_stage(
     start: Start,
     ends: LinkEnds,
     source: Source | None,
+    device: torch.device,
     folder: Path | None,
 ) -> StageMember:
     assert member.stage is not None
@@ -98,7 +100,7 @@ def _build_stage(
     if member.stage.is_first:
         assert source is not None
         batches, validation = replica_batches(spec, member, source)
-    stage = build_stage(spec, replica, member.stage, start)
+    stage = build_stage(spec, replica, member.stage, start, device)
     stage.optimizer.defers = config.outer.source == "gradient"
     settings = WorkerSettings(
         micro_batches=replica.micro_batches,
@@ -115,21 +117,16 @@ def _build_stage(
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
 
 
-def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start) -> Stage:
-    """Build the computation of one stage of a group from the start of the run."""
+def build_stage(
+    spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start, device: torch.device = CPU
+) -> Stage:
+    """Build the computation of one stage of a group on a device, from the start of the run."""
     settings, inner = replica.boundary, spec.config.inner
-    boundary = boundary_of(settings, spec.shape.width, start.basis)
-    dtype = compute_dtype(replica.precision, torch.device("cpu"))
-    module = build_filled(
-        spec.shape, start.parameters, stage, compute_dtype=dtype, recomputes=replica.recompute == "layers"
-    )
-    rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
-    anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of)
+    basis = None if start.basis is None else start.basis.to(device)
+    boundary = boundary_of(settings, spec.shape.width, basis)
+    module = build_model(replica, spec.shape, start.parameters, device, stage)
+    anchors = None
+    if not stage.is_first:
+        rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
+        anchors = anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of, device=device)
     return Stage(stage, module, boundary, inner, spec.total_steps, anchors)
-
-
-def device_of(replica: DatacenterReplica) -> torch.device:
-    """Return the device of a datacenter replica; `auto` is a GPU if there is one."""
-    if replica.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(replica.device)

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, Stopped
 from hetero_pp.core.scratch import Scratch
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
@@ -141,6 +142,8 @@ class OuterRound:
         if ranks.world > 1:
             self.optimizer = _ByRows(self.optimizer, self.shapes, self.rows)
         is_pinned = ranks.device.type == "cuda"
+        self._selects_on = ranks.device if is_pinned else CPU
+        """Device of the selection. It needs fp64, which other accelerators may lack."""
         self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
         self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
         self._undecided: Undecided | None = None
@@ -418,6 +421,8 @@ class OuterRound:
         return self._gathered(self.theta[name], name)
 
     def _gathered(self, rows: Tensor, name: str) -> Tensor:
+        if self.ranks.world == 1:
+            return rows
         return self.ranks.gather_rows(rows.to(self.ranks.device), self.shapes[name][0])
 
     def save(self, folder: Path) -> None:
@@ -455,11 +460,11 @@ class OuterRound:
     def _contributed(self, round_: int, name: str) -> Tensor:
         """Return this rank's rows of the pseudo-gradient, or of the gradient, which is consumed."""
         if self.settings.source == "gradient":
-            return _cut(self.parameters.read_gradient(name), self.rows[name])
-        return self.trained[round_][name].to(self.ranks.device) if round_ in self.trained else self._difference(name)
+            return _cut(self.parameters.read_gradient(name), self.rows[name]).to(self._selects_on)
+        return self.trained[round_][name].to(self._selects_on) if round_ in self.trained else self._difference(name)
 
     def _difference(self, name: str) -> Tensor:
-        now = self.parameters.read(name, self.rows[name])
+        now = self.parameters.read(name, self.rows[name]).to(self._selects_on)
         return self.starts.get(name, self.theta[name]).to(now.device) - now
 
     @torch.no_grad()

@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # imported before any group exists: its functions keep a group, which could not be closed
 from torch import Tensor
 
+from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from replica_groups.loop.collective import CollectiveExchange
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import Ranks, init_ranks
 
-SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)
+SHAPE = ModelSettings(width=64, layers=2, heads=4, kv_heads=2, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)
 CHANGED = INNER.model_copy(update={"learning_rate": 4e-3, "final_learning_rate_share": 0.3})
 STEPS, BATCH, MICRO_BATCHES, TILE = 8, 8, 2, (64, 64)

@@ -34,11 +34,17 @@ def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize(("feed_forward", "vocabulary"), [(192, 64), (512, 64), (192, 4096)])
-def test_activations_take_what_is_predicted(checkpointing: Checkpointing, feed_forward: int, vocabulary: int) -> None:
+@pytest.mark.parametrize(
+    ("feed_forward", "vocabulary", "kv_heads"), [(192, 64, None), (512, 64, None), (192, 4096, None), (192, 64, 2)]
+)
+def test_activations_take_what_is_predicted(
+    checkpointing: Checkpointing, feed_forward: int, vocabulary: int, kv_heads: int | None
+) -> None:
     """In fp32 on a CPU, in one case mostly for layers, and in another mostly for logits."""
     torch.manual_seed(0)
-    shape = ModelShape(width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary)
+    shape = ModelShape(
+        width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary, kv_heads=kv_heads
+    )
     part = Part(LAYERS, embeds=True, predicts=True, parameters=0)
     predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, 1, value_bytes=4, checkpointing=checkpointing))
     assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.15)

@@ -80,6 +80,7 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "no link": (pb.Report(link_use=pb.LinkUse(link="home.1-2", direction="forward")), set()),
     "times": (pb.Report(member_round=pb.MemberRound()), set(ROSTER.members)),
     "saving": (pb.Report(state_saving=pb.StateSaving(round=1)), set(ROSTER.members)),
+    "device": (pb.Report(computes=pb.Computes(device="cpu")), set(ROSTER.members)),
     "failure": (pb.Report(failure=pb.Failure(cause="a cause")), set(ROSTER.members)),
     "refusal": (pb.Report(refusal=pb.Refusal()), set(ROSTER.members)),
     "finished": (pb.Report(finished=pb.Finished()), set(ROSTER.members)),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
+from hetero_pp.run.config import RunConfig
 from replica_groups.engines.build import require_engine
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
@@ -64,6 +65,18 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert complaint in done.stderr
     assert "mixed_engines.yaml:" in done.stderr or f"--set {setting}: " in done.stderr
     assert not (tmp_path / "mixed-engines").exists()
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (4, 1)], ids=str)
+def test_tensor_parallelism_splits_no_head(heads: tuple[int, int]) -> None:
+    titan = {"kind": "datacenter", "name": "dc", "engine": "torchtitan", "torchtitan": {"tensor_parallel": 2}}
+    model = {"width": 48, "heads": heads[0], "kv_heads": heads[1]}
+    values = {"name": "t", "model": model, "outer": {"rounds": 1}, "replicas": [{**titan, "ranks": 2}]}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.model_validate(values).check()
+    assert caught.value.key == ("replicas", 0, "torchtitan", "tensor_parallel")
+    told = f"found 2, expected a divisor of the model's {heads[0]} heads and of its {heads[1]} heads of keys and values"
+    assert caught.value.message == told
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.starts_processes
 
 YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 MEMBERS = {"exchange", "dc", "home.0", "home.1", "home.2"}
-SECONDS_TO_END = 10
+SECONDS_TO_END = 90
 
 
 class Launched:
@@ -63,7 +63,7 @@ class Launched:
         return next(p.pid for p in self.seen if _writes(p, log))
 
     def assert_all_end(self) -> None:
-        """Require that every process ends within ten seconds."""
+        """Require that every process ends. On a busy machine, drawing the run's pictures takes several seconds."""
         deadline = time.monotonic() + SECONDS_TO_END
         self.process.wait(SECONDS_TO_END)
         assert not still_running(self.seen, max(0.0, deadline - time.monotonic()))

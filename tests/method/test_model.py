@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.rope_scaling import RopeScaling
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, block_of, initialise
 
 SHAPE = ModelShape(width=32, layers=4, heads=2, feed_forward=48, vocabulary=64)
@@ -61,10 +63,25 @@ def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
 
-def _rotated(x_LE: Tensor, theta: float) -> Tensor:
+def _frequency(pair: int, head_width: int, shape: ModelShape) -> float:
+    """Return the angle per position, scaled as in Meta's code of Llama 3.1: by wavelengths."""
+    frequency = shape.rope_theta ** (-2 * pair / head_width)
+    if shape.rope_scaling is None:
+        return frequency
+    factor, low, high, length = (value for _, value in shape.rope_scaling)
+    wavelength = 2 * math.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _rotated(x_LE: Tensor, shape: ModelShape) -> Tensor:
     """Rotate neighbouring pairs by their position's angles, with sine and cosine."""
     length, width = x_LE.shape
-    by_position = [[i * theta ** (-2 * j / width) for j in range(width // 2)] for i in range(length)]
+    by_position = [[i * _frequency(j, width, shape) for j in range(width // 2)] for i in range(length)]
     angles = torch.tensor(by_position, dtype=torch.float64)
     even, odd = x_LE[:, 0::2], x_LE[:, 1::2]
     turned = torch.empty_like(x_LE)
@@ -74,12 +91,15 @@ def _rotated(x_LE: Tensor, theta: float) -> Tensor:
 
 
 def _attention(x_LD: Tensor, weights: dict[str, Tensor], layer: str, shape: ModelShape) -> Tensor:
-    head_width = shape.width // shape.heads
+    head_width = shape.head_width or shape.width // shape.heads
+    sharing = shape.heads // (shape.kv_heads or shape.heads)
     heads = []
     for head in range(shape.heads):
         own = slice(head * head_width, (head + 1) * head_width)
-        q, k, v = (x_LD @ weights[f"{layer}.attention.{w}.weight"][own].T for w in ("wq", "wk", "wv"))
-        q, k = _rotated(q, shape.rope_theta), _rotated(k, shape.rope_theta)
+        shared = slice(head // sharing * head_width, (head // sharing + 1) * head_width)
+        q = _rotated(x_LD @ weights[f"{layer}.attention.wq.weight"][own].T, shape)
+        k = _rotated(x_LD @ weights[f"{layer}.attention.wk.weight"][shared].T, shape)
+        v = x_LD @ weights[f"{layer}.attention.wv.weight"][shared].T
         rows = []
         for position in range(len(x_LD)):
             scores = (k[: position + 1] @ q[position] / math.sqrt(head_width)).exp()
@@ -113,13 +133,44 @@ def _unlike_its_start(model: Transformer) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_forward_is_a_plain_llama(heads: int) -> None:
-    shape = SHAPE.model_copy(update={"heads": heads, "layers": 2, "rope_theta": 100.0, "norm_epsilon": 1e-2})
+SCALING = RopeScaling(factor=8, low_frequency_factor=1, high_frequency_factor=4, original_length=32)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"heads": 1},
+        {"heads": 2},
+        {"heads": 4},
+        {"heads": 4, "kv_heads": 1},
+        {"heads": 4, "kv_heads": 2},
+        {"heads": 2, "head_width": 24},
+        {"heads": 1, "rope_scaling": SCALING},
+        {"heads": 6, "kv_heads": 3, "head_width": 8, "rope_scaling": SCALING},
+    ],
+    ids=str,
+)
+def test_forward_is_a_plain_llama(values: dict[str, Any]) -> None:
+    shape = SHAPE.model_copy(update={"layers": 2, "rope_theta": 100.0, "norm_epsilon": 1e-2, **values})
     model, tokens = _unlike_its_start(Transformer(shape)), _tokens()
     expected = torch.stack([_plain_logits(model, row) for row in tokens])
     assert expected.abs().max() > 1
     torch.testing.assert_close(model(tokens).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_scaling_keeps_fast_frequencies_and_divides_slow_ones() -> None:
+    """With 8 pairs and theta 100 all three kinds of frequencies occur."""
+    shape = SHAPE.model_copy(update={"rope_theta": 100.0, "rope_scaling": SCALING})
+    shares = [100 ** (-2 * pair / 16) / _frequency(pair, 16, shape) for pair in range(8)]
+    assert (shares[0], shares[-1]) == (1, 8)
+    assert sum(1 < share < 8 for share in shares) >= 2
+
+
+def test_equal_shapes_are_reduced_to_the_same() -> None:
+    said = ModelSettings(width=64, heads=4, kv_heads=4, head_width=16).resolve(256)
+    assert said == ModelSettings(width=64, heads=4).resolve(256)
+    shared = ModelSettings(width=64, heads=4, kv_heads=2, head_width=8).resolve(256)
+    assert (shared.kv_heads, shared.head_width) == (2, 8)
 
 
 def test_loss_is_mean_cross_entropy_in_nats() -> None:
@@ -187,11 +238,15 @@ def test_weights_start_with_the_deviations_found_to_train() -> None:
     [
         ({"width": 64, "heads": 3}, 256, "heads"),
         ({"width": 34, "heads": 2}, 256, "heads"),  # heads of an odd width cannot be rotated in pairs
+        ({"heads": 2, "head_width": 5}, 256, "head_width"),
+        ({"heads": 6, "width": 60, "kv_heads": 4}, 256, "kv_heads"),
+        ({"heads": 2, "kv_heads": 4}, 256, "kv_heads"),
+        ({"rope_scaling": SCALING.model_copy(update={"high_frequency_factor": 1})}, 256, "rope_scaling"),
         ({}, None, "vocabulary"),
         ({"vocabulary": 255}, 256, "vocabulary"),
     ],
 )
-def test_shapes_that_cannot_be_built(settings: dict[str, int], tokenizer: int | None, key: str) -> None:
+def test_shapes_that_cannot_be_built(settings: dict[str, Any], tokenizer: int | None, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ModelSettings(**settings).resolve(tokenizer)
     assert caught.value.key == ("model", key)

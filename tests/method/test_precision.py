@@ -11,7 +11,7 @@ from hetero_pp.config.engine_settings import Precision
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.precision import Linear, compute_dtype
-from hetero_pp.model.transformer import ModelShape, Transformer, initialise
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, initialise
 from replica_groups.engines.whole import WholeReplica
 
 SHAPE = ModelShape(width=32, layers=3, heads=2, feed_forward=48, vocabulary=64)
@@ -20,8 +20,9 @@ TOKENS = torch.randint(SHAPE.vocabulary, (4, 17), generator=torch.Generator().ma
 
 
 def _replica(dtype: torch.dtype | None, micro_batches: int = 1, recomputes: bool = False) -> WholeReplica:
-    module = Transformer(SHAPE, compute_dtype=dtype, recomputes=recomputes)
-    initialise(module, 3)
+    start = Transformer(SHAPE)
+    initialise(start, 3)
+    module = build_filled(SHAPE, start.state_dict(), compute_dtype=dtype, recomputes=recomputes)
     return WholeReplica("one", module, INNER, 10, micro_batches)
 
 

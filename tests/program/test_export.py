@@ -24,7 +24,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from hetero_pp.hugging_face.config_json import read_architecture
-from hetero_pp.hugging_face.names import halves_of_pairs, pairs_of_halves, ungrouped
+from hetero_pp.hugging_face.names import halves_of_pairs, pairs_of_halves
 from hetero_pp.hugging_face.reading import read_parameters
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.hugging_face.writing import shards_of, write_model, write_weights
@@ -122,7 +122,7 @@ def test_bf16_is_the_rounded_parameter(model: Transformer, tmp_path: Path) -> No
 def test_shards_have_an_index_that_transformers_follows(model: Transformer, tokens: Tensor, tmp_path: Path) -> None:
     folder = _export(model, tmp_path / "out")
     (folder / "model.safetensors").unlink()
-    size = write_weights(folder, _parameters(model).__getitem__, _shapes(), SHAPE.heads, torch.float32, 60_000)
+    size = write_weights(folder, _parameters(model).__getitem__, _shapes(), SHAPE.head_size, torch.float32, 60_000)
     files = sorted(folder.glob("model-*.safetensors"))
     assert len(files) > 2
     assert size == sum(tensor.numel() * 4 for file in files for tensor in load_file(file).values())
@@ -142,32 +142,87 @@ def test_shards_are_full_and_in_order() -> None:
 def test_rows_change_places_within_each_head() -> None:
     """Two heads of four dimensions: dimension 2 j goes to j, and 2 j + 1 to j + 2."""
     weight = torch.arange(8.0)[:, None].expand(8, 3)
-    assert halves_of_pairs(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert torch.equal(pairs_of_halves(halves_of_pairs(weight, 2), 2), weight)
-    assert ungrouped(weight, 2, 4)[:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]
+    assert halves_of_pairs(weight, 4)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert torch.equal(pairs_of_halves(halves_of_pairs(weight, 4), 4), weight)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, {"tie_word_embeddings": True}], ids=str)
-def test_checkpoints_of_transformers_are_read(changes: dict[str, Any], tokens: Tensor, tmp_path: Path) -> None:
+SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 700.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one key head for all queries": {"num_key_value_heads": 1},
+    "wide heads": {"head_dim": 16},
+    "SmolLM2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Llama 3.2": {"num_key_value_heads": 3, "tie_word_embeddings": True, "rope_parameters": SCALING},
+}
+
+
+def _theirs(folder: Path, changes: dict[str, Any]) -> transformers.LlamaForCausalLM:
+    """Return a model of transformers with random weights, and save it to a folder."""
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        intermediate_size=56,
-        vocab_size=SHAPE.vocabulary,
-        initializer_range=0.1,
-        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
-        **changes,
+    values = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "intermediate_size": 56,
+        "vocab_size": SHAPE.vocabulary,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(values | changes))).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoints_of_transformers_are_read_and_returned(name: str, tokens: Tensor, tmp_path: Path) -> None:
+    """The returned folder has the same tensors to the bit, and no head if the head is the embedding."""
+    theirs = _theirs(tmp_path / "theirs", FORMATS[name])
+    architecture = read_architecture(tmp_path / "theirs")
+    shape = architecture.shape
+    assert (shape.rope_theta, shape.norm_epsilon) == (700.0, 1e-6)
+    assert (shape.kv_heads, shape.head_width) == (
+        FORMATS[name].get("num_key_value_heads"),
+        FORMATS[name].get("head_dim"),
     )
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path)
-    architecture = read_architecture(tmp_path)
-    assert (architecture.shape.rope_theta, architecture.shape.norm_epsilon) == (700.0, 1e-6)
-    ours = Transformer(architecture.shape)
-    ours.load_state_dict(read_parameters(tmp_path, _shapes(architecture.shape)))
+    ours, read = Transformer(shape), read_parameters(tmp_path / "theirs", _shapes(shape))
+    ours.load_state_dict(read)
     with torch.no_grad():
-        torch.testing.assert_close(_logits(ours, tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(_logits(ours, tokens), expected, rtol=0, atol=1e-5)
+
+    back = tmp_path / "back"
+    back.mkdir()
+    write_model(back, read.__getitem__, _shapes(shape), shape, DataSettings(sequence_length=32), "fp32")
+    first, returned = (load_file(folder / "model.safetensors") for folder in (tmp_path / "theirs", back))
+    assert first.keys() == returned.keys()
+    assert all(torch.equal(returned[key], tensor) for key, tensor in first.items())
+    assert read_architecture(back) == architecture
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits
+    assert torch.equal(again, expected)
+
+
+def test_shared_heads_and_scaled_rotation_affect_the_logits(tokens: Tensor, tmp_path: Path) -> None:
+    """Otherwise the comparisons above would show nothing."""
+    _theirs(tmp_path, FORMATS["Llama 3.2"])
+    shape = read_architecture(tmp_path).shape
+    ours, unscaled = Transformer(shape), Transformer(shape.model_copy(update={"rope_scaling": None}))
+    for model in (ours, unscaled):
+        model.load_state_dict(read_parameters(tmp_path, _shapes(shape)))
+    logits = _logits(ours, tokens)
+    assert (_logits(unscaled, tokens) - logits).abs().max() > 1e-3
+    with torch.no_grad():
+        for block in ours.layers.values():
+            keys = block.attention.wk.weight
+            keys.copy_(keys.unflatten(0, (3, -1)).flip(0).flatten(0, 1))
+    assert (_logits(ours, tokens) - logits).abs().max() > 1e-3
 
 
 REFUSED = {
@@ -175,14 +230,30 @@ REFUSED = {
     "no architecture": ({"model_type": None}, "model_type: found nothing, expected `llama`"),
     "biases": ({"attention_bias": True}, "attention_bias: found `True`, expected `False`"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: found `gelu`, expected `silu`"),
-    "head width": ({"head_dim": 32}, "head_dim: found `32`, expected `16`"),
-    "old scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling: found `linear`, expected none"),
+    "more biases": ({"mlp_bias": True}, "mlp_bias: found `True`, expected `False`"),
+    "head width": ({"head_dim": 15}, "head_dim: found `15`, expected an even number"),
+    "old scaling": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope scaling: found `linear`, expected none or `llama3`",
+    ),
     "new scaling": (
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
-        "rope scaling: found `llama3`, expected none",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
+        "rope scaling: found `yarn`, expected none or `llama3`",
+    ),
+    "half a scaling": (
+        {"rope_scaling": {**SCALING, "low_freq_factor": None}},
+        "rope scaling: low_freq_factor: found nothing, expected a positive number",
+    ),
+    "scaling upside down": (
+        {"rope_scaling": {**SCALING, "high_freq_factor": 0.5}},
+        "rope_scaling: found `0.5`, expected a high frequency factor above the low one, 1.0",
     ),
     "no width": ({"hidden_size": None}, "hidden_size: found nothing, expected a number"),
-    "uneven heads": ({"num_attention_heads": 5}, "num_attention_heads: found `5`, expected a divisor of half"),
+    "uneven heads": (
+        {"num_attention_heads": 5, "head_dim": None},
+        "num_attention_heads: found `5`, expected a divisor of half",
+    ),
+    "no groups": ({"num_key_value_heads": 0}, "num_key_value_heads: found `0`, expected a divisor"),
     "uneven groups": ({"num_key_value_heads": 2}, "num_key_value_heads: found `2`, expected a divisor"),
 }
 
@@ -427,10 +498,45 @@ def test_a_run_needs_the_folder_that_it_started_from_only_once(exported: Path, c
     assert _invoke("export", tmp_path / "second", "--to", tmp_path / "out") == (0, "")
 
 
+def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -> None:
+    """Heads of keys stay shared. A tied head is trained apart, and is exported as tied while it is equal."""
+    theirs, path = tmp_path / "theirs", tmp_path / "run.yaml"
+    _theirs(theirs, FORMATS["Llama 3.2"] | {"num_hidden_layers": 3})
+    path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
+    arguments = ["launch", "--in-process", path, "--runs", tmp_path, "--from", theirs, "--set", "snapshots.every=1"]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code, result.stderr) == (0, "")
+    told = f"model.weights: {theirs} ties its head to its token embedding; from here on they train apart, "
+    assert told + "which makes 14,400 more parameters" in " ".join(result.stdout.split())
+    run = tmp_path / "second"
+    losses = {name: found["validation_loss"] for name, found in _losses(run).items()}
+    assert losses["dc"][-1] < _losses(run)["dc"]["initial_validation_loss"]
+    model = ConfigFile(run / "config.yaml").config.model
+    assert (model.kv_heads, model.head_width) == (3, None)
+    assert model.rope_scaling == read_architecture(theirs).shape.rope_scaling
+    assert _invoke("launch", "--in-process", run / "config.yaml", "--runs", tmp_path, "--resume") == (0, "")
+
+    for number, is_tied in ((0, True), (2, False)):
+        to = tmp_path / f"after {number}"
+        assert _invoke("export", run, "--to", to, "--round", number, "--dtype", "fp32") == (0, "")
+        assert read_architecture(to).is_tied == is_tied
+        assert ("lm_head.weight" in load_file(to / "model.safetensors")) == (not is_tied)
+    first, returned = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "after 0"))
+    assert all(torch.equal(returned[key], tensor) for key, tensor in first.items())
+    trained = load_snapshot(run / "log" / "snapshot-000002.safetensors").parameters
+    ours = Transformer(read_architecture(tmp_path / "after 2").shape)
+    ours.load_state_dict(trained)
+    tokens = torch.randint(SHAPE.vocabulary, (2, 24), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after 2")(tokens).logits
+    torch.testing.assert_close(found, _logits(ours, tokens), rtol=0, atol=1e-5)
+
+
 MISMATCHES = {
     "width": ("model: {width: 64}", "model.width: found 64, expected 32 as in"),
     "preset": ("model: {preset: 178m}", "model.width: found 1024, expected 32 as in"),
     "rotation": ("model: {rope_theta: 10000.0}", "model.rope_theta: found 10000.0, expected 900.0 as in"),
+    "heads": ("model: {kv_heads: 1}", "model.kv_heads: found 1, expected null as in"),
     "folder": ("model: {weights: /nowhere}", "model.weights: found no readable /nowhere/config.json"),
 }
 

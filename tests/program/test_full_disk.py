@@ -77,7 +77,7 @@ def _snapshot(version: int) -> Snapshot:
 def _weights(folder: Path, version: int) -> None:
     parameters = _snapshot(version).parameters
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    write_weights(folder, parameters.__getitem__, shapes, SHAPE.heads, torch.float32)
+    write_weights(folder, parameters.__getitem__, shapes, SHAPE.head_size, torch.float32)
 
 
 def _tokens(folder: Path, version: int) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_a_second_interrupt_leaves_the_end_alone_unless_it_takes_long(monkeypatc
         now[0] = 6.0
         signal.raise_signal(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+class _Interrupted:
+    """Is interrupted in its destructor, where Python drops exceptions."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def test_an_interrupt_that_python_drops_is_repeated() -> None:
+    repeated = threading.Event()
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        one = _Interrupted()
+        del one
+        repeated.wait(TIMEOUT)
 
 
 def test_what_is_ignored_stays_so() -> None:

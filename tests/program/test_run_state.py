@@ -169,6 +169,16 @@ def test_a_part_told_twice_counts_once() -> None:
     assert state_of([part, part]).replicas["dc"].tokens == 100
 
 
+def test_a_step_whose_report_was_lost_counts() -> None:
+    """A killed member loses reports of a round that it trained ahead, and resumes from a state after that round."""
+    replica = ReplicaState("dc", "datacenter", 3)
+    replica.apply(START, inner_step(START, "dc", "dc", 1, 0, loss=3.0, tokens=10).inner_step)
+    replica.keep(1, 3, 10)
+    assert (replica.tokens, replica.steps(1), replica.round_loss(1)) == (30, 3, 3.0)
+    replica.apply(START + 1, inner_step(START, "dc", "dc", 1, 2, loss=2.0, tokens=10).inner_step)  # it was only late
+    assert (replica.tokens, replica.round_loss(1)) == (30, 2.5)
+
+
 @pytest.mark.parametrize("inner_steps", [3, None])
 def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -> None:
     """The display is unchanged, and per step only the losses are kept."""
@@ -179,7 +189,7 @@ def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -
             told = inner_step(START + round_, "dc", "dc", round_, step, loss=round_ + step / 4, tokens=10).inner_step
             for replica in (kept, whole):
                 replica.apply(START + round_ + step, told)
-        kept.keep(round_, 3)
+        kept.keep(round_, 3, 10)
         kept.settle(round_)
     assert sorted(kept.rounds) == list(range(rounds - STILL_TOLD + 1, rounds + 1))
     assert [(round_, list(losses)) for round_, losses in kept.losses()] == list(whole.losses())

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stage_members import StageMembers, group_spec, links_of
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
 from hetero_pp.run.config import RunConfig
@@ -202,6 +203,15 @@ def test_flops_are_six_a_parameter_and_token() -> None:
     assert forward_flops(shape, whole, 1, 2048) == 2048 * (2 * matrices + attention)
     halves = [forward_flops(shape, Part(6, not last, last, 0), 1, 2048) for last in (False, True)]
     assert sum(halves) == forward_flops(shape, whole, 1, 2048)
+
+
+def test_flops_follow_the_parameters_of_shared_and_wide_heads() -> None:
+    """Scores of attention are of all heads of queries, as wide as they are together."""
+    shape = ModelShape(width=64, layers=2, heads=4, kv_heads=2, head_width=24, feed_forward=96, vocabulary=100)
+    with torch.device("meta"):
+        matrices = sum(p.numel() for p in Transformer(shape, embeds=False).parameters() if p.ndim == 2)
+    expected = 32 * (2 * matrices + 2 * 2 * 32 * 4 * 24)
+    assert forward_flops(shape, Part(2, True, True, 0), 1, 32) == expected
 
 
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:

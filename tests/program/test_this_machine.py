@@ -56,8 +56,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: _Memory(32e9, 30e9))
     monkeypatch.setattr(this_machine, "usable_cores", lambda: 2)
     monkeypatch.setattr(this_machine, "LIMITS_OF_CONTAINERS", ())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _have_gpus(monkeypatch, 0)
     return monkeypatch
+
+
+def _have_gpus(machine: pytest.MonkeyPatch, count: int) -> None:
+    kind = torch.device("cuda") if count else None
+    machine.setattr(torch.accelerator, "current_accelerator", lambda check_available: kind)
+    machine.setattr(torch.accelerator, "device_count", lambda: count)
 
 
 @pytest.fixture
@@ -132,11 +138,9 @@ def test_memory_is_that_of_the_members_that_start_here(
     in the machine's memory, and at its start also the snapshot. With two nodes, each holds half of everything.
     """
     machine.setattr(this_machine, "free_bytes", lambda device: None)
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 8)
-    refused = [
-        message for is_final, message in _limits(yaml, "replicas.0.device=cpu", *overrides, only=only) if is_final
-    ]
+    _have_gpus(machine, 8)
+    on_cpus = ("replicas.0.device=cpu", "replicas.1.device=cpu")
+    refused = [message for is_final, message in _limits(yaml, *on_cpus, *overrides, only=only) if is_final]
     assert bool(refused) == (expected is not None)
     assert expected is None or _gigabytes(refused[0]) == pytest.approx(_expected(*expected), rel=0.01)
 
@@ -163,16 +167,28 @@ def test_a_gpu_that_holds_too_little_is_refused_with_the_key_that_helps(
     yaml: Path, machine: pytest.MonkeyPatch
 ) -> None:
     """A GPU holds 16 bytes per parameter and activations in bf16; where torch does not know it, nothing is refused."""
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 1)
+    _have_gpus(machine, 1)
     on_gpu = ("replicas.0.device=cuda", "replicas.0.micro_batches=2")
-    refused = "found dc, which needs 23.7 GB (weights and gradients 9.64 GB, moments 9.64 GB, activations 4.41 GB), "
-    for free, told in ((24e9, []), (None, []), (23e9, [refused])):
+    told = "found dc on cuda:0 with 23.7 GB (weights and gradients 9.64 GB, moments 9.64 GB, activations 4.41 GB), "
+    for free, refused in ((24e9, False), (None, False), (23e9, True)):
         machine.setattr(this_machine, "free_bytes", lambda device, free=free: free)
         found = [message for is_final, message in _limits(yaml, *on_gpu, only="dc") if is_final]
-        assert [message[: len(words)] for message, words in zip(found, told, strict=True)] == told
-    assert "expected at most the 23 GB that are free on cuda: --set replicas.dc.micro_batches=4 saves" in found[0]
+        assert bool(found) == refused
+    assert found[0].startswith(f"{told}expected at most the 23 GB that are free there: --set ")
+    assert found[0].endswith("replicas.dc.micro_batches=4 saves 2.14 GB")
     assert this_machine.free_bytes(torch.device("cpu")) is None
+
+
+def test_members_that_share_a_gpu_share_its_memory(yaml: Path, machine: pytest.MonkeyPatch) -> None:
+    """Four stages on two GPUs take them in turn."""
+    _have_gpus(machine, 2)
+    machine.setattr(psutil, "virtual_memory", lambda: _Memory(640e9, 640e9))
+    machine.setattr(this_machine, "free_bytes", lambda device: 6e9)
+    found = [message for is_final, message in _limits(yaml, only="home") if is_final]
+    assert [message.split(" with ")[0] for message in found] == [
+        "found home.0, home.2 on cuda:0",
+        "found home.1, home.3 on cuda:1",
+    ]
 
 
 def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
@@ -191,8 +207,7 @@ def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.Monk
     assert any(both in message for _, message in _limits(yaml))
     machine.setattr(this_machine, "usable_cores", lambda: 1)
     assert any(f"{3000 * 2 * seconds / 86400:.3g} days" in message for _, message in _limits(yaml))
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 1)
+    _have_gpus(machine, 1)
     assert _limits(yaml, only="dc") == []
 
 
@@ -226,8 +241,7 @@ def test_a_gpu_that_is_not_there_is_refused(yaml: Path) -> None:
 
 
 def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(torch.cuda, "is_available", lambda: True)
-    machine.setattr(torch.cuda, "device_count", lambda: 2)
+    _have_gpus(machine, 2)
     four = ("replicas.0.engine=torchtitan", "replicas.0.ranks=4")
     found = [message for is_final, message in _limits(yaml, *four, only="dc") if is_final]
     assert found == ["found 4, expected at most the 2 GPUs of this machine: each rank uses one"]

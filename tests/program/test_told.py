@@ -148,6 +148,7 @@ TEXTS = {
     "listen": "left out; that of neighbours is dialled by TLS",
     "rendezvous": "refused",
     "deepspeed": "held against a list",
+    "device": "one of a few names",
     "hardware": "the name of an entry",
     "uplink": "the name of an entry",
     "link": "the name of an entry",

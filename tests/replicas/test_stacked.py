@@ -33,7 +33,7 @@ def _spec(
     config = table_config(
         {
             "name": "t",
-            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
+            "model": {"width": 32, "heads": 4, "kv_heads": 2, "head_width": 16, "feed_forward": 48, "layers": 2},
             "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01, "clip_norm": 0.5},
             "outer": {"rounds": rounds, "compression": {"value_bits": 32}, **(outer or {})},

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hetero_pp.config.topology import BoundarySettings, StageSpec
 from hetero_pp.model import loss
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.rope_scaling import RopeScaling
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pipeline.subspace import random_basis
@@ -21,7 +22,15 @@ from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.stage import Stage
 
-SHAPE = ModelSettings(width=32, heads=2, feed_forward=48, layers=4).resolve(64)
+SHAPE = ModelSettings(
+    width=32,
+    heads=4,
+    kv_heads=2,
+    feed_forward=48,
+    layers=4,
+    rope_theta=100.0,
+    rope_scaling=RopeScaling(factor=8, low_frequency_factor=1, high_frequency_factor=4, original_length=32),
+).resolve(64)
 RANGES = [range(1), range(1, 3), range(3, 4)]
 MICRO_BATCHES = 2
 SEED, STEP = 7, 11

@@ -23,6 +23,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.devices import in_words
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import listen_told, own_configuration, require_data
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -91,6 +92,7 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
     tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
+    tell(standard_output(), f"{membership.run}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
         tell(standard_output(), note)
     return prepared

@@ -13,6 +13,7 @@ from hetero_pp.core.units import format_bytes, format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.plain_text import plain
+from hetero_pp.run.devices import in_words
 from replica_groups.exchange.memberships import IssuedTicket
 from replica_groups.exchange.patience import listed
 
@@ -64,6 +65,8 @@ def print_status(run: str, reply: StatusReply) -> None:
     console.print(table)
     if left_out:
         tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
+    if devices := {slot.name: plain(slot.device) for slot in reply.places if slot.device}:
+        tell(console, f"devices: {in_words(devices)}")
     for replica, missing in incomplete.items():
         tell(console, f"{replica} is incomplete: waiting for hosts to join as {', '.join(missing)}")
     _print_guests(console, reply)
@@ -164,4 +167,5 @@ def _slot(slot: PlaceStatus) -> dict[str, object]:
         "address": slot.address,
         "dials": slot.dials,
         "relayed_bytes": slot.relayed_bytes,
+        "device": slot.device or None,
     }

@@ -37,6 +37,7 @@ from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
 from hetero_pp.run.changes import Given
+from hetero_pp.run.devices import in_words
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -210,6 +211,8 @@ def _prepare(file: ConfigFile, runs: Path, only: str | None, resume: bool) -> Pr
         prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
     for limit in prepared.limits:
         tell(standard_output(), f"{file.config.name}: {limit.message}")
+    if prepared.devices:
+        tell(standard_output(), f"{file.config.name}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
         tell(standard_output(), note)
     return prepared

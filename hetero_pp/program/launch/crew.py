@@ -27,12 +27,13 @@ from hetero_pp.program.chaos.director import Director
 from hetero_pp.program.chaos.schedule import Schedule
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, STOP, Job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
 from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
+from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import rules_of
@@ -121,6 +122,7 @@ class Crew:
         """Credentials for following reports, and for reporting members that died."""
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
+        self._devices: dict[str, str] = {}
         self._director = None if chaos is None else Director(chaos, folder, on_report)
         self._context = fork_server()
         self._processes: dict[str, ForkServerProcess] = {}
@@ -210,9 +212,12 @@ class Crew:
     def start(self, members: Sequence[str], again: bool = False) -> None:
         """Start members, which then wait for a message. Their output goes to logs/<member>.log."""
         require_open_files(len(self._processes.keys() | set(members)))
+        if not again:
+            self._devices |= {name: str(device) for name, device in devices_of(self._spec, members).items()}
         for member in members:
             ours, theirs = self._context.Pipe()
-            job = Job(member, self._folder, None if again else self._resume, again)
+            device = self._devices.get(member, "cpu")
+            job = Job(member, self._folder, None if again else self._resume, again, device)
             orders = None if self._director is None else self._director.orders(member)
             process = self._context.Process(target=process_main, args=(theirs, job, orders), name=member)
             self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
@@ -297,8 +302,8 @@ class Crew:
             self._processes[member].join(max(0.0, deadline - time.monotonic()))
 
     def _has_died(self, member: str) -> bool:
-        """Return whether a process died for a reason outside the run, so that a restart may help."""
-        return self._exit_code(member) == CRASHED or (self._exit_code(member) < 0 and not self._told)
+        """Return whether a process died for a reason of its own: a restart may help, or the run can do without it."""
+        return self._exit_code(member) in (CRASHED, GONE) or (self._exit_code(member) < 0 and not self._told)
 
     def _replace(self, member: str) -> set[str]:
         """Restart a process that died, or continue without it if its restarts are used up.
@@ -308,9 +313,10 @@ class Crew:
         with self._lock:
             self._silent.pop(member, None)
         cause = self._cause(member)
-        number = self._restarts.take(member, time.monotonic())
+        is_gone = self._exit_code(member) == GONE
+        number = None if is_gone else self._restarts.take(member, time.monotonic())
         if number is None:
-            self._give_up(member, cause)
+            self._give_up(member, cause if is_gone else f"{cause}; no restart is left")
         else:
             settings = self._restarts.settings
             times = f"attempt {number} of {settings.count} within {settings.within / 60:.4g} min"
@@ -327,13 +333,13 @@ class Crew:
         return {member}
 
     def _give_up(self, member: str, cause: str) -> None:
-        """Continue without a member. Raises RunFailed if too few replicas are left for a quorum."""
+        """Continue without a member. Raises RunFailed if too few replicas are left for a quorum, or nothing here."""
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
-        if member == EXCHANGE or rules.is_lost_without(lost):
+        if member == EXCHANGE or rules.is_lost_without(lost) or self._given_up >= self._processes.keys():
             raise RunFailed(cause)
-        self._say(GIVEN_UP, member, f"{cause}; no restart is left, so the run continues without it")
+        self._say(GIVEN_UP, member, f"{cause}, so the run continues without it")
 
     def _say(self, what: Happened, member: str, cause: str) -> None:
         standing = Standing(what=what, place=member, cause=cause)

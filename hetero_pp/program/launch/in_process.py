@@ -19,6 +19,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
+from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
@@ -28,6 +29,7 @@ from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.loop.gate import Gate
 from replica_groups.loop.round_length import StepsOf
 from replica_groups.loop.take_part import take_part
+from replica_groups.outer.ranks import Ranks
 
 
 def run_in_process(
@@ -129,6 +131,7 @@ class MemberThreads:
         self._resume = resume
         self._steps_of, self._missed = steps_of, missed
         self._spec, self._folder = spec, folder
+        self._devices = devices_of(spec, list(spec.needed))
         self._lines = Lines()
         self._links = _links(spec, self._lines)
         self._errors: list[Exception] = []
@@ -204,6 +207,7 @@ class MemberThreads:
                 member,
                 connections,
                 self._folder,
+                Ranks(device=self._devices[member.name]),
                 gate=self.gate,
                 steps_of=self._steps_of,
                 faults=faults,

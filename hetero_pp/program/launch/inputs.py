@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
@@ -20,6 +21,7 @@ from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.devices import devices_of
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
@@ -39,15 +41,20 @@ class Prepared:
     """The corpus, if a process started here reads it."""
     limits: Sequence[Limit] = ()
     """Limits of this machine: what would take unreasonably long; with `checks`, also what it cannot do."""
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """Name of the device of each member that starts here."""
     given: Sequence[Key] = ()
     """Keys that were given beside the YAML."""
     located: Callable[[ConfigError], ConfigError] = lambda error: error
     """Adds file and line to an error about a key."""
 
+    on_weights: Sequence[str] = ()
+    """Notes on the weights that the run starts from."""
+
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the corpus that the user has to see before training begins."""
-        return () if self.source is None else self.source.notes
+        """Notes on corpus and weights that the user has to see before training begins."""
+        return (*self.on_weights, *(() if self.source is None else self.source.notes))
 
 
 def prepare(
@@ -71,8 +78,7 @@ def prepare(
         config.require_grouped()
         require_launchable(config)
         spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
-        if not resume:
-            require_weights(spec)
+        on_weights = () if resume else require_weights(spec)
         names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
         if only is None and not spec.needed:
             why = "expected at least one required replica: `launch` starts only required replicas"
@@ -83,6 +89,8 @@ def prepare(
         limits = limits_of(spec, names)
         if not checks:
             require_carried(limits)
+        devices = _devices(spec, names)
+        if not checks:
             _require_meeting_places(config, names, only)
         config.outer.compression.require_accelerator()
         require_relay(config)
@@ -92,7 +100,15 @@ def prepare(
                 one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(spec, names, source, limits, file.given, file.located)
+    return Prepared(spec, names, source, limits, devices, file.given, file.located, on_weights)
+
+
+def _devices(spec: RunSpec, names: Sequence[str]) -> dict[str, str]:
+    """Return the name of the device of each member; that of the setting if this machine does not have the device."""
+    try:
+        return {name: name_of(device) for name, device in devices_of(spec, names).items()}
+    except ConfigError:
+        return {name: spec.members[name].device for name in names if name in spec.members}
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ CONSEQUENCE = 3
 """Exit code of a process that stopped only because another one failed."""
 CRASHED = 4
 """Exit code of a process that failed, but may succeed if it is restarted."""
+GONE = 5
+"""Exit code of a member that cannot train here, while the run can go on without it."""
 
 STOP = {"stop": "yes"}
 """Message by which the launcher asks a process to stop, and the process's answer.
@@ -32,3 +34,5 @@ class Job:
     """Keys that change from here on if the exchange resumes the run in the folder; None if the run is new."""
     again: bool = False
     """Whether the process replaces one that died, in a run that is under way."""
+    device: str = "cpu"
+    """Device on which the member computes; several ranks count their devices from 0."""

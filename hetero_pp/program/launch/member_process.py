@@ -27,13 +27,22 @@ import torch
 
 from hetero_pp.config.links import EXCHANGE, exchange_link_name
 from hetero_pp.config.topology import DatacenterReplica
-from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkError, Refused, RunFailed, StoreError, WrongToken
+from hetero_pp.core.errors import (
+    ConfigError,
+    HeteroPPError,
+    LinkError,
+    OutOfMemory,
+    Refused,
+    RunFailed,
+    StoreError,
+    WrongToken,
+)
 from hetero_pp.core.files import keep_trying, print_without_fail
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.fork_server import ignore_unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, STOP, Job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.admission import Told
@@ -52,6 +61,7 @@ from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
 from replica_groups.loop.stopping import Stopping
 from replica_groups.loop.take_part import take_part
+from replica_groups.outer.ranks import Ranks
 
 _SECONDS_TO_HEAR = 5.0
 """Seconds for which the exchange still answers after the run has ended, for members that have not heard of it."""
@@ -243,6 +253,8 @@ def _run_member(
         _send(launcher, failure=cause)
         if isinstance(error, RankDied):
             return CRASHED
+        if isinstance(error, OutOfMemory):
+            return GONE
         return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
     return 0
 
@@ -263,7 +275,8 @@ def _run_ranks(
 
     timeout = spec.config.exchange.timeout
     try:
-        run_ranks(replica, spec.run, job.folder, exchange, credentials, timeout, faults.missed, on_start)
+        where = (job.folder, exchange, credentials, timeout, job.device)
+        run_ranks(replica, spec.run, *where, missed=faults.missed, on_start=on_start)
     except Refused:  # a node too many must not fail the run
         raise
     except (HeteroPPError, OSError) as error:
@@ -294,7 +307,8 @@ def _take_part(
     lifeline.stop = stopping.ask
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
-            take_part(spec, member, connections, job.folder, faults=faults, stopping=stopping)
+            ranks = Ranks(device=torch.device(job.device))
+            take_part(spec, member, connections, job.folder, ranks, faults=faults, stopping=stopping)
         except HeteroPPError as error:
             # A member that was never admitted must not fail the run: another process may hold its name.
             if connections.exchange.has_joined:

@@ -16,7 +16,6 @@ from typing import NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.link.shared_lines import Lines
@@ -31,7 +30,6 @@ from hetero_pp.run.read import read_run
 from hetero_pp.store.faults import Missed
 from replica_groups.loop.stopping import Stopping
 from replica_groups.loop.take_part import take_part
-from replica_groups.member.build_member import device_of
 from replica_groups.outer.ranks import Ranks, init_ranks
 
 _COLLECTIVE_TIMEOUT = timedelta(days=7)
@@ -57,8 +55,7 @@ def main() -> None:
     spec = read_run(folder)
     torch.set_num_threads(spec.config.threads)
     member = spec.members[job.member]
-    assert isinstance(member.replica, DatacenterReplica)
-    ranks = init_ranks(device_of(member.replica), _COLLECTIVE_TIMEOUT)
+    ranks = init_ranks(torch.device(job.device), _COLLECTIVE_TIMEOUT)
     credentials = Credentials.from_json(os.environ[CREDENTIALS])
     with NetworkConnections(spec, member, job.exchange, credentials, Lines(folder.lines)) as connections:
         try:

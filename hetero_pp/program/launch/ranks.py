@@ -44,6 +44,7 @@ class RankJob:
     folder: str
     config_name: str
     exchange: str
+    device: str
     missed: list[int]
     """Rounds whose contributions are held back by injected faults."""
 
@@ -59,19 +60,21 @@ def run_ranks(
     exchange: str,
     credentials: Credentials,
     timeout: float,
+    device: str,
     missed: Iterable[int] = (),
     on_start: Callable[[Callable[[int | None], None]], object] = lambda _: None,
 ) -> None:
     """Run all ranks of this node to their end.
 
-    `timeout`: seconds to wait for the other nodes. `on_start` is called with a function that asks the ranks to save a
-    member checkpoint and end; any thread may call it, with the last closed round or None.
+    `timeout`: seconds to wait for the other nodes. `device`: a device of their kind; each rank takes its own.
+    `on_start` is called with a function that asks the ranks to save a member checkpoint and end; any thread may call
+    it, with the last closed round or None.
 
     Raises HeteroPPError with the first failed rank and its cause: RankDied if it was killed, RunFailed if it failed
     because of another member.
     """
     endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
-    job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange, sorted(missed))
+    job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange, device, sorted(missed))
     register()
     config = LaunchConfig(
         min_nodes=replica.nodes,

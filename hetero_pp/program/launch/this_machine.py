@@ -12,8 +12,10 @@ import torch
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.device import accelerators
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bytes, format_count, format_duration, format_seconds
+from hetero_pp.core.units import format_bytes, format_count, format_duration, format_names, format_seconds
+from hetero_pp.run.devices import devices_of
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
@@ -21,10 +23,12 @@ from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import LAUNCHER_BYTES, Memory, memory_of_member
 from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
-from replica_groups.member.build_member import device_of
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 """Seconds of a step, and of the run, beyond which the user is warned."""
+
+_SHOWN = 4
+"""Largest number of members that a message names."""
 
 LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -43,7 +47,7 @@ def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
     """Return the limits that starting these members on this machine would exceed."""
     members = [spec.members[name] for name in names if name in spec.members]
     return [
-        *_of_gpus(members),
+        *_of_devices(spec, members),
         *_of_memory(spec, names),
         *_of_device_memory(spec, members),
         *_of_time(spec, members),
@@ -57,19 +61,18 @@ def require_carried(limits: Sequence[Limit]) -> None:
             raise ConfigError(limit.key, limit.message)
 
 
-def _of_gpus(members: Sequence[MemberSpec]) -> Iterator[Limit]:
+def _of_devices(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    try:
+        devices = devices_of(spec, [member.name for member in members])
+    except ConfigError as error:
+        yield Limit(error.key, error.message, is_final=True)
+        return
     for member in members:
-        replica, here = member.replica, ("replicas", member.replica_index)
-        if not isinstance(replica, DatacenterReplica):
-            continue
-        if replica.device == "cuda" and not torch.cuda.is_available():
-            why = "finds no GPU here" if torch.backends.cuda.is_built() else "was built without CUDA"
-            expected = f"found `cuda`, expected `auto` or `cpu`: torch {torch.__version__} {why}"
-            yield Limit((*here, "device"), expected, is_final=True)
-        elif device_of(replica).type == "cuda" and replica.ranks > torch.cuda.device_count():
-            there = format_count(torch.cuda.device_count(), "GPU")
-            expected = f"found {replica.ranks}, expected at most the {there} of this machine: each rank uses one"
-            yield Limit((*here, "ranks"), expected, is_final=True)
+        ranks, count = _processes(member), len(accelerators())
+        if devices[member.name].type != "cpu" and ranks > count:
+            there = format_count(count, "GPU")
+            expected = f"found {ranks}, expected at most the {there} of this machine: each rank uses one"
+            yield Limit(("replicas", member.replica_index, "ranks"), expected, is_final=True)
 
 
 def _of_memory(spec: RunSpec, names: Sequence[str]) -> Iterator[Limit]:
@@ -110,19 +113,27 @@ def _by_purpose_here(member: MemberSpec, memory: Memory) -> Mapping[str, float]:
 
 
 def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
-    """Compare what members hold on accelerators with the free memory of these."""
-    accelerated = [member for member in members if not _computes_here(member)]
-    memories = [(member, memory_of_member(spec, member, accelerated=True)) for member in accelerated]
-    for member, memory in memories:
-        replica = member.replica
-        assert isinstance(replica, DatacenterReplica)
-        needed, free = memory.n_bytes("device") / replica.world, free_bytes(device_of(replica))
+    """Compare what members hold on accelerators, which several may share, with the free memory of these."""
+    try:
+        devices = devices_of(spec, [member.name for member in members])
+    except ConfigError:
+        return  # `_of_devices` tells it
+    shared: dict[torch.device, list[MemberSpec]] = {}
+    for member in members:
+        shared.setdefault(devices[member.name], []).append(member)
+    for device, same in shared.items():
+        free = None if device.type == "cpu" else free_bytes(device)
+        memories = [(member, memory_of_member(spec, member, accelerated=True)) for member in same]
+        ranks = max(_processes(member) for member in same)  # each has a device of its own
+        needed = sum(memory.n_bytes("device") for _, memory in memories) / ranks
         if free is not None and needed > free:
-            helps = remedy(spec, [(member, memory)], replica.world * needed, replica.world * free, "device")
+            why = listed_by_kind([memory.held("device") for _, memory in memories])
+            helps = remedy(spec, memories, ranks * needed, ranks * free, "device")
             yield Limit(
-                ("replicas", member.replica_index),
-                f"found {member.name}, which needs {format_bytes(needed)} ({listed_by_kind([memory.held('device')])}), "
-                f"expected at most the {format_bytes(free)} that are free on {device_of(replica)}: {helps}",
+                ("replicas", same[0].replica_index),
+                f"found {format_names([member.name for member in same], _SHOWN)} on {device} with "
+                f"{format_bytes(needed)} ({why}), expected at most the {format_bytes(free)} that are free there: "
+                f"{helps}",
                 is_final=True,
             )
 
@@ -163,8 +174,8 @@ def _step_flops(spec: RunSpec, member: MemberSpec) -> float:
 
 
 def _computes_here(member: MemberSpec) -> bool:
-    """Return whether a member trains on the CPU; stages always do."""
-    return not isinstance(member.replica, DatacenterReplica) or device_of(member.replica).type == "cpu"
+    """Return whether a member trains on the CPU."""
+    return member.device == "cpu" or (member.device == "auto" and not accelerators())
 
 
 def _on_this_node(member: MemberSpec, amount: float) -> float:

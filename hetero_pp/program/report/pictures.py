@@ -148,8 +148,7 @@ def _draw_validation(state: RunState, axes: Axes) -> None:
         if losses:
             marker = "o" if len(losses) <= MOST_MARKS else ""
             axes.plot(*zip(*losses, strict=True), color=colours[name], lw=1.5, marker=marker, ms=5, label=name)
-    rounds = range(state.rounds_planned + 1)
-    means = [(_after(state, r), m) for r in rounds if (m := state.mean_validation_loss(r)) is not None]
+    means = [(_after(state, round_), mean) for round_, mean in state.mean_validation_losses().items()]
     if means and len(state.replicas) > 1:
         axes.plot(*zip(*means, strict=True), color="black", lw=2.5, ls="--", label="mean", zorder=3)
     if means and math.isfinite(means[-1][1]):

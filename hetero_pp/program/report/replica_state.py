@@ -79,12 +79,20 @@ class ReplicaState:
             self._latest = report.round, report.step
             self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
 
-    def keep(self, round_: int, steps: int) -> None:
-        """Keep this many steps of a round that closed.
+    def keep(self, round_: int, steps: int, tokens: int) -> None:
+        """Keep this many steps, of `tokens` each, of a round that closed.
 
-        Further reported steps belong to an attempt that was discarded.
+        Further reported steps belong to an attempt that was discarded. Steps without a report were trained too: the
+        report may still arrive, or it was lost with its process, which then resumed from a state after these steps.
         """
-        told = self.rounds.get(round_, {})
+        if round_ in self.settled:
+            return
+        told = self.rounds.setdefault(round_, {})
+        for number in range(steps):
+            step = told.setdefault(number, Step())
+            if not step.tokens:
+                step.tokens = tokens
+                self.tokens += tokens
         for number in [number for number in told if number >= steps]:
             self.tokens -= told.pop(number).tokens
         if self._latest[0] == round_ and self._latest[1] >= steps and told:

@@ -217,10 +217,12 @@ class RunState:
                 link.directions[way].apply(time, use, time if self.first_step is None else self.first_step)
 
     def _closed(self, time: float, record: RoundRecord) -> None:
+        rows = {replica.name: replica.batch_size for replica in self.spec.replicas_ever}
         for contribution in record.contributions:
             one = self._replica(contribution.replica)
             if one is not None and contribution.steps > 0:
-                one.keep(record.round, contribution.steps)
+                tokens = rows.get(one.name, 0) * self.spec.config.data.sequence_length
+                one.keep(record.round, contribution.steps, tokens)
         for replica in self.replicas.values():
             replica.settle(record.round)
         for link in self._links.values():
@@ -333,6 +335,12 @@ class RunState:
         is_lacking = any(losses.get(name) is None for name in self.standings.awaited(round_))
         return fmean(known) if known and not is_lacking else None
 
+    def mean_validation_losses(self) -> dict[int, float]:
+        """Return the known mean validation losses by round, in the order of rounds; round 0 is before training."""
+        told = sorted(set[int]().union(*(replica.validation_loss for replica in self.replicas.values())))
+        means = {round_: self.mean_validation_loss(round_) for round_ in told}
+        return {round_: mean for round_, mean in means.items() if mean is not None}
+
     def awaited_losses(self, round_: int) -> list[str]:
         """Return the required replicas that have not reported a validation loss after a round."""
         awaited = [self.replicas[name] for name in self.standings.awaited(round_) if name in self.replicas]
@@ -383,11 +391,11 @@ class RunState:
     def summary(self) -> dict[str, Any]:
         """Return the run in numbers, for JSON. For a failed run: what is known, and the cause under `failed`."""
         with self.lock:
-            means = {round_: self.mean_validation_loss(round_) for round_ in range(self.rounds_planned + 1)}
+            means = self.mean_validation_losses()
             return {
                 "name": self.spec.config.name,
                 "rounds": self.rounds,
-                "initial_validation_loss": means[0],
+                "initial_validation_loss": means.get(0),
                 "validation_loss": _from_first_round(means),
                 "replicas": [_replica_summary(replica) for replica in self.replicas.values()],
                 "links": [self._link_summary(link) for link in self.links.values()],
@@ -460,9 +468,9 @@ def _contribution_sizes(size: int, kept_values: int) -> dict[str, Any]:
     return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
 
 
-def _from_first_round(losses: Mapping[int, float | None]) -> list[float | None]:
+def _from_first_round(losses: Mapping[int, float]) -> list[float | None]:
     """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
-    last = max((round_ for round_, loss in losses.items() if loss is not None), default=0)
+    last = max(losses, default=0)
     return [losses.get(round_) for round_ in range(1, last + 1)]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_pp.model.transformer import EMBEDDING, AfterLayer, ModelShape, rotate
+from hetero_pp.model.transformer import EMBEDDING, AfterLayer, ModelShape, per_query, rotate
 
 Block = Callable[[Tensor, Mapping[str, Tensor], Tensor, ModelShape], Tensor]
 """(hidden states [n, B, L, D], the layer's parameters by their names in it, rotations, shape) -> hidden states"""
@@ -23,12 +23,15 @@ def stacked_block(x_nBLD: Tensor, weights: Mapping[str, Tensor], rope_LE: Tensor
     """Apply one layer of every replica, as hetero_pp.model.transformer.TransformerBlock does."""
     normed = _norm(x_nBLD, weights["attention_norm.weight"], shape)
     q, k, v = (
-        _linear(normed, weights[f"attention.{name}.weight"]).flatten(0, 1).unflatten(-1, (shape.heads, -1))
+        _linear(normed, weights[f"attention.{name}.weight"]).flatten(0, 1).unflatten(-1, (-1, shape.head_size))
         for name in ("wq", "wk", "wv")
     )
     q, k = rotate(q, rope_LE), rotate(k, rope_LE)
+    k, v = per_query(k, q), per_query(v, q)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-    x_nBLD = x_nBLD + _linear(out.transpose(1, 2).reshape(x_nBLD.shape), weights["attention.wo.weight"])
+    x_nBLD = x_nBLD + _linear(
+        out.transpose(1, 2).flatten(2).unflatten(0, x_nBLD.shape[:2]), weights["attention.wo.weight"]
+    )
     normed = _norm(x_nBLD, weights["ffn_norm.weight"], shape)
     w1, w2, w3 = (weights[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
     return x_nBLD + _linear(F.silu(_linear(normed, w1)) * _linear(normed, w3), w2)

@@ -1,0 +1,35 @@
+"""Devices of the members of a run that start on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hetero_pp.core.device import resolved
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.run.alike import range_of
+from hetero_pp.run.spec import RunSpec
+
+
+def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
+    """Return the device of each member that starts on this host, in the order of `names`.
+
+    Members that do not name a device share the accelerators in turn. Raises ConfigError for a device that is not there.
+    """
+    members = [spec.members[name] for name in names if name in spec.members]
+    found = {}
+    for turn, member in enumerate(members):
+        try:
+            found[member.name] = resolved(member.device, turn)
+        except ConfigError as error:
+            raise ConfigError(member.device_key, error.message) from None
+    return found
+
+
+def in_words(devices: Mapping[str, str]) -> str:
+    """Return who computes on which device, from the device of each member: `dc, home.0 on cuda:0; home.1 on cpu`."""
+    members: dict[str, list[str]] = {}
+    for member, device in devices.items():
+        members.setdefault(device, []).append(member)
+    return "; ".join(f"{range_of(same)} on {device}" for device, same in members.items())
