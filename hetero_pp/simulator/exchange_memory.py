@@ -61,7 +61,8 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
             Term("decoding", _decoding_bytes(spec) if decodes else 0.0, APPLY),
             Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),
             Term("relay", float(2 * RELAY_BYTES * relayed_links)),
-        ]
+        ],
+        allocator_share=0.0,  # it frees whole models and blocks, and trims its memory (`giving_freed_memory_back`)
     )
 
 

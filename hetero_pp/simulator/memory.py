@@ -1,7 +1,7 @@
 """Memory of every process of a run: what it holds in each phase, tensor by tensor, and the largest sum.
 
 `simulate`, `check` and `launch` use this one formula. Each term is one line that names its tensors and the code that
-holds them. `tests/simulator/test_memory.py` compares the terms with the tensors of small real members, and
+holds them. `tests/simulator/test_predicted_memory.py` compares the terms with the tensors of small real members, and
 `benchmarks/real_size.py` compares the sums with processes of 178M and 512M parameters.
 
 Numbers are fp32 (4 bytes) unless a term says otherwise. P is the number of parameters that a member trains, T that of
@@ -94,7 +94,7 @@ Processes share the other 0.25 GB, which count once (`LAUNCHER_BYTES`).
 LAUNCHER_BYTES = 0.5e9
 """The launcher, and the server from which processes are forked: the same benchmark."""
 ALLOCATOR_SHARE = 0.07
-"""Memory that the allocator keeps beside live tensors, as a share of them: the same benchmark, 178m."""
+"""Memory that the allocator keeps beside the live tensors of a member, as a share of them: the same benchmark, 178m."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Memory:
     terms: Sequence[Term]
     accelerated: bool = False
     """Whether the member computes on an accelerator."""
+    allocator_share: float = ALLOCATOR_SHARE
 
     def in_phase(self, phase: Phase, place: Place = "host") -> dict[str, float]:
         """Return bytes by purpose in a phase, with those that the host's allocator keeps."""
@@ -113,7 +114,7 @@ class Memory:
             if phase in term.phases and term.n_bytes and (place == "device") == (self.accelerated and not term.on_host)
         }
         if place == "host" and "process" in found:
-            found["allocator"] = ALLOCATOR_SHARE * (sum(found.values()) - found["process"])
+            found["allocator"] = self.allocator_share * (sum(found.values()) - found["process"])
         return found
 
     def held(self, place: Place = "host") -> dict[str, float]:
