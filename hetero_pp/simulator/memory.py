@@ -36,7 +36,7 @@ Place = Literal["host", "device"]
 
 
 class Phase(StrEnum):
-    """What a process does; its memory is the largest over its phases."""
+    """Work of a process. Its memory is the largest over these phases."""
 
     START = "start"
     """A member reads the snapshot and builds its part; the exchange draws or reads the first snapshot."""
@@ -323,8 +323,8 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     down (4 D + F).
 
     One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
-    gradients of both in fp32 (4 V). Of a loss in pieces it holds two of these for one piece, and the head's gradient
-    twice. Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
+    gradients of both in fp32 (4 V). If the loss is computed in pieces, it holds two of these for one piece, and the
+    head's gradient twice. Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
     The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
     """
     width, feed_forward = shape.width, shape.feed_forward

@@ -1,4 +1,4 @@
-"""What to say where memory does not suffice: how much is missing, of what, and the key that helps."""
+"""Messages where memory does not suffice: how much is missing, of what, and the key that helps."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_an_inner_step_that_takes_long_is_no_stall(heard: dict[str, float], seco
     ],
 )
 def test_a_step_of_minutes_is_told_as_such_while_a_member_computes(seconds: float, dc_heard: float, said: str) -> None:
-    """What a silent member said last does not count."""
+    """The last words of a silent member do not count."""
     state = RunState(made_up_spec())
     for report in made_up_round(1):
         state.apply(report)
