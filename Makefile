@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 TORCH_ARGS ?=
 CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test benchmarks-smoke quick lint types proto schema clean
+.PHONY: demo test benchmarks-smoke gpu quick lint types proto schema clean
 
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
@@ -23,6 +23,10 @@ test: $(READY)
 # Runs every benchmark once, at its smallest sizes. `make test` has those that take at most a few seconds.
 benchmarks-smoke: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist load tests/benchmarks/test_smoke.py
+
+# Measures training on one GPU, in at most eight minutes.
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py
 
 # Runs the tests that start no process, in about a minute. Use it during development.
 quick: $(READY)

@@ -1,11 +1,12 @@
 """Compare the engines of a datacenter replica with a plain PyTorch loop over the same model, and measure outer rounds.
 
-    python benchmarks/engines.py --preset 178m [--engines torchtitan,deepspeed] [--ranks 1] [--device cuda]
+    python benchmarks/engines.py --preset 178m [--engines torch,torchtitan,deepspeed] [--ranks 1] [--device cuda]
 
-torchrun starts each way in processes of its own, eager and (on a GPU, or with --compile) compiled. The results are
-tokens per second, the peak memory of a rank, and MFU if the catalog knows the device. Then the replica runs outer
-rounds without others. Their cost is reported in seconds, as a share of 50 inner steps, and as the memory of a rank
-beyond training. A GPU trains in bf16. A CPU trains in fp32, with one thread per rank.
+torchrun starts each engine in processes of its own, eager and (on a GPU, or with --modes) compiled. Every process also
+has a plain loop, which trains this rank's share of the batch with torch's own modules and autocast. Both take
+steps in turns. The results are tokens per second, their ratio, the peak memory of a rank, and MFU if the catalog knows
+the device. Then the replica runs outer rounds without others. Their cost is reported in seconds, as a share of 50 inner
+steps, and as the memory of a rank beyond training. A GPU trains in bf16, a CPU in fp32 with one thread per rank.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ import torch
 from command_line import parse, save
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.precision import Linear, RMSNorm
 from hetero_pp.model.transformer import (
     ModelSettings,
     ModelShape,
     Transformer,
-    initialise,
     shapes_by_block,
 )
 from hetero_pp.outer.methods import OuterSettings
@@ -63,15 +66,18 @@ from replica_groups.outer.ranks import Ranks, init_ranks
 
 SECRET = Secret("of this benchmark only")
 INNER_STEPS = 50
+PARAMETERS = "parameters.safetensors"
+WARM_UP = 3
+"""Steps before the measured ones."""
 TOTAL = 1000
 SMOKE = {"preset": "micro", "device": "cpu", "batch_size": 2, "length": 32, "steps": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train, and its number of ranks."""
+    """One engine, and its number of ranks."""
 
-    way: str
+    engine: str
     preset: str
     device: str
     ranks: int
@@ -87,23 +93,26 @@ class Case:
 
 
 class PlainLoop:
-    """Plain training loop for one device: autocast, AdamW, clipping."""
+    """Plain training loop on one device: torch's own modules, autocast, clipping, fused AdamW."""
 
-    def __init__(self, case: Case, parameters: dict[str, torch.Tensor], inner: InnerSettings, ranks: Ranks) -> None:
+    def __init__(self, case: Case, parameters: dict[str, torch.Tensor], device: torch.device) -> None:
         model = Transformer(case.shape)
         model.load_state_dict(parameters)
-        self.module = model.to(ranks.device)
+        for part in model.modules():
+            if isinstance(part, Linear | RMSNorm):
+                part.__class__ = nn.Linear if isinstance(part, Linear) else nn.RMSNorm  # without the project's casts
+        self.module, self.device = model.to(device), device
         if case.compile:
             for block in self.module.layers.values():
                 block.compile()
-        self.adamw = torch.optim.AdamW(self.module.parameters(), lr=1e-3, betas=inner.betas, fused=True)
-        self.ranks = ranks
+        self.of_logits = torch.compile(next_token_loss) if case.compile else next_token_loss
+        self.adamw = torch.optim.AdamW(self.module.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def inner_step(self, tokens: torch.Tensor, step: int) -> tuple[float, float, float]:
         """Take one step. The interface is that of the engines."""
-        tokens = tokens.to(self.ranks.device)
-        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.ranks.device.type == "cuda"):
-            loss = next_token_loss(self.module(tokens[:, :-1]), tokens[:, 1:])
+        tokens = tokens.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = self.of_logits(self.module(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.adamw.step()
@@ -112,28 +121,35 @@ class PlainLoop:
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
-    """Measure one way on this rank, and return the result."""
-    torch.set_num_threads(1)
+    """Measure one engine on this rank beside the plain loop, and return the result."""
     ranks = init_ranks(torch.device(case.device))
+    if ranks.device.type == "cpu":
+        torch.set_num_threads(1)
     parameters = _parameters(case)
-    inner = InnerSettings(learning_rate=1e-3)
-    trainer = (
-        PlainLoop(case, parameters, inner, ranks) if case.way == "plain" else _engine(case, parameters, inner, ranks)
-    )
+    engine = _engine(case, parameters, InnerSettings(learning_rate=1e-3), ranks)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(case.shape.vocabulary, (case.batch_size, case.length + 1), generator=generator)
-    seconds = []
-    for step in range(case.steps + 3):
-        seconds.append(_timed(partial(trainer.inner_step, tokens, step), ranks.device))
-    step_seconds = median(seconds[3:])
+    for step in range(WARM_UP):
+        engine.inner_step(tokens, step)
+    peak = _peak(ranks.device)
+    plain, own = PlainLoop(case, parameters, ranks.device), tokens.chunk(ranks.world)[ranks.rank]
+    for step in range(WARM_UP):
+        plain.inner_step(own, step)
+    seconds: list[tuple[float, float]] = []
+    for step in range(WARM_UP, WARM_UP + case.steps):
+        ours = _timed(partial(engine.inner_step, tokens, step), ranks.device)
+        seconds.append((ours, _timed(partial(plain.inner_step, own, step), ranks.device)))
+    step_seconds, plain_seconds = (median(column) for column in zip(*seconds, strict=True))
+    del plain
     found = asdict(case) | {
         "step_seconds": step_seconds,
         "tokens_per_second": case.batch_size * case.length / step_seconds,
-        "peak_bytes": _peak(ranks.device),
+        "over_plain": max(ranks.gather(plain_seconds)) / step_seconds,
+        "peak_bytes": peak,
         "mfu": _mfu(case, step_seconds, ranks.device),
+        "plain_mfu": _mfu(case, plain_seconds, ranks.device),
     }
-    if not isinstance(trainer, PlainLoop):
-        found |= _outer_round(case, trainer, parameters, step_seconds, folder, ranks)
+    found |= _outer_round(case, engine, parameters, step_seconds, folder, ranks)
     ranks.close()
     return found
 
@@ -146,9 +162,10 @@ def _engine(case: Case, parameters: dict[str, torch.Tensor], inner: InnerSetting
         {
             "kind": "datacenter",
             "name": "dc",
-            "engine": case.way,
+            "engine": case.engine,
             "batch_size": case.batch_size,
-            "torchtitan": {"compile": case.compile},
+            "compile": case.compile and case.engine == "torch",
+            "torchtitan": {"compile": case.compile and case.engine == "torchtitan"},
             "deepspeed": settings,
         }
     )
@@ -166,6 +183,7 @@ def _outer_round(
     client, stop = None, None
     if ranks.is_first:
         ours, theirs = multiprocessing.Pipe()
+        save_file(parameters, folder / PARAMETERS)
         process = multiprocessing.get_context("spawn").Process(target=_serve, args=(case, folder, theirs), daemon=True)
         process.start()
         client, stop = ExchangeClient(ours.recv(), SECRET.credentials("r")), ours
@@ -197,8 +215,9 @@ def _outer_settings() -> OuterSettings:
 
 def _serve(case: Case, folder: Path, told: Connection) -> None:
     """Serve the exchange in a process of its own, as in a run, until told to stop."""
-    torch.set_num_threads(1)
-    parameters = _parameters(case)
+    if case.device == "cpu":
+        torch.set_num_threads(1)
+    parameters = load_file(folder / PARAMETERS)
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
     log = ContributionLog(FolderStore(folder / "log"))
     exchange = Exchange("run", roster, Snapshot(0, parameters, None), _outer_settings(), log)
@@ -209,9 +228,14 @@ def _serve(case: Case, folder: Path, told: Connection) -> None:
 
 
 def _parameters(case: Case) -> dict[str, torch.Tensor]:
-    model = Transformer(case.shape)
-    initialise(model, 0)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    """Draw the parameters, on the device because that is faster; return them in host memory."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Transformer(case.shape).named_parameters()}
+    return {
+        name: torch.empty(shape, device=case.device).normal_(1.0 * (len(shape) == 1), 0.02, generator=generator).cpu()
+        for name, shape in sorted(shapes.items())
+    }
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
@@ -267,25 +291,30 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _show(results: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[-1]['ranks']} rank(s)")
-    for column in ("way", "tokens/s", "over plain", "MFU", "peak GB", "outer round s", "share of 50 steps", "extra"):
+    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
+    columns = (
+        "engine",
+        "tokens/s",
+        "over plain",
+        "MFU",
+        "MFU of plain",
+        "peak GB",
+        "outer round s",
+        "share of 50 steps",
+    )
+    for column in (*columns, "extra"):
         table.add_column(column, justify="right")
-    plain = {
-        one["compile"]: one["tokens_per_second"] for one in results if one["way"] == "plain" and "failed" not in one
-    }
     for one in results:
-        name = one["way"] + (", compiled" if one["compile"] else "")
+        name = one["engine"] + (", compiled" if one["compile"] else "")
         if "failed" in one:
             table.add_row(name, "failed", one["failed"])
             continue
-        ratio = one["tokens_per_second"] / one["ranks"] / plain[one["compile"]] if one["compile"] in plain else None
-        cells = [name, f"{one['tokens_per_second']:,.0f}", f"{ratio:.3f}" if ratio else "", f"{one['mfu'] or 0:.3f}"]
-        cells.append(f"{one['peak_bytes'] / 1e9:.2f}")
-        if "outer_seconds" in one:
-            extra = one["outer_extra_bytes"] / one["largest_parameter_bytes"]
-            cells += [f"{one['outer_seconds']:.2f}", f"{one['outer_share']:.2%}", f"{extra:.1f} parameters"]
-        table.add_row(*cells)
-    Console(width=120).print(table)
+        cells = [name, f"{one['tokens_per_second']:,.0f}", f"{one['over_plain']:.3f}"]
+        cells += [f"{one[key]:.3f}" if one[key] else "" for key in ("mfu", "plain_mfu")]
+        extra = one["outer_extra_bytes"] / one["largest_parameter_bytes"]
+        cells += [f"{one['peak_bytes'] / 1e9:.2f}", f"{one['outer_seconds']:.2f}", f"{one['outer_share']:.2%}"]
+        table.add_row(*cells, f"{extra:.1f} parameters")
+    Console(width=140).print(table)
 
 
 def main() -> None:
@@ -298,13 +327,13 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=("micro", "178m", "512m", "1b"), default="178m")
-    parser.add_argument("--engines", default="torchtitan,deepspeed")
+    parser.add_argument("--engines", default="torch,torchtitan,deepspeed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compile", action="store_true", help="also run compiled, even on a CPU")
+    parser.add_argument("--modes", help="`eager`, `compiled` or `eager,compiled` (default: both on a GPU, else eager)")
     arguments = parse(parser, SMOKE)
     engines = arguments.engines.split(",")
     try:
@@ -313,14 +342,13 @@ def main() -> None:
     except ConfigError as error:
         raise SystemExit(f"benchmarks/engines.py: {error}") from None
     results = []
-    for compiled in (False, True) if arguments.compile or arguments.device == "cuda" else (False,):
-        for way in ("plain", *engines):
-            ranks = 1 if way == "plain" else arguments.ranks
-            share = arguments.batch_size // arguments.ranks if way == "plain" else arguments.batch_size
-            if way == "deepspeed" and compiled:
+    modes = arguments.modes or ("eager,compiled" if arguments.device == "cuda" else "eager")
+    for compiled in [mode == "compiled" for mode in modes.split(",")]:
+        for engine in engines:
+            if engine == "deepspeed" and compiled:
                 continue  # the DeepSpeed engine does not compile
-            length, steps, preset = arguments.length, arguments.steps, arguments.preset
-            results.append(_measure(Case(way, preset, arguments.device, ranks, share, length, steps, compiled)))
+            sizes = (arguments.ranks, arguments.batch_size, arguments.length, arguments.steps)
+            results.append(_measure(Case(engine, arguments.preset, arguments.device, *sizes, compiled)))
     _show(results)
     save({"machine": machine(), "commit": commit(), "results": results}, arguments.json)
     if logs := [one["log"] for one in results if "failed" in one]:

@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="micro")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compressed", type=int, help="compressed replicas (default: none, half and all, in turns)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="ways to measure (default: all that run on the device)")
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
@@ -186,7 +187,8 @@ def main() -> None:
     ways = arguments.ways or [name for name, how in WAYS.items() if device.type == "cuda" or not how.stacks]
     store = prepare_tokens(spec_of(scale, 0).config.data, Path("runs/.tokens"))
     results = []
-    for compressed in (0, scale.replicas // 2, scale.replicas):
+    all_counts = (0, scale.replicas // 2, scale.replicas)
+    for compressed in all_counts if arguments.compressed is None else (arguments.compressed,):
         results.append(compare(spec_of(scale, compressed), compressed, ways, arguments.rounds, store, device))
     unit = "CPU second" if device.type == "cpu" else "second"
     print(f"{arguments.scale}, {arguments.device}: tokens per {unit}, and their ratio to the plain loop's")

@@ -224,16 +224,16 @@ class StageWorker:
         host, tokens = under_way.tokens[index], under_way.inputs.pop(index, None)
         if tokens is None:
             (tokens,) = self._copies.to_device((host,))
-        if under_way.purpose == EVALUATION:
-            with computing("evaluation", self.stage.device):
+        is_evaluation = under_way.purpose == EVALUATION
+        with computing("evaluation" if is_evaluation else "forward", self.stage.device):
+            if is_evaluation:
                 output = self.stage.evaluate(tokens, came)
-        else:
-            with computing("forward", self.stage.device):
+            else:
                 output = self.stage.forward(index, tokens, came, self.settings.micro_batches)
         if message is not None and self._upstream is not None:
             self._upstream.recycle(message)
         if self.stage.spec.is_last:
-            under_way.losses.append((output, len(host) if under_way.purpose == EVALUATION else 1))
+            under_way.losses.append((output, len(host) if is_evaluation else 1))
         else:
             under_way.outputs[index] = output
         self.timing.compute += time.perf_counter() - started

@@ -188,6 +188,11 @@ class _Replica(Settings):
         description="activations that the backward computes again, with engine `torch` and in stages; `layers`: those "
         "inside of layers, which saves memory and costs a second forward",
     )
+    compile: Annotated[bool, AddedLater(), NotPartOf.OUTCOME] = Field(
+        False,
+        description="use torch.compile on every layer, with engine `torch` and in stages; needs a C++ compiler on a "
+        "CPU, Triton on a GPU",
+    )
     uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
         None, description="kind of link to the exchange, from `links`"
     )

@@ -8,6 +8,7 @@ arXiv 2410.10989).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,21 @@ def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
 
 
-def loss_of_hidden(x_BLD: Tensor, head_VD: Tensor, targets_BL: Tensor) -> Tensor:
+def gradient_of_logits(logits_RV: Tensor, targets_R1: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of a piece, and the gradient of its mean over `count` tokens, as the logits."""
+    found_RV = F.log_softmax(logits_RV.float(), dim=-1)
+    total = -found_RV.gather(1, targets_R1).sum()
+    found_RV.exp_().scatter_add_(1, targets_R1, found_RV.new_full(targets_R1.shape, -1.0))
+    return total, found_RV.div_(count).to(logits_RV.dtype)
+
+
+GradientOfLogits = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""`gradient_of_logits`, which may be compiled."""
+
+
+def loss_of_hidden(
+    x_BLD: Tensor, head_VD: Tensor, targets_BL: Tensor, of_logits: GradientOfLogits = gradient_of_logits
+) -> Tensor:
     """Return the mean cross entropy in nats of the logits that a head gives for hidden states.
 
     If all logits fit into one piece, it has the same bits as `next_token_loss`.
@@ -34,7 +49,7 @@ def loss_of_hidden(x_BLD: Tensor, head_VD: Tensor, targets_BL: Tensor) -> Tensor
     if targets_BL.numel() <= rows:
         return next_token_loss(product(x_BLD, head_VD), targets_BL)
     x_TD, targets_T = x_BLD.flatten(0, 1), targets_BL.flatten()
-    loss: Tensor = _LossInPieces.apply(x_TD, head_VD, targets_T, rows, torch.is_grad_enabled())
+    loss: Tensor = _LossInPieces.apply(x_TD, head_VD, targets_T, rows, torch.is_grad_enabled(), of_logits)
     return loss
 
 
@@ -48,23 +63,23 @@ class _LossInPieces(torch.autograd.Function):
     """Mean cross entropy [] of hidden states [T, D]; sums over pieces are fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, head_VD: Tensor, targets_T: Tensor, rows: int, trains: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, head_VD: Tensor, targets_T: Tensor, rows: int, trains: bool, of_logits: GradientOfLogits
+    ) -> Tensor:
         cast_VD, count = head_VD.to(x_TD.dtype), len(targets_T)
         of_x, total = torch.empty_like(x_TD if trains else x_TD[:0]), torch.zeros((), device=x_TD.device)
         of_head = torch.zeros_like(head_VD if trains else head_VD[:0], dtype=torch.float32)
         for start in range(0, count, rows):
             x_RD, targets_R1 = x_TD[start : start + rows], targets_T[start : start + rows, None]
-            found_RV = F.log_softmax(F.linear(x_RD, cast_VD).float(), dim=-1)
-            total -= found_RV.gather(1, targets_R1).sum()
+            part, gradient_RV = of_logits(F.linear(x_RD, cast_VD), targets_R1, count)
+            total += part
             if trains:
-                found_RV.exp_().scatter_add_(1, targets_R1, found_RV.new_full(targets_R1.shape, -1.0))
-                gradient_RV = found_RV.div_(count).to(x_TD.dtype)
                 of_x[start : start + rows] = gradient_RV @ cast_VD
                 of_head += gradient_RV.T @ x_RD
         ctx.save_for_backward(of_x, of_head.to(head_VD.dtype))
         return total / count
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         of_x, of_head = ctx.saved_tensors
-        return of_x * gradients[0].to(of_x.dtype), of_head.mul_(gradients[0]), None, None, None
+        return of_x * gradients[0].to(of_x.dtype), of_head.mul_(gradients[0]), None, None, None, None

@@ -11,8 +11,9 @@ does not own are None; its layers keep their global index in their names.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,7 +27,7 @@ from hetero_pp.config.settings import AddedLater, NotPartOf, Settings
 from hetero_pp.config.topology import StageSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.model.loss import loss_of_hidden
+from hetero_pp.model.loss import GradientOfLogits, gradient_of_logits, loss_of_hidden
 from hetero_pp.model.precision import Linear, RMSNorm
 from hetero_pp.model.rope_scaling import RopeScaling
 
@@ -248,6 +249,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in owned})
         self.norm = RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
         self.lm_head = Linear(shape.width, shape.vocabulary) if predicts else None
+        self.gradient_of_logits: GradientOfLogits = gradient_of_logits
         self._rope_LE: Tensor | None = None
 
     def forward(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
@@ -261,7 +263,8 @@ class Transformer(nn.Module):
     def loss(self, inputs: Tensor, targets_BL: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
         """Return the mean cross entropy in nats of a part that predicts. Arguments are those of `forward`."""
         assert self.lm_head is not None
-        return loss_of_hidden(self.hidden(inputs, after_layer), self.lm_head.weight, targets_BL)
+        x_BLD = self.hidden(inputs, after_layer)
+        return loss_of_hidden(x_BLD, self.lm_head.weight, targets_BL, self.gradient_of_logits)
 
     def hidden(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
         """Return the hidden states [B, L, D] before the logits, or of a stage. Arguments are those of `forward`."""
@@ -382,21 +385,24 @@ def initialise(model: Transformer, seed: int) -> None:
     Standard deviations: embedding 0.05, matrices 0.8 / sqrt(d), output projections 0.04 / sqrt(2 layers). They were
     found to train well at small width; at the paper's widths they are close to the usual 0.02.
     """
-    width, layers = model.shape.width, model.shape.layers
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-                continue
-            if name.startswith("tok_embeddings"):
-                deviation = 0.05
-            elif name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
-                deviation = 0.04 / math.sqrt(2 * layers)
-            else:
-                deviation = 0.8 / math.sqrt(width)
-            generator = torch.Generator().manual_seed(seed_of(seed, name))
-            is_plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32
-            values = parameter if is_plain else torch.empty(parameter.shape)
-            values.normal_(generator=generator).mul_(deviation)
-            if not is_plain:
-                parameter.copy_(values)
+    with ThreadPoolExecutor() as pool:  # torch draws numbers on one thread
+        deque(pool.map(lambda named: _draw(named[0], named[1], model.shape, seed), model.named_parameters()), maxlen=0)
+
+
+@torch.no_grad()
+def _draw(name: str, parameter: Tensor, shape: ModelShape, seed: int) -> None:
+    if parameter.ndim == 1:
+        parameter.fill_(1.0)
+        return
+    if name.startswith("tok_embeddings"):
+        deviation = 0.05
+    elif name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+        deviation = 0.04 / math.sqrt(2 * shape.layers)
+    else:
+        deviation = 0.8 / math.sqrt(shape.width)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    is_plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+    values = parameter if is_plain else torch.empty(parameter.shape)
+    values.normal_(generator=generator).mul_(deviation)
+    if not is_plain:
+        parameter.copy_(values)

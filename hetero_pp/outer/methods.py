@@ -173,6 +173,11 @@ class OuterSettings(Settings):
         description="rounds in which only the first replica trains, and theta is set to its "
         "parameters. The outer optimizer starts afterwards (DiLoCo, figure 3)",
     )
+    keep_on_device: Annotated[bool, NotPartOf.EITHER] = Field(
+        False,
+        description="keep the round's start and the error feedback, 8 bytes per parameter, on the member's device "
+        "instead of in the host's memory",
+    )
     compression: CompressionSettings = CompressionSettings()
 
     @model_validator(mode="before")

@@ -190,6 +190,9 @@ def join(
             help="Listen here for the neighbouring stages (port 0: any free port); by default, dial them.",
         ),
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Compute on this device: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or one such as `cuda:1`.")
+    ] = "auto",
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the slot."""
@@ -200,7 +203,7 @@ def join(
 
         take_part(
             sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket,
-            Here(runs, data, tokenizer, _address("--listen", listen)),
+            Here(runs, data, tokenizer, _address("--listen", listen), _device("--device", device)),
         )
 
 
@@ -250,6 +253,17 @@ def _address(option: str, text: str | None) -> str | None:
 
     try:
         return None if text is None else parse_address(text)
+    except ValueError as error:
+        raise ConfigError((), f"{option}: {error}") from None
+
+
+def _device(option: str, text: str) -> str:
+    """Return the name of a device as an option gave it. Raises ConfigError for any other text."""
+    from hetero_pp.config.topology import parse_device
+    from hetero_pp.core.errors import ConfigError
+
+    try:
+        return parse_device(text)
     except ValueError as error:
         raise ConfigError((), f"{option}: {error}") from None
 

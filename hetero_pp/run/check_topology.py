@@ -69,6 +69,8 @@ _KEYS_OF_ENGINES = {
     ("precision", "deepspeed"): "`deepspeed.bf16`",
     ("recompute", "torchtitan"): "`torchtitan.activation_checkpointing`",
     ("recompute", "deepspeed"): "`none`",
+    ("compile", "torchtitan"): "`torchtitan.compile`",
+    ("compile", "deepspeed"): "`false`",
 }
 """Replacement of each key that only engine `torch` has, by engine."""
 
@@ -77,6 +79,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
     for (key, engine), instead in _KEYS_OF_ENGINES.items():
         found = getattr(replica, key)
         if replica.engine == engine and found != DatacenterReplica.model_fields[key].default:
+            found = str(found).lower()
             raise ConfigError((*here, key), f"found `{found}` with the engine `{engine}`, expected {instead}")
     if replica.engine == "torch" and replica.world > 1:
         raise ConfigError(
@@ -94,11 +97,10 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
             f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
             f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
         )
-    if replica.engine == "torchtitan" and (shape.heads % titan.tensor_parallel or shape.groups % titan.tensor_parallel):
+    if replica.engine == "torchtitan" and shape.groups % titan.tensor_parallel:
         raise ConfigError(
             (*here, "torchtitan", "tensor_parallel"),
-            f"found {titan.tensor_parallel}, expected a divisor of the model's {shape.heads} heads and of its "
-            f"{shape.groups} heads of keys and values",
+            f"found {titan.tensor_parallel}, expected a divisor of the model's {shape.groups} heads of keys and values",
         )
     rows = replica.batch_size // replica.micro_batches
     if rows % replica.data_parallel:

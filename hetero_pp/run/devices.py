@@ -28,8 +28,10 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
 
 
 def in_words(devices: Mapping[str, str]) -> str:
-    """Return who computes on which device, from the device of each member: `dc, home.0 on cuda:0; home.1 on cpu`."""
-    members: dict[str, list[str]] = {}
+    """Return who computes on which device, such as `dc on cuda:0; home.0 .. home.3 on cpu`."""
+    members: dict[str, dict[str, list[str]]] = {}
     for member, device in devices.items():
-        members.setdefault(device, []).append(member)
-    return "; ".join(f"{range_of(same)} on {device}" for device, same in members.items())
+        members.setdefault(device, {}).setdefault(member.partition(".")[0], []).append(member)
+    return "; ".join(
+        f"{range_of([range_of(stages) for stages in same.values()])} on {device}" for device, same in members.items()
+    )

@@ -63,13 +63,13 @@ def kept_tokenizer(folder: Path) -> Path | None:
 
 
 def own_configuration(
-    told: str, member: str, data: str | None, tokenizer: Path | None, listen: str | None
+    told: str, member: str, data: str | None, tokenizer: Path | None, listen: str | None, device: str = "auto"
 ) -> RunConfig:
-    """Return the run's configuration for this host: its own paths, and the address where its stage listens, if it does.
+    """Return the run's configuration for this host: its own paths and device, and where its stage listens, if it does.
 
     An exchange may be hostile. So its configuration sets no path and no address of this host. The store, the initial
     weights and the member's listening address are left out, and DeepSpeed's JSON is checked against a list of keys.
-    Only this host's own command decides what is read, written or listened at.
+    Only this host's own command decides what is read, written, listened at, or computed on.
 
     Raises ConfigError for a configuration of another version, and for settings that must not come from an exchange.
     """
@@ -90,7 +90,7 @@ def own_configuration(
             "model": config.model.model_copy(update={"weights": None}),
             "exchange": config.exchange.model_copy(update={"listen": _NOWHERE, "insecure": False}),
             "data": _own_data(config, data, tokenizer),
-            "replicas": [_without_listen(replica, member) for replica in config.replicas],
+            "replicas": [_here(replica, member, device) for replica in config.replicas],
         }
     ).with_absolute_paths()
 
@@ -135,14 +135,17 @@ def _own_data(config: RunConfig, data: str | None, tokenizer: Path | None) -> Da
     return DataSettings.model_validate(own.model_dump() | {"corpus": corpus, "tokenizer": path})
 
 
-def _without_listen(replica: ReplicaSettings, member: str) -> ReplicaSettings:
-    if not isinstance(replica, ParticipantsReplica) or not isinstance(replica.stages, list):
+def _here(replica: ReplicaSettings, member: str, device: str) -> ReplicaSettings:
+    """Return a member's replica with the device of this host, and without the address at which it is to listen."""
+    if member not in replica.members:
         return replica
-    stages = [
-        stage.model_copy(update={"listen": None}) if name == member else stage
-        for name, stage in zip(replica.members, replica.stages, strict=True)
-    ]
-    return replica.model_copy(update={"stages": stages})
+    changes: dict[str, Any] = {"device": device}
+    if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
+        changes["stages"] = [
+            stage.model_copy(update={"listen": None, "device": None}) if name == member else stage
+            for name, stage in zip(replica.members, replica.stages, strict=True)
+        ]
+    return replica.model_copy(update=changes)
 
 
 def require_data(config: RunConfig, member: str, data: str | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from hetero_pp.config.engine_settings import EngineName
 from hetero_pp.config.topology import DatacenterReplica, ReplicaSettings, StageSpec
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.compiler import compile_layers, require_compiler
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled
@@ -61,9 +62,9 @@ def build_model(
 ) -> Transformer:
     """Build what engine `torch` or a stage trains: the whole model, or a stage's part, on a device.
 
-    Raises ConfigError if the device lacks what the replica's settings need.
+    Raises ConfigError if the device or this machine lacks what the replica's settings need.
     """
-    return build_filled(
+    module = build_filled(
         shape,
         parameters,
         stage,
@@ -71,6 +72,10 @@ def build_model(
         compute_dtype=compute_dtype(replica.precision, device),
         recomputes=replica.recompute == "layers",
     )
+    if replica.compile:
+        require_compiler(device)
+        compile_layers([module])
+    return module
 
 
 def require_engine(engine: EngineName) -> None:

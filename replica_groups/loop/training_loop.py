@@ -12,6 +12,7 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.core.device import computing
 from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
 from hetero_pp.data.shares import Share
 from hetero_pp.messages.messages_pb2 import AssignReply, MemberRound
@@ -256,7 +257,8 @@ class TrainingLoop:
                 self._train_ahead(round_, spec)
                 spent_ahead += time.monotonic()
 
-        record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
+        with computing("outer round", self.outer.ranks.device):
+            record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
         self._position, self.holds = _Position.AT_START, round_
         self.steps.end_round(loop.steps, record)
         self.seat.pulse.trains(None, work.epoch)
@@ -333,7 +335,8 @@ class TrainingLoop:
             self.stopping.check(self.outer.ranks, under_way if under_way < round_ else None)
             report = self.reporter.new()
             is_last = self.length.is_last(round_, steps)
-            done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
+            with computing("inner step", self.outer.ranks.device):
+                done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
             report.inner_step.CopyFrom(done)
             self.reporter.send(report)
             if steps == 0:
@@ -393,7 +396,7 @@ class TrainingLoop:
             }
 
     def _evaluate(self, round_: int) -> None:
-        with self._allowed_to_stop():
+        with self._allowed_to_stop(), computing("evaluation", self.outer.ranks.device):
             outcome = self.member.evaluate(round_)
         if outcome is None:
             return

@@ -33,6 +33,7 @@ from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, selec
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
 from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
+from replica_groups.outer.on_host import OnHost
 from replica_groups.outer.parameter_store import ParameterStore
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.saved_parts import read_part, write_part
@@ -144,8 +145,11 @@ class OuterRound:
         is_pinned = ranks.device.type == "cuda"
         self._selects_on = ranks.device if is_pinned else CPU
         """Device of the selection. It needs fp64, which other accelerators may lack."""
-        self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
-        self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
+        kept_on = ranks.device if settings.keep_on_device else CPU
+        if kept_on != CPU:
+            self.optimizer, is_pinned = OnHost(self.optimizer), False
+        self.theta = {name: _kept(_cut(tensor, self.rows[name]), kept_on, is_pinned) for name, tensor in start.items()}
+        self.error = {name: _kept(torch.zeros_like(self.theta[name]), kept_on, is_pinned) for name in parameters.shapes}
         self._undecided: Undecided | None = None
         """The contribution that error feedback no longer contains."""
         self.starts: dict[str, Tensor] = {}
@@ -359,7 +363,8 @@ class OuterRound:
         mine = RoundRecord(round=record.round)
         mine.contributions.add(replica=self.replica, weight=1.0)
         for name, decoded in self._counted(mine, lambda replica, block: self.ranks.broadcast_bytes(own.get(block))):
-            give_back(self.error[name], decoded.indices, decoded.values, self.settings.given_back)
+            indices, values = (one.to(self.error[name].device) for one in (decoded.indices, decoded.values))
+            give_back(self.error[name], indices, values, self.settings.given_back)
         if counted is not None:
             for name, decoded in self._counted(record, self._fetches(record, None)):
                 self._forget(self.error[name].view(-1), decoded.indices)
@@ -578,7 +583,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or all(math.isfinite(one) for one in torch.aminmax(tensor))
 
 
-def _kept(tensor: Tensor, is_pinned: bool) -> Tensor:
-    """Return a copy in CPU memory, pinned for a GPU."""
-    copy = tensor.detach().to("cpu", copy=True).contiguous()
+def _kept(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
+    """Return a copy on a device, or in CPU memory that is pinned for a GPU."""
+    copy = tensor.detach().to(device, copy=True).contiguous()
     return copy.pin_memory() if is_pinned else copy

@@ -22,7 +22,7 @@ def write_part(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> Non
     """Write this rank's rows of tensors; names may have a prefix that ends in a colon."""
     file = folder / f"outer-{ranks.rank}-of-{ranks.world}.safetensors"
     with whole(file) as part:
-        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+        save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part)
 
 
 def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tuple[int, int]) -> dict[str, Tensor]:

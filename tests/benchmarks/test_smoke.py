@@ -32,9 +32,10 @@ PRINTED = {
     "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d", r"templar, 8 at once\W+\d"],
     "compressors": [r"numba, k = 32: -?\d", r"one pass, numba\W+\d", r"templar, 8 at once\W+\d"],
     "engines_agree": [r"staged to eager +[-+]\d", r"staged to launched +[-+]\d.* the same bits\n"],
-    "engines": [r"plain\W+\d", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],
+    "engines": [r"torch\W+\d.*parameters", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],
     "exchange_load": [r"smallest( +-?[\d.]+){4}\n"],
     "fuzz_contribution": [r"1,000 inputs: \d+ valid, \d+ refused"],
+    "gpu": [r"rank 1/8, bf16( +\d+){5}", r"2 replicas, 1 hash", r"staged +[\d,]+ tokens/s +\d\.\d"],
     "homes": [
         r"2 homes, 2 rounds: the bits of one process; they listen at 0 ports\n",
         r"relayed over the ledgers' bytes: \d\.\d+\nfrom typing join to the first inner step: median \d",
@@ -63,8 +64,8 @@ PRINTED = {
 """Patterns in the output of each benchmark."""
 
 
-LONG = {"access_lines", "chaos", "codec", "engines", "exchange_load", "homes", "kernel_links", "overlap", "simulator"}
-LONG |= {"real_size", "simulator_growth", "strangers", "unequal_speeds"}
+LONG = {"access_lines", "chaos", "codec", "engines", "exchange_load", "gpu", "homes", "kernel_links", "overlap"}
+LONG |= {"real_size", "simulator", "simulator_growth", "strangers", "unequal_speeds"}
 """Benchmarks that take more than five seconds at their smallest size.
 
 `mutants` takes longer, too, but `make test` has to find out when the code of a planted bug has moved.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,34 +12,29 @@ import pytest
 import torch
 import torch._lazy
 import torch._lazy.ts_backend
-from members import TIMEOUT
+from grpc_threads import Ran, run_over_grpc
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hetero_pp.core.device import CPU
 from hetero_pp.core.tensor_files import save_object
-from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.credentials import Secret, new_secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines import plain, whole
-from replica_groups.exchange.host import begin_run, make_exchange
-from replica_groups.loop.take_part import take_part
 from replica_groups.member import participants
-from replica_groups.outer.ranks import Ranks
 from stages import worker
 
 torch._lazy.ts_backend.init()
 
 MEMBERS = ("dc", "home.0", "home.1", "home.2")
 ROUNDS = 2
+SECOND = {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)}
+KEPT = "all of it on the second device"
+"""The run with `keep_on_device`."""
 RUNS: Mapping[str, Mapping[str, torch.device]] = {
     "cpu": dict.fromkeys(MEMBERS, CPU),
-    "second device": {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)},
+    "second device": SECOND,
+    KEPT: SECOND,
     "one stage": dict.fromkeys(MEMBERS, CPU) | {"home.1": torch.device("lazy", 2)},
 }
 
@@ -58,7 +52,7 @@ def _saved(content: Any, path: Path) -> None:
     save_object(tree_map_only(torch.Tensor, Tensor.cpu, content), path)
 
 
-def _spec(corpus: Path) -> RunSpec:
+def _spec(corpus: Path, keep_on_device: bool) -> RunSpec:
     home = {"stages": [{"layers": 1}, {"layers": 2}, {"layers": 1}], "batch_size": 4, "micro_batches": 4}
     boundary = {"rank": "1/4", "bits": 4, "anchors": {"rank": 4}}
     config: dict[str, Any] = {
@@ -67,7 +61,7 @@ def _spec(corpus: Path) -> RunSpec:
         "model": {"preset": "micro", "width": 32, "heads": 2, "feed_forward": 48},
         "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 6},
         "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
-        "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
+        "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}, "keep_on_device": keep_on_device},
         "replicas": [
             {"name": "dc", "kind": "datacenter", "batch_size": 4, "micro_batches": 2},
             {"name": "home", "kind": "participants", "boundary": boundary, **home},
@@ -85,43 +79,9 @@ class Outcome:
     """Member -> device, as `status` reports it."""
 
 
-def _run(spec: RunSpec, folder: Path, devices: Mapping[str, torch.device]) -> Outcome:
-    """Train with one thread for each member, over gRPC to the exchange and to neighbours."""
-    own, secret, errors = RunFolder(folder), Secret(new_secret()), list[BaseException]()
-    exchange = make_exchange(spec, own)
-    server, port = serve_exchange(exchange, secret, "127.0.0.1:0", encrypted=False)
-
-    def take(name: str) -> None:
-        torch.set_num_threads(1)
-        credentials, member = secret.credentials(name, encrypted=False), spec.members[name]
-        try:
-            with NetworkConnections(spec, member, f"127.0.0.1:{port}", credentials, Lines()) as connections:
-                take_part(spec, member, connections, own, Ranks(device=devices[name]))
-        except Exception as error:
-            errors.append(error)
-            exchange.fail(f"{name}: {error}")
-
-    threads = [threading.Thread(target=take, args=(name,), daemon=True) for name in spec.members]
-    for thread in threads:
-        thread.start()
-    try:
-        auditor = begin_run(exchange, spec, own, None)
-        exchange.wait_until_finished()
-        auditor.join()
-        named = {place.name: place.device for place in exchange.overview.status().places}
-    finally:
-        for thread in threads:
-            thread.join(TIMEOUT)
-        exchange.end_watching()
-        server.stop(None).wait(TIMEOUT)
-        if errors:
-            raise errors[0]
-    return _outcome(list(exchange.watch()), named)
-
-
-def _outcome(reports: list[Report], devices: dict[str, str]) -> Outcome:
+def _outcome(ran: Ran) -> Outcome:
     losses, hashes = {}, {round_: set[bytes]() for round_ in range(1, ROUNDS + 1)}
-    for one in reports:
+    for one in ran.reports:
         if one.HasField("inner_step") and one.inner_step.HasField("loss"):
             step = one.inner_step
             losses["step", step.replica, step.round, step.step] = step.loss
@@ -129,18 +89,20 @@ def _outcome(reports: list[Report], devices: dict[str, str]) -> Outcome:
             losses["evaluation", one.evaluation.replica, one.evaluation.round, 0] = one.evaluation.loss
         if one.HasField("round_verified"):
             hashes[one.round_verified.round].add(one.round_verified.parameters_sha256)
-    return Outcome(losses, hashes, devices)
+    assert not ran.errors
+    return Outcome(losses, hashes, ran.devices)
 
 
 @pytest.fixture(scope="module")
 def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    spec = _spec(corpus)
+    specs = {name: _spec(corpus, name == KEPT) for name in RUNS}
+    assert len({spec.run for spec in specs.values()}) == 1
     with pytest.MonkeyPatch.context() as patch:
         for module in (worker, whole):
             patch.setattr(module, "computing", _computed)
         for module in (participants, plain):
             patch.setattr(module, "save_object", _saved)
-        return {name: _run(spec, tmp_path_factory.mktemp("run"), devices) for name, devices in RUNS.items()}
+        return {name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name])) for name in RUNS}
 
 
 @pytest.mark.parametrize("name", ["second device", "one stage"])
@@ -155,6 +117,10 @@ def test_losses_are_those_of_the_cpu(name: str, outcomes: dict[str, Outcome]) ->
 @pytest.mark.parametrize("name", RUNS)
 def test_all_replicas_hold_the_same_bits(name: str, outcomes: dict[str, Outcome]) -> None:
     assert [len(hashes) for hashes in outcomes[name].hashes.values()] == [1] * ROUNDS
+
+
+def test_the_outer_round_has_the_same_bits_wherever_its_values_lie(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[KEPT] == outcomes["second device"]
 
 
 @pytest.mark.parametrize("name", RUNS)

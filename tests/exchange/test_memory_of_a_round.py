@@ -161,7 +161,7 @@ def audited(snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_auditor_holds_one_block_at_a_time(audited: tuple[Exchange, _Watched]) -> None:
-    """Of two rounds of 16 blocks. It reads all parameters once more, for the snapshot."""
+    """It replays two rounds of 16 blocks. It reads all parameters once more, for the snapshot."""
     exchange, watched = audited
     assert watched.most[:32] == [1] * 32
     assert watched.most[32:] == list(range(1, 17))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.links import RELAYED
+from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver, TooMuch
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.program.join.leave import leavable
@@ -44,6 +45,8 @@ class Here:
     """The run's tokenizer.json, if it is too large for the exchange to send."""
     listen: str | None = None
     """HOST:PORT at which the neighbouring stages dial this one."""
+    device: str = "auto"
+    """Device that computes."""
 
 
 def join(text: str, here: Here) -> None:
@@ -52,6 +55,7 @@ def join(text: str, here: Here) -> None:
     An interrupt frees the slot. Raises ConfigError if the ticket is refused, or if this host lacks something that the
     slot needs.
     """
+    _require_device(here.device)
     print_without_fail()
     say = partial(tell, standard_output())
     try:
@@ -67,6 +71,14 @@ def join(text: str, here: Here) -> None:
         keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
         return
     _train(membership, here, has_answered=not ticket.is_over)
+
+
+def _require_device(setting: str) -> None:
+    """Raise ConfigError if this host does not have the device."""
+    try:
+        resolved(setting)
+    except ConfigError as error:
+        raise ConfigError((), f"--device: {error.message}") from None
 
 
 def _train(membership: Membership, here: Here, has_answered: bool) -> None:
@@ -126,7 +138,8 @@ def _exchange(membership: Membership, config: RunConfig, here: Here, has_answere
 def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     """Write this host's configuration of the run. Raises ConfigError if the slot needs something that is missing."""
     tokenizer = here.tokenizer or membership.tokenizer
-    config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
+    told, place = membership.configuration, membership.place
+    config = own_configuration(told, place, here.data, tokenizer, here.listen, here.device)
     config = config.model_copy(update={"store": _store(membership)})
     if config.name != membership.run:
         raise ConfigError(
@@ -134,13 +147,13 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
             f"found the configuration of the run {config.name}, expected that of {membership.run}; ask for "
             "another ticket",
         )
-    require_data(config, membership.place, here.data)
-    told = listen_told(membership.configuration, membership.place)
-    if told not in (None, RELAYED) and here.listen is None:
+    require_data(config, place, here.data)
+    address = listen_told(told, place)
+    if address not in (None, RELAYED) and here.listen is None:
         tell(
             standard_output(),
-            f"{membership.run}: the run's YAML lets {membership.place} listen at {told}. This host dials "
-            f"its neighbours instead, through the exchange if necessary; add --listen {told} to listen "
+            f"{membership.run}: the run's YAML lets {place} listen at {address}. This host dials "
+            f"its neighbours instead, through the exchange if necessary; add --listen {address} to listen "
             "there",
         )
     save_config(config, folder.config)

@@ -84,7 +84,9 @@ def commit(checkout: Path = CHECKOUT) -> str:
 
 
 def _git(checkout: Path, *arguments: str) -> str:
-    """Return git's output; an empty string if git fails."""
-    return subprocess.run(
-        ["git", *arguments], cwd=checkout, capture_output=True, text=True, encoding="utf-8"
-    ).stdout.strip()
+    """Return git's output; an empty string if git fails or is not installed."""
+    command = ["git", *arguments]
+    try:
+        return subprocess.run(command, cwd=checkout, capture_output=True, text=True, encoding="utf-8").stdout.strip()
+    except FileNotFoundError:
+        return ""

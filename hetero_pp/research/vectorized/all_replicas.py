@@ -17,6 +17,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
+from hetero_pp.model.compiler import can_compile, compile_layers
 from hetero_pp.model.transformer import EMBEDDING, build_filled
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean
@@ -29,7 +30,6 @@ from hetero_pp.research.peers.peer import peer_of
 from hetero_pp.research.peers.resbm import ResBM
 from hetero_pp.research.settings import AblationSettings, ablations_of, research_of
 from hetero_pp.research.vectorized.bias import BiasMeter
-from hetero_pp.research.vectorized.compiler import can_compile, compile_layers
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.missed import missed_in
 from hetero_pp.research.vectorized.moments import average_moments

@@ -1,0 +1,283 @@
+"""Measure on one GPU what the other benchmarks measure on CPUs, in at most eight minutes.
+
+    python benchmarks/gpu.py [--parts whole,stages,...] [--json FILE]
+
+- whole: engines of a datacenter replica with the 512m model, beside a plain PyTorch loop (benchmarks/engines.py), and
+  an outer round: selection and coding of a pseudo-gradient of 512M parameters;
+- stages: a group of four stages of the 512m model on this GPU, launched as processes that exchange messages over
+  loopback gRPC, beside a launched replica that is not split; once more with NVIDIA's Multi-Process Service, which lets
+  kernels of several processes run at the same time;
+- boundary: encoding, copying and decoding of one micro-batch's activations at one boundary of that model, beside
+  copying them whole;
+- compression: top-k, quantisation and error feedback, beside a copy of the same bytes (benchmarks/compressors.py);
+- rows: rounds of the vectorized trainer of tables, compiled and not, with equal replicas stacked and not, beside a
+  plain loop (benchmarks/in_process.py);
+- mixed: a run with stages on the CPU and on the GPU, in which all replicas have to end with the same parameters.
+
+With --smoke, everything runs on the CPU at its smallest size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from command_line import parse, save
+from torch import Tensor
+
+from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.core.copies import copies_of
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.pipeline.coefficients import noise_key
+from hetero_pp.pipeline.subspace import random_basis
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.research.experiments.provenance import commit, machine
+from stages.boundary import Boundary, boundary_of
+
+HERE = Path(__file__).parent
+SMOKE = {"device": "cpu", "steps": 3}
+MPS = "nvidia-cuda-mps-control"
+WARM_UP = 3
+"""Steps of a launched run that are not measured, because they compile and allocate."""
+
+BOUNDARY = ("encode", "gradient", "to host", "to device", "decode")
+
+RUN = """\
+name: {name}
+seed: 1
+model: {{{model}}}
+data: {{corpus: {corpus}, sequence_length: {length}, validation_share: 0.1, validation_sequences: 4}}
+inner: {{steps: {steps}, learning_rate: 3e-4, warmup_steps: 1}}
+outer: {{rounds: {rounds}, compression: {{density: 1/32, value_bits: 2}}}}
+replicas:
+{replicas}
+"""
+BATCH = "batch_size: {batch}, micro_batches: {parts}, device: {device}"
+WHOLE = "  - {{name: dc, kind: datacenter, compile: {compiles}, " + BATCH + "}}"
+GROUP = (
+    "  - {{name: home, kind: participants, stages: 4, compile: {compiles}, boundary: {{rank: 1/8, dtype: bf16}}, "
+    + BATCH
+    + "}}"
+)
+MIXED = """\
+  - {{name: dc, kind: datacenter, batch_size: 4, device: {device}}}
+  - name: home
+    kind: participants
+    batch_size: 4
+    micro_batches: 2
+    boundary: {{rank: 1/4, bits: 4}}
+    stages: [{{layers: 1, device: {device}}}, {{layers: 2, device: cpu}}, {{layers: 1, device: {device}}}]
+"""
+
+
+class Scale:
+    """Sizes of the measurement."""
+
+    def __init__(self, is_smoke: bool, steps: int) -> None:
+        self.is_smoke, self.steps = is_smoke, WARM_UP + steps
+        self.model = "width: 32, layers: 4, heads: 2, feed_forward: 64, vocabulary: 300"
+        self.width, self.vocabulary, self.length, self.batch, self.parts = 32, 300, 32, 8, 2
+        if not is_smoke:
+            self.model = "preset: 512m, vocabulary: 32000"
+            self.width, self.vocabulary, self.length, self.batch, self.parts = 1536, 32000, 1024, 64, 16
+
+
+def _script(name: str, arguments: Sequence[str], folder: Path, is_smoke: bool) -> Any:
+    """Run another benchmark, and return what it wrote. It prints its own table."""
+    path = folder / f"{name}.json"
+    ends = ["--smoke"] if is_smoke else ["--json", str(path)]
+    done = subprocess.run([sys.executable, str(HERE / f"{name}.py"), *arguments, *ends], check=False)
+    if done.returncode != 0:
+        return {"failed": done.returncode}
+    return {} if is_smoke else json.loads(path.read_text())
+
+
+def whole(scale: Scale, device: str, folder: Path) -> Any:
+    """Measure engines beside a plain loop. torchtitan is left out where torch is too old for it."""
+    engines = ["torch"]
+    try:
+        import replica_groups.engines.titan  # noqa: F401
+
+        engines.append("torchtitan")
+    except ImportError as error:
+        print(f"without torchtitan: {error}")
+    more = [] if scale.is_smoke else ["--preset", "512m", "--batch-size", "8", "--modes", "compiled"]
+    return _script("engines", ["--engines", ",".join(engines), *more], folder, scale.is_smoke)
+
+
+def stages(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
+    """Launch a whole replica and a group of four stages, with equal work; return their tokens per second."""
+    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {"device": device, "batch": scale.batch, "parts": scale.parts}
+    settings["compiles"] = str(not scale.is_smoke).lower()
+    ways = [("whole", WHOLE), ("staged", GROUP)]
+    if device != "cpu" and shutil.which(MPS):
+        ways.append(("staged-mps", GROUP))
+    for name, replica in ways:
+        with _multi_process(folder) if name == "staged-mps" else nullcontext():
+            run = _launched(name, replica.format(**settings), scale, 1, folder)
+        found[name] = _tokens_per_second(run)
+        print(f"{name:<12}{found[name]:>12,.0f} tokens/s{found[name] / found['whole']:>8.3f}", flush=True)
+    return found
+
+
+@contextmanager
+def _multi_process(folder: Path) -> Iterator[None]:
+    """Run NVIDIA's Multi-Process Service for processes that start in the block."""
+    places = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
+    os.environ.update(places)
+    if subprocess.run([MPS, "-d"], check=False).returncode != 0:
+        print(f"{MPS} does not start; this run goes on without it", flush=True)
+    try:
+        yield
+    finally:
+        subprocess.run([MPS], input="quit\n", text=True, check=False)
+        for name in places:
+            del os.environ[name]
+
+
+def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path) -> Path:
+    """Launch a run as a user would; return its folder."""
+    corpus, yaml = folder / "corpus.txt", folder / f"{name}.yaml"
+    if not corpus.exists():
+        drawn = random.Random(1)
+        count = 30 * scale.batch * scale.length
+        corpus.write_text("".join(drawn.choices("abcdefghijklmnopqrstuvwxyz      ", k=count)))
+    sizes = {"model": scale.model, "length": scale.length, "steps": scale.steps, "rounds": rounds}
+    yaml.write_text(RUN.format(name=name, corpus=corpus, replicas=replicas, **sizes))
+    run = folder / "runs" / name
+    try:
+        with redirect_stdout(StringIO()):
+            run_topology(yaml, [], run.parent, in_process=False, new=True)
+    except HeteroPPError:
+        for log in sorted(run.glob("logs/*.log")):
+            print(f"{log.name}: {log.read_text()[-3000:]}")
+        raise
+    return run
+
+
+def _tokens_per_second(run: Path) -> float:
+    """Return the speed of the steps after the first ones, from the median time between two steps."""
+    events = (json.loads(line) for line in (run / "metrics.jsonl").open())
+    steps = [one for one in events if one["event"] == "inner_step" and one.get("tokens")][WARM_UP:]
+    return steps[0]["tokens"] / median(after["time"] - before["time"] for before, after in pairwise(steps))
+
+
+def boundary(scale: Scale, device: str, folder: Path) -> list[dict[str, Any]]:
+    """Time the parts of a boundary for one micro-batch, in microseconds, for the ways to write coefficients."""
+    here, rows = torch.device(device), scale.batch // scale.parts
+    generator = torch.Generator().manual_seed(1)
+    x_BLD = torch.randn(rows, scale.length, scale.width, generator=generator).to(here, torch.bfloat16)
+    embedding = torch.randn(scale.vocabulary, scale.width, generator=generator).to(here)
+    tokens = torch.randint(scale.vocabulary, (rows, scale.length), generator=generator).to(here)
+    basis = random_basis(scale.width, scale.width // 8, 1).to(here)
+    ways = {"whole, bf16": {"dtype": "bf16"}, "rank 1/8, bf16": {"rank": "1/8", "dtype": "bf16"}}
+    ways["rank 1/8, 4 bits"] = {"rank": "1/8", "bits": 4}
+    found = []
+    print(f"{'microseconds':<18}" + "".join(f"{part:>10}" for part in BOUNDARY) + f"{'bytes':>12}")
+    for name, values in ways.items():
+        settings = BoundarySettings.model_validate(values)
+        one = boundary_of(settings, scale.width, None if settings.rank is None else basis)
+        one.split(embedding)
+        row = {"boundary": name, **_times(one, x_BLD, tokens, here)}
+        cells = "".join(f"{row[part]:>10,.0f}" for part in BOUNDARY)
+        print(f"{name:<18}{cells}{row['bytes']:>12,}", flush=True)
+        found.append(row)
+    return found
+
+
+def _times(one: Boundary, x_BLD: Tensor, tokens: Tensor, device: torch.device) -> dict[str, Any]:
+    copies, key, gradient_BLD = copies_of(device), noise_key(1, "home", 0, 0, 0).to(device), x_BLD.float()
+    symbols = one.encode_activation(x_BLD)
+    here = copies.to_host(symbols).wait()
+    timed = partial(_microseconds, device)
+    return {
+        "encode": timed(lambda: one.encode_activation(x_BLD)),
+        "gradient": timed(lambda: one.encode_gradient(gradient_BLD, key)),
+        "to host": timed(lambda: copies.to_host(symbols).wait()),
+        "to device": timed(lambda: copies.to_device(here)),
+        "decode": timed(lambda: one.decode_activation(symbols, tokens)),
+        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in one.format.to_wire(here)),
+    }
+
+
+def _microseconds(device: torch.device, work: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of a call until the device is idle."""
+    found = []
+    for _ in range(repeats + WARM_UP):
+        _wait(device)
+        started = time.perf_counter()
+        work()
+        _wait(device)
+        found.append(time.perf_counter() - started)
+    return 1e6 * median(found[WARM_UP:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def compression(scale: Scale, device: str, folder: Path) -> Any:
+    return _script("compressors", ["--device", device], folder, scale.is_smoke)
+
+
+def rows(scale: Scale, device: str, folder: Path) -> Any:
+    more = ["--scale", "micro", "--compressed", "2", "--rounds", "3"]
+    return _script("in_process", ["--device", device, *([] if scale.is_smoke else more)], folder, scale.is_smoke)
+
+
+def mixed(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
+    """Train a run with members on the CPU and on the GPU. Exits with an error if the replicas differ."""
+    small = Scale(is_smoke=True, steps=1)
+    run = _launched("mixed", MIXED.format(device=device), small, 2, folder)
+    summary = json.loads((run / "summary.json").read_text())
+    hashes = set(summary["parameters_sha256"].values())
+    print(f"mixed: {len(summary['parameters_sha256'])} replicas, {len(hashes)} hash; loss {summary['validation_loss']}")
+    if len(summary["parameters_sha256"]) != 2 or len(hashes) != 1:
+        logs = "".join(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(run.glob("logs/*.log")))
+        raise SystemExit(f"expected two replicas with one hash, found {summary['parameters_sha256']}\n{logs}")
+    return {"parameters_sha256": hashes.pop(), "validation_loss": summary["validation_loss"]}
+
+
+PARTS = {part.__name__: part for part in (boundary, mixed, whole, stages, compression, rows)}
+
+
+def main() -> None:
+    """Measure the parts, print, and write JSON after each of them if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="device to measure")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure, separated by commas")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a launched run")
+    arguments = parse(parser, SMOKE)
+    if arguments.device != "cpu" and not torch.accelerator.is_available():
+        raise SystemExit("benchmarks/gpu.py: found no GPU; --smoke runs everything on the CPU at its smallest size")
+    found: dict[str, Any] = {"machine": machine(), "commit": commit()}
+    scale = Scale(arguments.smoke, arguments.steps)
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-gpu-") as name:
+        for part in arguments.parts.split(","):
+            print(f"\n{part}", flush=True)
+            started = time.monotonic()
+            found[part] = PARTS[part](scale, arguments.device, Path(name))
+            print(f"{part}: {time.monotonic() - started:.0f} s", flush=True)
+            save(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

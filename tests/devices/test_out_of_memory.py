@@ -1,0 +1,142 @@
+"""A member whose device has too little memory ends with one line, is not started again, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpc_threads import run_over_grpc
+from torch import Tensor
+
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.device import CPU, computing
+from hetero_pp.core.errors import OutOfMemory, RunFailed
+from hetero_pp.messages.messages_pb2 import GIVEN_UP, Report
+from hetero_pp.program.launch import crew as crew_module
+from hetero_pp.program.launch.crew import Crew
+from hetero_pp.program.launch.job import GONE
+from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from replica_groups.engines.whole import WholeReplica
+
+TOLD = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.5 GiB. See also a manual."
+CAUSE = (
+    "cpu is out of memory in the forward, which needs 2.50 GiB more; this would need less: "
+    "more `micro_batches`, `recompute: layers`, or `precision: bf16` if it is fp32"
+)
+
+
+def _spec(corpus: str = "text", quorum: float = 0.5) -> RunSpec:
+    config: dict[str, Any] = {
+        "name": "t",
+        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+        "data": {"corpus": corpus, "sequence_length": 16, "validation_sequences": 2},
+        "inner": {"steps": 1, "warmup_steps": 1},
+        "outer": {"rounds": 3},
+        "exchange": {"quorum": quorum, "grace": {"least": "60 s"}},
+        "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in ("a", "b")],
+    }
+    return RunSpec(RunConfig.model_validate(config), 256)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError(TOLD), CAUSE),
+        (
+            RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+            CAUSE.replace(", which needs 2.50 GiB more", ""),
+        ),
+    ],
+)
+def test_it_is_told_in_one_line(error: RuntimeError, expected: str) -> None:
+    with pytest.raises(OutOfMemory) as found, computing("forward", CPU):
+        raise error
+    assert str(found.value) == expected
+
+
+def test_an_allocation_of_the_cpu_fails_in_the_same_way() -> None:
+    with (
+        pytest.raises(
+            OutOfMemory, match=r"^cpu is out of memory in the outer round, which needs 4000000000000000 bytes"
+        ),
+        computing("outer round", CPU),
+    ):
+        torch.empty(10**15)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="a bug"), computing("forward", CPU):
+        raise RuntimeError("a bug")
+
+
+def test_the_run_goes_on_without_the_member(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_loss = WholeReplica.loss
+
+    def loss(replica: WholeReplica, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
+        if replica.name == "b" and step == 1:
+            raise torch.OutOfMemoryError(TOLD)
+        return whole_loss(replica, tokens, step, micro_batch)
+
+    monkeypatch.setattr(WholeReplica, "loss", loss)
+    ran = run_over_grpc(_spec(str(corpus)), tmp_path, {"a": CPU, "b": CPU})
+    assert {name: str(error) for name, error in ran.errors.items()} == {"b": CAUSE}
+    closed = [one.round_closed for one in ran.reports if one.HasField("round_closed")]
+    assert [[entry.replica for entry in one.contributions] for one in closed] == [["a", "b"], ["a"], ["a"]]
+
+
+class _Ended:
+    """A process that has ended because its device has too little memory, and its connection."""
+
+    exitcode = GONE
+
+    def __init__(self) -> None:
+        self.sentinel, writing = os.pipe()
+        os.close(writing)
+
+    def join(self, seconds: float = 0.0) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+    def recv_bytes(self) -> bytes:
+        return json.dumps({"failure": CAUSE}).encode()
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+
+
+def _ends(members: list[str], spec: RunSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
+    """Let a supervisor find that the processes of these members have ended; return its reports."""
+    monkeypatch.setattr(crew_module, "tell_died", lambda *_: None)
+    reports: list[Report] = []
+    keys = SecretKeys(Secret("s" * 32), encrypted=False)
+    with Crew(spec, RunFolder(folder), reports.append, LAUNCHER, keys) as crew:
+        crew.join_exchange([], "127.0.0.1:1")
+        ended: dict[str, Any] = {member: _Ended() for member in members}
+        crew._processes |= ended
+        crew._connections |= ended
+        crew.start(["a"])
+        crew._replace("b")
+    return reports
+
+
+@pytest.mark.starts_processes
+def test_its_process_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [report] = _ends(["b"], _spec(), tmp_path, monkeypatch)
+    assert (report.standing.what, report.standing.place) == (GIVEN_UP, "b")
+    assert report.standing.cause.startswith(f"b: {CAUSE} (output: ")
+    assert report.standing.cause.endswith(", so the run continues without it")
+
+
+@pytest.mark.starts_processes
+def test_without_a_quorum_the_run_fails_with_that_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunFailed, match="b: cpu is out of memory in the forward"):
+        _ends(["b"], _spec(quorum=1.0), tmp_path, monkeypatch)

@@ -1,0 +1,74 @@
+"""A run whose members are threads, over gRPC to the exchange and to neighbours, each on a device that a test names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from members import TIMEOUT
+
+from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.rpc.connections import NetworkConnections
+from hetero_pp.rpc.credentials import Secret, new_secret
+from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.loop.take_part import take_part
+from replica_groups.outer.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that is over."""
+
+    reports: list[Report]
+    devices: dict[str, str]
+    """Member -> device, as `status` reports it."""
+    errors: dict[str, Exception]
+    """Errors of members without which the run went on."""
+
+
+def run_over_grpc(spec: RunSpec, folder: Path, devices: Mapping[str, torch.device]) -> Ran:
+    """Train all rounds. Raises the first error of a member if the run fails."""
+    own, secret, errors = RunFolder(folder), Secret(new_secret()), dict[str, Exception]()
+    exchange = make_exchange(spec, own)
+    server, port = serve_exchange(exchange, secret, "127.0.0.1:0", encrypted=False)
+
+    def take(name: str) -> None:
+        """Take part as a process of its own does."""
+        torch.set_num_threads(1)
+        credentials, member = secret.credentials(name, encrypted=False), spec.members[name]
+        try:
+            with NetworkConnections(spec, member, f"127.0.0.1:{port}", credentials, Lines()) as connections:
+                try:
+                    take_part(spec, member, connections, own, Ranks(device=devices[name]))
+                except HeteroPPError as error:
+                    connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
+                    raise
+        except Exception as error:  # noqa: BLE001 (raised by the caller)
+            errors[name] = error
+            if not isinstance(error, HeteroPPError):
+                exchange.fail(f"{name}: {error}")
+
+    threads = [threading.Thread(target=take, args=(name,), daemon=True) for name in spec.members]
+    for thread in threads:
+        thread.start()
+    try:
+        auditor = begin_run(exchange, spec, own, None)
+        exchange.wait_until_finished()
+        auditor.join()
+        named = {place.name: place.device for place in exchange.overview.status().places}
+    except RunFailed as error:
+        raise next(iter(errors.values()), error) from None
+    finally:
+        for thread in threads:
+            thread.join(TIMEOUT)
+        exchange.end_watching()
+        server.stop(None).wait(TIMEOUT)
+    return Ran(list(exchange.watch()), named, errors)
