@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.memory import (
@@ -30,11 +29,6 @@ CONNECTION_BYTES = 2e6
 RELAY_BYTES = 2 * 2**20
 """Memory of the relay for each direction of a relayed link (docs/hosts.md)."""
 INDEX_BYTES = 8
-WORKERS_A_MEMBER, MOST_ARENAS = 4, 16
-"""Threads that decode a member's blobs in turn, and the largest number of arenas.
-
-Each thread keeps freed memory in an arena of the allocator. glibc has 8 arenas per core; two cores are assumed.
-"""
 KEPT_BYTES = 32 * 2**20
 """Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
 
@@ -67,11 +61,9 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
 
 
 def _decoding_bytes(spec: RunSpec) -> float:
-    """Return the memory of all threads that decode the largest tensor, which one member of each replica sends."""
+    """Return the memory to decode the largest tensor, which one member of each replica sends."""
     largest = max(spec.parameter_shapes.values(), key=math.prod)
-    each = decoded_bytes(largest, spec.config.outer.compression)
-    workers = 1 if is_freed_at_once(kept_values(largest, spec.config.outer.compression)) else WORKERS_A_MEMBER
-    return each * min(sum(count for _, count in representatives(spec)) * workers, MOST_ARENAS)
+    return decoded_bytes(largest, spec.config.outer.compression) * sum(count for _, count in representatives(spec))
 
 
 def is_freed_at_once(values: int) -> bool:

@@ -144,8 +144,9 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         checkpointing=checkpointing_of(replica),
         in_pieces=not isinstance(replica, DatacenterReplica) or replica.engine == "torch",
     )
+    keeps_on_host = not spec.config.outer.keep_on_device
     terms = [
-        *_of_part(spec.shape, part_of(spec, member), trains, moment_bytes(spec, member), ranks),
+        *_of_part(spec.shape, part_of(spec, member), trains, moment_bytes(spec, member), ranks, keeps_on_host),
         *_of_rounds(spec, member),
         *_of_one_tensor(spec, member, accelerated),
     ]
@@ -175,8 +176,13 @@ def memory_of_part(shape: ModelShape, part: Part, trains: Trains, accelerated: b
     return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), accelerated)
 
 
-def _of_part(shape: ModelShape, part: Part, trains: Trains, moments: float, ranks: int = 1) -> Iterator[Term]:
-    """Yield what every member holds. A term's comment names the code that holds it."""
+def _of_part(
+    shape: ModelShape, part: Part, trains: Trains, moments: float, ranks: int = 1, keeps_on_host: bool = True
+) -> Iterator[Term]:
+    """Yield what every member holds. A term's comment names the code that holds it.
+
+    `keeps_on_host`: whether the state of outer rounds lies in the host's memory beside an accelerator.
+    """
     size, own = 4.0 * part.parameters, part.beside
     yield Term("process", ranks * PROCESS_BYTES, on_host=True)
     yield Term("weights", size)  # Transformer
@@ -184,9 +190,9 @@ def _of_part(shape: ModelShape, part: Part, trains: Trains, moments: float, rank
     yield Term("gradients", size, STEP | UPDATE if trains.micro_batches > 1 else UPDATE)
     yield Term("optimizer", moments, TRAINED)  # InnerOptimizer; copies for undo lie on disk (Scratch)
     yield Term("activations", activation_bytes(shape, part, trains), STEP)  # Stage._in_flight, WholeReplica.loss
-    yield Term("round start", size, on_host=True)  # OuterRound.theta
-    yield Term("error feedback", size, on_host=True)  # OuterRound.error
-    yield Term("followed embedding", 4.0 * own.followed, on_host=True)  # OuterRound.theta
+    yield Term("round start", size, on_host=keeps_on_host)  # OuterRound.theta
+    yield Term("error feedback", size, on_host=keeps_on_host)  # OuterRound.error
+    yield Term("followed embedding", 4.0 * own.followed, on_host=keeps_on_host)  # OuterRound.theta
     yield Term("T_perp", 4.0 * own.perpendicular, TRAINED)  # Boundary.perpendicular
     yield Term("anchors", 16.0 * own.anchors, TRAINED)  # Anchors: weights, gradients, two moments
 
