@@ -45,7 +45,7 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
         [
             Term("process", PROCESS_BYTES),
             Term("members", CONNECTION_BYTES * members),
-            Term("first snapshot", model + tensor, START),  # first_snapshot, until it is written; `initialise`
+            Term("first snapshot", model, START),  # first_snapshot, until it is written
             Term("momentum", moments / 4 * model, TRAINED),  # Auditor._optimizer
             Term("parameters", model if is_whole else block, APPLY),  # Auditor._replay; the rest is on disk (Scratch)
             Term("averaged gradients", model if is_whole else 0.0, APPLY),  # GradientOptimizer

@@ -176,6 +176,9 @@ def test_a_gpu_that_holds_too_little_is_refused_with_the_key_that_helps(
         assert bool(found) == refused
     assert found[0].startswith(f"{told}expected at most the 23 GB that are free there: --set ")
     assert found[0].endswith("replicas.dc.micro_batches=4 saves 2.14 GB")
+
+
+def test_the_free_memory_of_a_device_that_torch_does_not_know_is_unknown() -> None:
     assert this_machine.free_bytes(torch.device("cpu")) is None
 
 
