@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for made in tree_leaves(result):
             if isinstance(made, Tensor) and made.untyped_storage()._cdata not in self._known:
-                self._add(made.untyped_storage(), made.untyped_storage().nbytes())
+                self._add(made.untyped_storage(), 0 if made.is_meta else made.untyped_storage().nbytes())
         return result
 
     def _add(self, storage: UntypedStorage, size: int) -> None:
