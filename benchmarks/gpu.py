@@ -187,7 +187,8 @@ def boundary(scale: Scale, device: str, folder: Path) -> list[dict[str, Any]]:
     embedding = torch.randn(scale.vocabulary, scale.width, generator=generator).to(here)
     tokens = torch.randint(scale.vocabulary, (rows, scale.length), generator=generator).to(here)
     basis = random_basis(scale.width, scale.width // 8, 1).to(here)
-    ways = {"whole, bf16": {"dtype": "bf16"}, "rank 1/8, bf16": {"rank": "1/8", "dtype": "bf16"}}
+    ways: dict[str, dict[str, Any]] = {"whole, bf16": {"dtype": "bf16"}}
+    ways["rank 1/8, bf16"] = {"rank": "1/8", "dtype": "bf16"}
     ways["rank 1/8, 4 bits"] = {"rank": "1/8", "bits": 4}
     found = []
     print(f"{'microseconds':<18}" + "".join(f"{part:>10}" for part in BOUNDARY) + f"{'bytes':>12}")

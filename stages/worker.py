@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -111,8 +110,9 @@ class _Leaving:
     header: LinkHeader
     symbols: Arriving
     what: str
-    tokens: tuple[Tensor, ...] = ()
-    """Packed token ids."""
+    source: LinkEnd | None
+    """Link on which the values came that they were computed from."""
+    packed_tokens: tuple[Tensor, ...] = ()
     ends: _Step | None = None
     """The step, if this is its last gradient, which carries the squared norm."""
 
@@ -139,8 +139,8 @@ class StageWorker:
         self._own_squared = 0.0
         """Squared gradient norm of this stage in the newest step."""
         self._copies = copies_of(stage.device)
-        self._leaving: deque[_Leaving] = deque()
-        """Messages to send after the next forward or backward was started, or before this stage waits."""
+        self._leaving: _Leaving | None = None
+        """Message to send after the next forward or backward was started, or before this stage waits."""
         spec = stage.spec
         self._train_events = one_forward_one_backward(
             spec.index, spec.count, settings.micro_batches, settings.extra_in_flight
@@ -207,7 +207,7 @@ class StageWorker:
         return (under_way.loss / rows, rows) if spec.is_last else None
 
     def _run(self, events: Sequence[Event], under_way: _Step) -> None:
-        self._leaving.clear()  # of a step that was cut off
+        self._leaving = None  # of a step that was cut off
         for event in events:
             self._actions[event.action](under_way, event.micro_batch)
             if event.action in (Action.FORWARD, Action.BACKWARD):
@@ -242,8 +242,8 @@ class StageWorker:
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
         hop = self.stage.spec.index - 1
-        key = noise_key(self.settings.seed, self.settings.replica, hop, under_way.global_step, index)
-        (key,) = self._copies.to_device((key,))
+        own_key = noise_key(self.settings.seed, self.settings.replica, hop, under_way.global_step, index)
+        (key,) = self._copies.to_device((own_key,))
         with computing("backward", self.stage.device):
             under_way.gradients[index] = self.stage.backward(index, under_way.came.pop(index, None), key)
         if message is not None and self._downstream is not None:
@@ -273,11 +273,10 @@ class StageWorker:
             raise HeteroPPError(f"stage {self.stage.spec.index} of {self.settings.replica} diverged: {reason}")
         raise link.accuse(f"{reason}, computed from received values: training diverged, or these values are wrong")
 
-    def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> Symbols:
-        """Return `symbols` if they are finite, so that no neighbour refuses them; otherwise fail as `_fail` does."""
+    def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> None:
+        """Fail as `_fail` does unless `symbols` are finite, so that no neighbour refuses them."""
         if not all(bool(torch.isfinite(one).all()) for one in symbols if one.is_floating_point()):
             self._fail(link, f"{what} became infinite or not a number")
-        return symbols
 
     def _apply(self, norm: float) -> None:
         """Apply the optimizer step that was waiting for the gradient norm of the whole replica."""
@@ -359,7 +358,7 @@ class StageWorker:
         header.rows = len(tokens)
         header.is_last = under_way.is_last and index == 0
         symbols = self._copies.to_host(self.stage.boundary.encode_activation(under_way.outputs.pop(index)))
-        self._post(_Leaving(self._downstream, header, symbols, "an activation", (packed,)))
+        self._post(_Leaving(self._downstream, header, symbols, "an activation", self._upstream, (packed,)))
 
     def _receive_gradient(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
@@ -379,31 +378,28 @@ class StageWorker:
         assert symbols is not None
         header = self._header(GRADIENT, under_way.round, under_way.step, index)
         ends = under_way if under_way.backwards_left == 0 else None
-        self._post(_Leaving(self._upstream, header, self._copies.to_host(symbols), "a gradient", ends=ends))
+        source, on_their_way = self._downstream or self._upstream, self._copies.to_host(symbols)
+        self._post(_Leaving(self._upstream, header, on_their_way, "a gradient", source, ends=ends))
 
     def _post(self, leaving: _Leaving) -> None:
         """Send a message now, or a little later if its copy to the host takes place beside the computation."""
-        self._leaving.append(leaving)
+        self._leaving = leaving
         if not self._copies.overlaps:
             self._send_leaving()
 
     def _send_leaving(self) -> None:
-        """Send all messages, in their order, once their symbols are in host memory."""
-        while self._leaving:
-            leaving = self._leaving.popleft()
-            started = time.perf_counter()
-            symbols = leaving.symbols.wait()
-            if self._copies.overlaps:
-                self.timing.compute += time.perf_counter() - started
-            self._require_finite(symbols, self._source_of(leaving), leaving.what)
-            if leaving.ends is not None:
-                leaving.header.squared_norm = self._squared_norm(leaving.ends)
-            wire = self.stage.boundary.format.to_wire(symbols)
-            leaving.link.send(Message(leaving.header, (*leaving.tokens, *wire)))
-
-    def _source_of(self, leaving: _Leaving) -> LinkEnd | None:
-        """Return the link on which the values came from which a message was computed."""
-        return self._upstream if leaving.link is self._downstream else self._downstream or self._upstream
+        """Send the message that waits, if there is one, once its symbols are in host memory."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            return
+        started = time.perf_counter()
+        symbols = leaving.symbols.wait()
+        self.timing.compute += time.perf_counter() - started
+        self._require_finite(symbols, leaving.source, leaving.what)
+        if leaving.ends is not None:
+            leaving.header.squared_norm = self._squared_norm(leaving.ends)
+        wire = self.stage.boundary.format.to_wire(symbols)
+        leaving.link.send(Message(leaving.header, (*leaving.packed_tokens, *wire)))
 
     def _header(
         self, purpose: Purpose, round_: int, step: int, micro_batch: int, announces_norm: bool = False
@@ -422,7 +418,7 @@ class StageWorker:
         return None
 
     def _receive(self, link: LinkEnd, purpose: Purpose, round_: int, step: int, micro_batch: int) -> Message:
-        message = self._arrived(link) if self._leaving else None
+        message = None if self._leaving is None else self._arrived(link)
         if message is None:
             started, self.activity.waits = time.perf_counter(), True
             message = link.receive(self.settings.receive_timeout)

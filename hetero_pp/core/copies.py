@@ -131,7 +131,7 @@ class _OnItsWay:
     rooms: Tensors
     done: Any
     sources: list[Tensors] = field(repr=False)
-    """What is copied, kept so that its memory is not used for something else meanwhile."""
+    """The copied tensors, kept so that their memory is not used for something else meanwhile."""
 
     def wait(self) -> Tensors:
         self.done.synchronize()

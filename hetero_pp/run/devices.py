@@ -8,6 +8,7 @@ import torch
 
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.precision import compute_dtype
 from hetero_pp.run.alike import range_of
 from hetero_pp.run.spec import RunSpec
 
@@ -15,7 +16,8 @@ from hetero_pp.run.spec import RunSpec
 def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
     """Return the device of each member that starts on this host, in the order of `names`.
 
-    Members that do not name a device share the accelerators in turn. Raises ConfigError for a device that is not there.
+    Members that do not name a device share the accelerators in turn. Raises ConfigError for a device that is not there
+    or lacks the member's precision.
     """
     members = [spec.members[name] for name in names if name in spec.members]
     found = {}
@@ -24,11 +26,15 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
             found[member.name] = resolved(member.device, turn)
         except ConfigError as error:
             raise ConfigError(member.device_key, error.message) from None
+        try:
+            compute_dtype(member.replica.precision, found[member.name])
+        except ConfigError as error:
+            raise ConfigError(("replicas", member.replica_index, *error.key), error.message) from None
     return found
 
 
 def in_words(devices: Mapping[str, str]) -> str:
-    """Return who computes on which device, such as `dc on cuda:0; home.0 .. home.3 on cpu`."""
+    """Return the members and their devices in words, such as `dc on cuda:0; home.0 .. home.3 on cpu`."""
     members: dict[str, dict[str, list[str]]] = {}
     for member, device in devices.items():
         members.setdefault(device, {}).setdefault(member.partition(".")[0], []).append(member)

@@ -245,8 +245,6 @@ class TrainingLoop:
             self.reporter.flush()
         self.faults.touch(self.outer.theta)
         loop = self._inner_loop_of(work, spec)
-        if self.gate is None:  # this process trains nothing else: gradients and activations are free until it trains
-            give_freed_memory_back()
         started, spent_ahead, self.outer.blocked = time.monotonic(), 0.0, 0.0
 
         def contributed() -> None:
@@ -319,11 +317,21 @@ class TrainingLoop:
         self.member.follow(rates)
         self.member.take_share(share, first)
         ahead_of = under_way if under_way < round_ else None
+        self._give_memory_back()
         with self.seat.pulse.computing(self.member.activity), self._allowed_to_stop(ahead_of):
             steps = self._take_steps(round_, first, under_way)
+        self._give_memory_back()
         self._trained_with = {before: one for before, one in self._trained_with.items() if before == round_ - 1}
         self._trained_with[round_] = repr(terms)
         return _InnerLoop(steps, *self.member.timing())
+
+    def _give_memory_back(self) -> None:
+        """Return what the outer round, or the inner loop, has freed: the other one needs other sizes.
+
+        A thread beside other members leaves this to them.
+        """
+        if self.gate is None:
+            give_freed_memory_back()
 
     def _take_steps(self, round_: int, first: int, under_way: int) -> int:
         """Run all inner steps of a round; return their number."""

@@ -14,7 +14,7 @@ from hetero_pp.core.copies import BesideCompute, Blocking, OneMemory, copies_of
 from hetero_pp.core.device import CPU
 
 UNKNOWN = -1.0
-"""What memory holds before a copy is complete."""
+"""Content of memory before a copy is complete."""
 
 
 class _Stream:

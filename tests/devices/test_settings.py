@@ -1,4 +1,4 @@
-"""Which device a setting means on a machine, and what is said about one that is not there."""
+"""The device that a setting means on a machine, and the message about a device that is not there."""
 
 from __future__ import annotations
 

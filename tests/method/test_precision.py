@@ -8,10 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_pp.config.engine_settings import Precision
+from hetero_pp.core import device
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.precision import Linear, compute_dtype
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, initialise
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.devices import devices_of
+from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.whole import WholeReplica
 
 SHAPE = ModelShape(width=32, layers=3, heads=2, feed_forward=48, vocabulary=64)
@@ -167,7 +171,14 @@ def test_a_device_decides_what_auto_is(
     assert compute_dtype(precision, torch.device(kind)) == expected
 
 
-def test_bf16_on_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_on_a_device_without_it_is_refused_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *_: False)
-    with pytest.raises(ConfigError, match="found `bf16` on mps, which lacks it; expected `fp32` or `auto`"):
-        compute_dtype("bf16", torch.device("mps"))
+    monkeypatch.setattr(device, "accelerators", lambda: [torch.device("mps", 0)])
+    replicas = [{"name": name, "kind": "datacenter", "precision": "bf16"} for name in ("a", "b")]
+    replicas[0]["device"] = "cpu"
+    spec = RunSpec(RunConfig.model_validate({"name": "r", "outer": {"rounds": 1}, "replicas": replicas}), 256)
+    assert devices_of(spec, ["a"]) == {"a": torch.device("cpu")}
+    with pytest.raises(ConfigError) as refused:
+        devices_of(spec, ["a", "b"])
+    assert refused.value.key == ("replicas", 1, "precision")
+    assert refused.value.message == "found `bf16` on mps:0, which lacks it; expected `fp32` or `auto`"
