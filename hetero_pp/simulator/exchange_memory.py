@@ -28,6 +28,8 @@ CONNECTION_BYTES = 2e6
 """Streams and threads of one member: benchmarks/exchange_load.py, runs of the smallest model."""
 RELAY_BYTES = 2 * 2**20
 """Memory of the relay for each direction of a relayed link (docs/hosts.md)."""
+MOST_DECODED = 16
+"""Largest number of tensors that are decoded at the same time, with two cores."""
 INDEX_BYTES = 8
 KEPT_BYTES = 32 * 2**20
 """Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
@@ -61,9 +63,10 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
 
 
 def _decoding_bytes(spec: RunSpec) -> float:
-    """Return the memory to decode the largest tensor, which one member of each replica sends."""
+    """Return the memory to decode the largest tensor of each replica, as it arrives and for the auditor."""
     largest = max(spec.parameter_shapes.values(), key=math.prod)
-    return decoded_bytes(largest, spec.config.outer.compression) * sum(count for _, count in representatives(spec))
+    replicas = sum(count for _, count in representatives(spec))
+    return min(2 * replicas, MOST_DECODED) * decoded_bytes(largest, spec.config.outer.compression)
 
 
 def is_freed_at_once(values: int) -> bool:
