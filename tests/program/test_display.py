@@ -28,7 +28,7 @@ from test_run_state import (
 from test_standings import standing
 
 from hetero_pp.config.links import DIRECTIONS
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, PAUSED, SILENT, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
 from hetero_pp.program.report.display import (
     LOSS_SECONDS,
     LiveDisplay,
@@ -155,6 +155,16 @@ def test_a_step_of_minutes_is_told_as_such_while_a_member_computes(seconds: floa
     assert waiting_line(state) == f"round 2: training (0 of 2 inner steps; {waits}){said}"
     if not said:
         assert waiting_line(state, sees_all=False) == f"round 2: {waits}; computing for 20 s: dc"
+
+
+@pytest.mark.parametrize(("silent", "said"), [(1, "for 20 s so far"), (12, "no progress for 20 s")])
+def test_members_that_finish_the_last_round_are_no_stall_while_they_are_heard(silent: float, said: str) -> None:
+    state = RunState(made_up_spec())
+    told = waiting(START, FINISHING, "dc", seconds=20)
+    told.waiting.missing[0].silent_seconds = silent
+    state.apply(told)
+    expected = f"all rounds are closed; waiting for dc (last heartbeat {silent} s ago) to finish; {said}"
+    assert waiting_line(state) == expected
 
 
 def test_a_round_that_is_trained_names_the_late_members() -> None:

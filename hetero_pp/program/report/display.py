@@ -18,7 +18,7 @@ from rich.text import Text
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Waiting
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
@@ -210,6 +210,10 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
     if state.waiting.awaited == STORING:
         return f"{whom(state.waiting)}; retrying for {format_seconds(max(1, seconds))} so far"
     what = joined_line(state) if state.waiting.awaited == JOINING else whom(state.waiting)
+    missing = state.waiting.missing
+    heard = [one for one in missing if one.HasField("silent_seconds") and one.silent_seconds < FIRST_TOLD]
+    if state.waiting.awaited == FINISHING and len(heard) == len(missing):  # they apply and evaluate the last round
+        return f"{what}; for {format_seconds(seconds)} so far"
     return f"{what}; no progress for {format_seconds(seconds)}"
 
 
