@@ -190,7 +190,7 @@ def line_of(found: Mapping[str, Any], idle: int) -> str:
     """Return one row of the table."""
     predicted, measured = found["predicted"], found["measured"]
     bytes_, seconds = (sum(predicted[name].values()) for name in ("memory_bytes", "cpu_seconds"))
-    cells = [(bytes_ - idle) / 1e6, (measured["memory_bytes"] - idle) / 1e6, seconds, measured["cpu_seconds"]]
+    cells = [bytes_ / 1e6, (measured["memory_bytes"] - idle) / 1e6, seconds, measured["cpu_seconds"]]
     return f"{found['run']:<28}" + "{:>12.1f}{:>12.1f}{:>14.3f}{:>12.3f}".format(*cells)
 
 
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[run.name for run in RUNS], metavar="NAME")
     arguments = parse(parser, {"only": [SMALLEST.name]})
     idle, results = idle_bytes(), []
-    print(f"idle Python with torch and grpc: {idle / 1e6:.0f} MB, taken off the memory below")
+    print(f"idle Python with torch and grpc: {idle / 1e6:.0f} MB, taken off the measured memory below")
     print(f"{'':<28}{'memory, MB':>24}{'CPU s a round':>26}")
     print(f"{'run':<28}{'predicted':>12}{'measured':>12}{'predicted':>14}{'measured':>12}")
     with tempfile.TemporaryDirectory() as folder:

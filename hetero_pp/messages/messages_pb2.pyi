@@ -772,12 +772,14 @@ class Reading(_message.Message):
     def __init__(self, what: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
 
 class Missing(_message.Message):
-    __slots__ = ("member", "silent_seconds")
+    __slots__ = ("member", "silent_seconds", "computes")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_FIELD_NUMBER: _ClassVar[int]
     member: str
     silent_seconds: float
-    def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
+    computes: bool
+    def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ..., computes: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "sent")

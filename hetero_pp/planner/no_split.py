@@ -51,9 +51,10 @@ def _rooms(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> list[_Roo
     shape, sizes, found = spec.shape, Sizes.of(spec.parameter_shapes), list[_Room]()
     for stage in range(load.stages):
         member = spec.members[replica.members[min(stage, replica.stage_count - 1)]]
-        capacity = hardware_of(spec, member).memory * replica.accelerators_of_member
+        hardware = hardware_of(spec, member)
+        capacity = hardware.memory * replica.accelerators_of_member
         needed = [
-            stage_bytes(shape, part_of_stage(shape, sizes, stage, load, layers), load, stage)
+            stage_bytes(shape, part_of_stage(shape, sizes, stage, load, layers), load, stage, hardware)
             for layers in range(1, shape.layers + 1)
         ]
         layers = sum(size <= capacity for size in needed)

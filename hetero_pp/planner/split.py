@@ -15,7 +15,8 @@ import numpy as np
 from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
-from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on, memory_of
+from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on
+from hetero_pp.simulator.memory import Trains, memory_of_part
 
 Array = np.ndarray
 
@@ -69,9 +70,12 @@ def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layer
     return Part(layers, first, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
 
 
-def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int) -> float:
-    """Return the memory that a stage needs for its part, in bytes."""
-    return sum(memory_of(shape, part, load.sequences, load.length, load.in_flight(stage)).values())
+def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int, hardware: Hardware) -> float:
+    """Return the bytes that a stage needs for its part, in the memory of its hardware."""
+    accelerated = hardware.is_accelerator
+    trains = Trains(load.sequences, load.length, load.micro_batches, load.in_flight(stage), 2 if accelerated else 4)
+    memory = memory_of_part(shape, part, trains, accelerated)
+    return memory.n_bytes(memory.computing_place)
 
 
 def stage_seconds(
@@ -84,7 +88,7 @@ def stage_seconds(
     found = np.full(shape.layers + 1, np.inf)
     for layers in range(1, shape.layers - load.stages + 2):
         part = part_of_stage(shape, sizes, stage, load, layers)
-        if stage_bytes(shape, part, load, stage) <= hardware.memory * accelerators:
+        if stage_bytes(shape, part, load, stage, hardware) <= hardware.memory * accelerators:
             cost = cost_on(shape, part, hardware, accelerators, load.sequences, load.length)
             found[layers] = cost.forward + cost.backward + cost.update / load.micro_batches
     return found

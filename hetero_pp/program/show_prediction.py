@@ -26,7 +26,7 @@ from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.memory import MEMORY_KINDS, by_kind, memory_assumptions
+from hetero_pp.simulator.memory import by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
@@ -164,7 +164,7 @@ def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> No
 def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
     """Print the memory of every member by kind, and the assumptions behind it."""
     every = [by_kind(stage.memory_bytes) for _, own in classes for replica in own for stage in replica.stages]
-    kinds = [kind for kind in MEMORY_KINDS if any(held[kind] for held in every)]
+    kinds = [kind for kind in every[0] if any(held[kind] for held in every)]
     table = PlainTable(["memory"], [*kinds, "sum", "of"])
     for _, own in classes:
         for same in zip(*(replica.stages for replica in own), strict=True):

@@ -9,6 +9,9 @@ from pydantic import Field
 from hetero_pp.config.settings import Bandwidth, Ratio, Settings, Size, Speed
 from hetero_pp.core.errors import ConfigError
 
+ACCELERATOR_FLOPS = 5e12
+"""Peak operations per second from which hardware is taken for an accelerator: more than CPUs reach."""
+
 
 class Hardware(Settings):
     """One accelerator, or one machine that computes as one."""
@@ -23,6 +26,11 @@ class Hardware(Settings):
     def achieved_flops(self) -> float:
         """Operations per second in training."""
         return self.flops * self.mfu
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it computes beside a host with a memory of its own; a CPU has one memory for everything."""
+        return self.flops >= ACCELERATOR_FLOPS
 
     @property
     def memory_bytes_per_second(self) -> float:

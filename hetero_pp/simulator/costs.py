@@ -1,4 +1,4 @@
-"""Cost of a part of the model on a machine: seconds of a micro-batch, and bytes of memory.
+"""Cost of a part of the model on a machine: seconds of a micro-batch, of a step and of an outer round.
 
 Shapes: B sequences in a micro-batch, L positions, D width, F feed-forward width, V vocabulary.
 
@@ -16,24 +16,11 @@ from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, Repli
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.run.hardware import Hardware
 
-BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
-"""fp32 throughout: weights, gradients, two moments of AdamW, error feedback, parameters at the start of the round."""
-
-AHEAD_BYTES = 12
-"""Bytes per parameter with `outer.overlap`: the results of two rounds, and the start of the later one; fp32."""
-
-LOCAL_BYTES = 4
-"""Bytes per parameter with `outer.keep_local`: parameters from which a replica goes on if a round excluded it; fp32."""
-
 UPDATE_BYTES = 28
 """Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""
 
 OUTER_BYTES = 40
 """Bytes per parameter that the outer round moves: difference, error feedback, selection, and applying the mean."""
-
-
-BYTES_PER_ANCHOR = 16
-"""fp32: weight, gradient, two moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ def checkpointing_of(replica: ReplicaSettings) -> Checkpointing:
     """Return what a replica's engine recomputes in the backward pass instead of keeping it."""
     if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
         return replica.torchtitan.activation_checkpointing
-    return "none"
+    return "full" if replica.recompute == "layers" else "none"
 
 
 def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: Checkpointing) -> float:
@@ -136,43 +123,3 @@ def cost_on(
     outer = OUTER_BYTES / 2 * part.parameters * per_byte
     update = UPDATE_BYTES * (part.parameters + part.beside.anchors) * per_byte
     return Cost(forward, backward, update, outer, outer)
-
-
-def memory_of(
-    shape: ModelShape,
-    part: Part,
-    sequences: int,
-    length: int,
-    in_flight: int,
-    bytes_per_value: int = 2,
-    checkpointing: Checkpointing = "none",
-) -> dict[str, float]:
-    """Return the bytes that a member holds with `in_flight` micro-batches, by purpose.
-
-    A layer keeps for its backward pass:
-
-    - of both norms the input, the normalized input and the output (6 D);
-    - q, k, v and the attention's output (4 D, also if several queries share a head of k and v: each has its copy);
-    - gate, its silu, up and their product (4 F).
-
-    With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
-    down (4 D + F).
-
-    One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
-    gradients of both in fp32 (4 V). Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
-    The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
-    """
-    width, feed_forward = shape.width, shape.feed_forward
-    queries, values = shape.heads * shape.head_size, shape.groups * shape.head_size
-    whole = 6 * width + 4 * queries + 4 * feed_forward
-    selective = 2 * width + 2 * queries + values + feed_forward
-    kept = {"none": whole, "selective": selective, "full": width}[checkpointing]
-    per_token = part.layers * kept * bytes_per_value
-    head = 4 * 4 * shape.vocabulary if part.predicts else 0
-    layer = (whole - kept + 2 * width + 2 * feed_forward) * bytes_per_value if part.layers else 0
-    held = {name: float(part.parameters * size) for name, size in BYTES_PER_PARAMETER.items()}
-    own = part.beside
-    tables = {"T_perp": 4 * own.perpendicular, "followed embedding": 4 * own.followed}
-    tables["anchors"] = BYTES_PER_ANCHOR * own.anchors
-    held |= {name: float(size) for name, size in tables.items() if size}
-    return held | {"activations": float((per_token * in_flight + max(head, layer)) * sequences * length)}

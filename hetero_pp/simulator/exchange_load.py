@@ -7,18 +7,18 @@ contributions come in and R (R - 1) go out. `hetero_pp/simulator/volumes.py` has
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from hetero_pp.config.links import RELAYED, is_loopback
-from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.pseudo_gradient.contribution import kept_values
-from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.exchange_memory import is_freed_at_once, memory_of_exchange
 from hetero_pp.simulator.fleets import message_bytes
-from hetero_pp.simulator.loads import blob_sizes, snapshot_bytes
+from hetero_pp.simulator.loads import snapshot_bytes
+from hetero_pp.simulator.memory import outer_moment_bytes, parameters_of_model, representatives
 from hetero_pp.simulator.volumes import (
     RINGS,
     exchange_bandwidth,
@@ -49,23 +49,6 @@ SNAPSHOT_SECONDS_A_GIGABYTE = 1.6
 """CPU seconds to hash and write a snapshot: the same benchmark."""
 DECODED_TIMES = 2
 """A contribution is decoded when it arrives, and again by the auditor."""
-
-PROCESS_BYTES = 0.3e9
-"""Python, torch and gRPC (0.24 GB), and the program's other modules (0.06 GB): benchmarks/exchange_load.py."""
-CONNECTION_BYTES = 2e6
-"""Streams and threads of one member: the same benchmark, runs of the smallest model."""
-RELAY_BYTES = 2 * 2**20
-"""Memory of the relay for each direction of a relayed link (docs/hosts.md)."""
-VALUE_BYTES, POSITION_BYTES = 22, 23
-"""Bytes of a kept value while its tensor is decoded (index, code, value), and of its stored position."""
-INDEX_BYTES = 8
-WORKERS_A_MEMBER, MOST_ARENAS = 4, 16
-"""Threads that decode a member's blobs in turn, and the largest number of arenas.
-
-Each thread keeps freed memory in an arena of the allocator. glibc has 8 arenas per core; two cores are assumed.
-"""
-KEPT_BYTES = 32 * 2**20
-"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +113,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     """
     simulate, line = spec.config.simulate, line_of_exchange(spec)
     gathered, elsewhere, largest, first, calls = Carried(), Carried(), 0, 0, 0
-    for replica, count in _representatives(spec):
+    for replica, count in representatives(spec):
         for name in replica.members:
             member = spec.members[name]
             messages, size = outer_messages(spec, member), snapshot_bytes(spec, member)
@@ -150,6 +133,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         way, elsewhere = "store", Carried(received=DECODED_TIMES * gathered.received)
         served = elsewhere
     links, relayed = _relayed(spec, steps)
+    members = sum(count * len(replica.members) for replica, count in representatives(spec))
     return ExchangeLoad(
         way=way,
         contributions=elsewhere,
@@ -160,17 +144,9 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         line=None if line is None else line.kind,
         received_bits_a_second=exchange_bandwidth(spec, "forward"),
         sent_bits_a_second=exchange_bandwidth(spec, "backward"),
-        memory_bytes=_memory(spec, links, way),
+        memory_bytes=memory_of_exchange(spec, members, links, way).held(),
         cpu_seconds=_cpu_seconds(spec, calls, served, relayed or Carried(), way),
     )
-
-
-def _representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
-    """Yield one replica of each set of equal replicas, and their number."""
-    fleets = spec.config.simulate.fleets
-    for replicas in equal_replicas(spec):
-        first = replicas[0]
-        yield first, fleets[first.name].count if first.name in fleets else len(replicas)
 
 
 def _goes_by_store(spec: RunSpec) -> bool:
@@ -188,7 +164,7 @@ def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Car
     exchange = spec.config.exchange
     spans_hosts = not exchange.insecure and not is_loopback(exchange.listen)
     links, total, is_known = 0, 0.0, True
-    for replica, count in _representatives(spec):
+    for replica, count in representatives(spec):
         if not isinstance(replica, ParticipantsReplica):
             continue
         listens = [replica.listen_of(stage) for stage in range(replica.stage_count)]
@@ -211,67 +187,19 @@ def _is_relayed(before: str | None, after: str | None, spans_hosts: bool) -> boo
     return not has_address and (spans_hosts or RELAYED in (before, after))
 
 
-def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
-    """Return the largest number of bytes that the exchange's process holds, by purpose."""
-    parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
-    tensor = max(math.prod(shape) for shape in spec.parameter_shapes.values())
-    block, blob, members = Counter[str](), 0, 0
-    for replica, count in _representatives(spec):
-        sizes = blob_sizes(spec)[replica.name]
-        block.update({name: count * size for name, size in sizes.items()})
-        blob, members = max(blob, *sizes.values()), members + count * len(replica.members)
-    return {
-        "process": PROCESS_BYTES,
-        "members": CONNECTION_BYTES * members,
-        # snapshot that members fetch, and the auditor's own parameters and moments
-        "parameters": float((8 + _moment_bytes(spec)) * parameters),
-        "outer step": 4.0 * _TENSORS_OF_A_STEP[_moment_bytes(spec)] * tensor,
-        "one block of all contributions": 0.0 if way in RINGS else float(max(block.values())),
-        "decoding": 0.0 if way in RINGS else _decoding_bytes(spec, members),
-        "messages in flight": float(members * blob) if way == "gather" else 0.0,
-        "relay": float(2 * RELAY_BYTES * relayed_links),
-    }
-
-
-_TENSORS_OF_A_STEP = {0: 3, 4: 5, 8: 7}
-"""Tensors that the outer step of one parameter holds at once, by the bytes of its moments.
-
-They are the mean, the direction and the result; for each moment also its new value and a product.
-"""
-
-
-def _moment_bytes(spec: RunSpec) -> int:
-    """Return the bytes per parameter that the outer optimizer keeps."""
-    outer = spec.config.outer
-    return 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
-
-
-def _decoding_bytes(spec: RunSpec, members: int) -> float:
-    """Return the memory of all decoding threads; each holds the largest tensor."""
-    compression = spec.config.outer.compression
-    values = max(kept_values(shape, compression) for shape in spec.parameter_shapes.values())
-    each = values * (VALUE_BYTES + (POSITION_BYTES if compression.density < 1 else 0))
-    return float(each * min(members * (1 if _is_freed_at_once(values) else WORKERS_A_MEMBER), MOST_ARENAS))
-
-
-def _is_freed_at_once(values: int) -> bool:
-    """Return whether the allocator returns the memory of that number of decoded values to the system at once."""
-    return values * INDEX_BYTES >= KEPT_BYTES
-
-
 def _decoding_seconds(spec: RunSpec) -> float:
     """Return the CPU seconds to decode one contribution."""
     compression = spec.config.outer.compression
     each = VALUE_SECONDS + (POSITION_SECONDS if compression.density < 1 else 0.0)
     values = [kept_values(shape, compression) for shape in spec.parameter_shapes.values()]
-    return sum(one * (each + (FRESH_SECONDS if _is_freed_at_once(one) else 0.0)) for one in values)
+    return sum(one * (each + (FRESH_SECONDS if is_freed_at_once(one) else 0.0)) for one in values)
 
 
 def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, way: str) -> dict[str, float]:
     """Return the CPU seconds of a round, by purpose. `calls` counts the blobs that are submitted and fetched."""
-    parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
-    members = sum(count * len(replica.members) for replica, count in _representatives(spec))
-    snapshot = (4 + _moment_bytes(spec)) * parameters / spec.config.snapshots.every
+    parameters = parameters_of_model(spec)
+    members = sum(count * len(replica.members) for replica, count in representatives(spec))
+    snapshot = (4 + outer_moment_bytes(spec.config)) * parameters / spec.config.snapshots.every
     return {
         "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
         "calls": calls * CALL_SECONDS,

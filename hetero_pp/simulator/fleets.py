@@ -28,9 +28,10 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import checkpointing_of, cost_on
 from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import hardware_of
-from hetero_pp.simulator.memory import memory_of_member, require_memory
+from hetero_pp.simulator.memory import Memory, memory_of_member
 from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
+from hetero_pp.simulator.too_little_memory import require_memory
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of
 
 
@@ -64,7 +65,7 @@ class Fleet:
     apply: Array
     stays: Array
     """Whether all members stay until the end of the round, [G]."""
-    memory: Sequence[dict[str, float]]
+    memory: Sequence[Memory]
     memory_capacity: Sequence[float]
 
     @property
@@ -162,7 +163,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], random: np.ran
         contribute=seconds([cost.contribute for cost in costs]),
         apply=seconds([cost.apply for cost in costs]),
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
-        memory=[memory_of_member(spec, member) for member in members],
+        memory=[memory_of_member(spec, member, hardware_of(spec, member).is_accelerator) for member in members],
         memory_capacity=[hardware_of(spec, member).memory * replica.accelerators_of_member for member in members],
     )
 

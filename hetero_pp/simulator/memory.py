@@ -1,51 +1,313 @@
-"""Memory of members: by purpose, with the assumptions, and the key that helps if it does not suffice."""
+"""Memory of every process of a run: what it holds in each phase, tensor by tensor, and the largest sum.
+
+`simulate`, `check` and `launch` use this one formula. Each term is one line that names its tensors and the code that
+holds them. `tests/simulator/test_predicted_memory.py` compares the terms with the tensors of small real members, and
+`benchmarks/real_size.py` compares the sums with processes of 178M and 512M parameters.
+
+Numbers are fp32 (4 bytes) unless a term says otherwise. P is the number of parameters that a member trains, T that of
+the largest tensor. Shapes: B sequences in a micro-batch, L positions, D width, F feed-forward width, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
+from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bytes
+from hetero_pp.model.loss import piece_rows
+from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape
+from hetero_pp.pseudo_gradient.chunks import BAND_ELEMENTS
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import kept_values
+from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import AHEAD_BYTES, LOCAL_BYTES, checkpointing_of, memory_of
-from hetero_pp.simulator.machines import assumption, unnamed
+from hetero_pp.simulator.costs import Part, checkpointing_of
+from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.parts import part_of
+
+Place = Literal["host", "device"]
+"""The memory of the machine, or that of the accelerator on which a member computes."""
+
+
+class Phase(StrEnum):
+    """Work of a process. Its memory is the largest over these phases."""
+
+    START = "start"
+    """A member reads the snapshot and builds its part; the exchange draws or reads the first snapshot."""
+    STEP = "step"
+    """Forward and backward passes."""
+    UPDATE = "update"
+    """The inner optimizer's step."""
+    CONTRIBUTE = "contribute"
+    APPLY = "apply"
+    """Also the auditor's replay of a round."""
+    SAVE = "save"
+    """The auditor writes a snapshot. A member checkpoint needs no copies."""
+
+
+ALWAYS = frozenset(Phase)
+START, STEP, UPDATE, CONTRIBUTE, APPLY, SAVE = (frozenset({phase}) for phase in Phase)
+TRAINED = ALWAYS - START
+ROUND = CONTRIBUTE | APPLY | SAVE
 
 MEMORY_KINDS: Mapping[str, Sequence[str]] = {
     "weights and gradients": ("weights", "gradients"),
     "moments": ("optimizer",),
     "outer state and tables": (
-        *("error feedback", "round start", "rounds ahead", "own parameters"),
-        *("T_perp", "followed embedding", "anchors"),
+        *("error feedback", "round start", "rounds ahead", "own parameters", "outer momentum"),
+        *("T_perp", "followed embedding", "anchors", "anchors at the start"),
     ),
     "activations": ("activations",),
 }
-"""Columns of the memory table, and the names of `memory_of_member` that each sums up."""
+"""Columns of the memory table, and the names of terms that each sums up; the others are `OTHER`."""
+OTHER = "other"
 
 
 def by_kind(held: Mapping[str, float]) -> dict[str, float]:
-    """Return bytes by MEMORY_KINDS, from the result of `memory_of_member`."""
-    return {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
+    """Return bytes by MEMORY_KINDS and OTHER, from bytes by purpose."""
+    found = {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
+    return {**found, OTHER: sum(held.values()) - sum(found.values())}
 
 
-def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
-    """Return the bytes that a member holds, by purpose; activations take `bytes_per_value` each."""
+@dataclass(frozen=True)
+class Term:
+    """Tensors that a process holds in some phases."""
+
+    name: str
+    n_bytes: float
+    phases: frozenset[Phase] = ALWAYS
+    on_host: bool = False
+    """Whether they lie in the machine's memory even if the member computes on an accelerator."""
+
+
+PROCESS_BYTES = 50e6
+"""Python, torch and gRPC in a forked process: pages that only it holds (benchmarks/real_size.py, the smallest member).
+
+Processes share the other 0.25 GB, which count once (`LAUNCHER_BYTES`).
+"""
+LAUNCHER_BYTES = 0.5e9
+"""The launcher, and the server from which processes are forked: the same benchmark."""
+ALLOCATOR_SHARE = 0.07
+"""Memory that the allocator keeps beside the live tensors of a member, as a share of them: the same benchmark, 178m."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted memory of one process, or of all ranks of one member together."""
+
+    terms: Sequence[Term]
+    accelerated: bool = False
+    """Whether the member computes on an accelerator."""
+    allocator_share: float = ALLOCATOR_SHARE
+
+    def in_phase(self, phase: Phase, place: Place = "host") -> dict[str, float]:
+        """Return bytes by purpose in a phase, with those that the host's allocator keeps."""
+        found = {
+            term.name: term.n_bytes
+            for term in self.terms
+            if phase in term.phases and term.n_bytes and (place == "device") == (self.accelerated and not term.on_host)
+        }
+        if place == "host" and "process" in found:
+            found["allocator"] = self.allocator_share * (sum(found.values()) - found["process"])
+        return found
+
+    def held(self, place: Place = "host") -> dict[str, float]:
+        """Return bytes by purpose in the phase with the largest sum."""
+        return max((self.in_phase(phase, place) for phase in Phase), key=lambda held: sum(held.values()))
+
+    def n_bytes(self, place: Place = "host") -> float:
+        """Return the peak."""
+        return sum(self.held(place).values())
+
+    @property
+    def computing_place(self) -> Place:
+        """Memory of the hardware that computes."""
+        return "device" if self.accelerated else "host"
+
+
+def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Memory:
+    """Return the memory of a member, of all its ranks together."""
     replica = member.replica
-    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    part, in_flight = part_of(spec, member), _micro_batches_in_flight(member)
-    checkpointing = checkpointing_of(replica)
-    held = memory_of(spec.shape, part, rows, length, in_flight, bytes_per_value, checkpointing)
-    if spec.config.outer.overlap:
-        held["rounds ahead"] = float(AHEAD_BYTES * part.parameters)
-    if spec.config.outer.keep_local:
-        held["own parameters"] = float(LOCAL_BYTES * part.parameters)
-    return held
+    ranks = replica.world if isinstance(replica, DatacenterReplica) else 1
+    trains = Trains(
+        sequences=replica.batch_size // replica.micro_batches,
+        length=spec.config.data.sequence_length,
+        micro_batches=replica.micro_batches,
+        in_flight=micro_batches_in_flight(member),
+        value_bytes=value_bytes(replica, accelerated),
+        checkpointing=checkpointing_of(replica),
+        in_pieces=not isinstance(replica, DatacenterReplica) or replica.engine == "torch",
+    )
+    keeps_on_host = not spec.config.outer.keep_on_device
+    terms = [
+        *_of_part(spec.shape, part_of(spec, member), trains, moment_bytes(spec, member), ranks, keeps_on_host),
+        *_of_rounds(spec, member),
+        *_of_one_tensor(spec, member, accelerated),
+    ]
+    return Memory(terms, accelerated)
 
 
-def _micro_batches_in_flight(member: MemberSpec) -> int:
+@dataclass(frozen=True)
+class Trains:
+    """Micro-batches of a member, and how it computes them."""
+
+    sequences: int
+    """Sequences of one micro-batch."""
+    length: int
+    micro_batches: int
+    """Micro-batches of a step."""
+    in_flight: int
+    """Largest number of micro-batches whose activations it keeps at once."""
+    value_bytes: int
+    """Bytes of a number in activations."""
+    checkpointing: Checkpointing = "none"
+    in_pieces: bool = True
+    """Whether the loss is computed in pieces of tokens (`loss_of_hidden`)."""
+
+
+def memory_of_part(shape: ModelShape, part: Part, trains: Trains, accelerated: bool) -> Memory:
+    """Return the memory of a stage with AdamW, for a part that no member has yet; without the work on one tensor."""
+    return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), accelerated)
+
+
+def _of_part(
+    shape: ModelShape, part: Part, trains: Trains, moments: float, ranks: int = 1, keeps_on_host: bool = True
+) -> Iterator[Term]:
+    """Yield what every member holds. A term's comment names the code that holds it.
+
+    `keeps_on_host`: whether the state of outer rounds lies in the host's memory beside an accelerator.
+    """
+    size, own = 4.0 * part.parameters, part.beside
+    yield Term("process", ranks * PROCESS_BYTES, on_host=True)
+    yield Term("weights", size)  # Transformer
+    # The only micro-batch of a step makes gradients while it frees its activations. InnerOptimizer.step drops them.
+    yield Term("gradients", size, STEP | UPDATE if trains.micro_batches > 1 else UPDATE)
+    yield Term("optimizer", moments, TRAINED)  # InnerOptimizer; copies for undo lie on disk (Scratch)
+    yield Term("activations", activation_bytes(shape, part, trains), STEP)  # Stage._in_flight, WholeReplica.loss
+    yield Term("round start", size, on_host=keeps_on_host)  # OuterRound.theta
+    yield Term("error feedback", size, on_host=keeps_on_host)  # OuterRound.error
+    yield Term("followed embedding", 4.0 * own.followed, on_host=keeps_on_host)  # OuterRound.theta
+    yield Term("T_perp", 4.0 * own.perpendicular, TRAINED)  # Boundary.perpendicular
+    yield Term("anchors", 16.0 * own.anchors, TRAINED)  # Anchors: weights, gradients, two moments
+
+
+def _of_rounds(spec: RunSpec, member: MemberSpec) -> Iterator[Term]:
+    """Yield what settings of the outer rounds add, and the snapshot that a member starts from."""
+    outer, part = spec.config.outer, part_of(spec, member)
+    size, followed = 4.0 * part.parameters, 4.0 * part.beside.followed
+    momentum = outer_moment_bytes(spec.config) / 4 * (size + followed)
+    blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
+    yield Term("snapshot", size + followed, START, on_host=True)  # take_part: tensors as they were fetched
+    yield Term("outer momentum", momentum, TRAINED, on_host=True)  # OuterOptimizer.momentum
+    yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
+    if outer.source == "gradient":  # GradientOptimizer: gradients of parameters, contributed and averaged
+        yield Term("averaged gradients", size + followed, ROUND, on_host=True)
+    if spec.config.states.undo:
+        yield Term("anchors at the start", 4.0 * part.beside.anchors, TRAINED)  # OwnParameters.remember
+    if outer.overlap:  # OuterRound.trained of two rounds, and OuterRound.starts
+        yield Term("rounds ahead", 3 * size, TRAINED, on_host=True)
+    if outer.keep_local:
+        yield Term("own parameters", size, TRAINED, on_host=True)  # OuterRound.local
+
+
+def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:
+    """Yield what the largest tensor needs while it is selected, and while its mean is applied."""
+    outer = spec.config.outer
+    followed = [EMBEDDING] if member.follows_embedding else []
+    own, shape = (
+        max((spec.parameter_shapes[name] for name in names), key=math.prod)
+        for names in (member.owned, [*member.owned, *followed])
+    )
+    numbers = math.prod(own)
+    selected = 4.0 * numbers + BAND_BYTES * min(numbers, BAND_ELEMENTS)
+    selected += SELECTED_BYTES * kept_values(own, outer.compression)
+    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(spec.config)] * math.prod(shape)
+    yield Term("selection", selected, CONTRIBUTE)  # OuterRound._select: the difference, and what is kept
+    if accelerated:
+        yield Term("error feedback of a tensor", 4.0 * numbers, CONTRIBUTE)  # OuterRound._select
+    yield Term("outer step", step, APPLY, on_host=True)  # replay
+    yield Term("decoding", decoded_bytes(shape, outer.compression), APPLY, on_host=True)  # ReceivedBlob.tensor
+    yield Term("one block of all contributions", largest_block_bytes(spec), APPLY, on_host=True)  # replay: bytes
+
+
+BAND_BYTES = 7
+"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`two_level.find`)."""
+SELECTED_BYTES = 32
+"""Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
+
+TENSORS_OF_A_STEP = {0: 1, 4: 2, 8: 6}
+"""Tensors that the outer step of one parameter holds at once, by the bytes of its moments (`OuterOptimizer.take`).
+
+They are the mean, and products of the moments.
+"""
+
+VALUE_BYTES, POSITION_BYTES = 22, 23
+"""Bytes of a kept value while its tensor is decoded (index, code, value), and of its stored position."""
+
+
+def decoded_bytes(shape: tuple[int, ...], compression: CompressionSettings) -> float:
+    """Return the bytes of one contribution's values of a tensor while they are decoded."""
+    return kept_values(shape, compression) * (VALUE_BYTES + (POSITION_BYTES if compression.density < 1 else 0))
+
+
+def largest_block_bytes(spec: RunSpec) -> float:
+    """Return the bytes of all replicas' contributions to one block, which are held together."""
+    blocks = Counter[str]()
+    for replica, count in representatives(spec):
+        blocks.update({name: count * size for name, size in blob_sizes(spec)[replica.name].items()})
+    return float(max(blocks.values()))
+
+
+def representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
+    """Yield one replica of each set of equal replicas, and their number."""
+    fleets = spec.config.simulate.fleets
+    for replicas in equal_replicas(spec):
+        first = replicas[0]
+        yield first, fleets[first.name].count if first.name in fleets else len(replicas)
+
+
+def outer_moment_bytes(config: RunConfig) -> int:
+    """Return the bytes per parameter that the outer optimizer keeps; with averaged gradients that is AdamW."""
+    outer = config.outer
+    if outer.source == "gradient":
+        return 8
+    return 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
+
+
+def parameters_of_model(spec: RunSpec) -> int:
+    return sum(map(math.prod, spec.parameter_shapes.values()))
+
+
+def moment_bytes(spec: RunSpec, member: MemberSpec) -> float:
+    """Return the bytes of the inner optimizer's moments of a member's parameters."""
+    inner, total = spec.config.inner, 0.0
+    if spec.config.outer.source == "gradient":  # the outer optimizer takes the steps
+        return total
+    for name in member.owned:
+        shape = spec.parameter_shapes[name]
+        hidden = name.startswith(LAYERS) and len(shape) > 1
+        each = {"adamw": 8, "sgd": 4 if inner.momentum else 0, "muon": 4 if hidden else 8}[inner.optimizer]
+        total += each * math.prod(shape)
+    return total
+
+
+def value_bytes(replica: ReplicaSettings, accelerated: bool) -> int:
+    """Return the bytes of a number in activations: `precision: auto` is bf16 on an accelerator, else fp32."""
+    precision = replica.precision
+    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+        precision = replica.torchtitan.precision
+    elif isinstance(replica, DatacenterReplica) and replica.engine == "deepspeed":
+        precision = "bf16" if replica.deepspeed.get("bf16", {}).get("enabled") else "fp32"
+    return 2 if precision == "bf16" or (precision == "auto" and accelerated) else 4
+
+
+def micro_batches_in_flight(member: MemberSpec) -> int:
     """Return the largest number of micro-batches whose activations a member keeps at once."""
     replica, stage = member.replica, member.stage
     if stage is None or not isinstance(replica, ParticipantsReplica):
@@ -54,87 +316,62 @@ def _micro_batches_in_flight(member: MemberSpec) -> int:
     return min(replica.micro_batches, ahead + 1)
 
 
+def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
+    """Return the bytes of the activations of all micro-batches in flight.
+
+    A layer keeps for its backward pass:
+
+    - of both norms the input, the normalized input and the output (6 D);
+    - q, k, v and the attention's output (4 D, also if several queries share a head of k and v: each has its copy);
+    - gate, its silu, up and their product (4 F).
+
+    With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
+    down (4 D + F).
+
+    One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
+    gradients of both in fp32 (4 V). If the loss is computed in pieces, it holds two of these for one piece, and the
+    head's gradient twice. Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
+    The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
+    """
+    width, feed_forward = shape.width, shape.feed_forward
+    queries, values = shape.heads * shape.head_size, shape.groups * shape.head_size
+    whole = 6 * width + 4 * queries + 4 * feed_forward
+    selective = 2 * width + 2 * queries + values + feed_forward
+    kept = {"none": whole, "selective": selective, "full": width}[trains.checkpointing]
+    per_token = part.layers * kept * trains.value_bytes
+    tokens = trains.sequences * trains.length
+    head = _head_bytes(shape, tokens, trains) if part.predicts else 0
+    layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes * tokens if part.layers else 0
+    return float(per_token * tokens * trains.in_flight + max(head, layer))
+
+
+def _head_bytes(shape: ModelShape, tokens: int, trains: Trains) -> int:
+    """Return the bytes of logits and their gradients, in one piece or in pieces (`loss_of_hidden`)."""
+    rows = piece_rows(shape.vocabulary)
+    if tokens <= rows or not trains.in_pieces:
+        return 16 * shape.vocabulary * tokens
+    cast = 0 if trains.value_bytes == 4 else trains.value_bytes
+    return 8 * shape.vocabulary * rows + (8 + cast) * shape.vocabulary * shape.width
+
+
 def memory_assumptions(config: RunConfig) -> list[str]:
     """State the assumptions of the predicted memory, a sentence for each kind."""
     groups = any(isinstance(one, ParticipantsReplica) and one.stage_count > 1 for one in config.replicas)
     extra = "; a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
     found = [
+        "memory: the largest sum over the phases of a round (a step, the contribution, its mean); on an accelerator, "
+        "round start and error feedback lie in the host's memory and are not shown",
         "weights and gradients: fp32, 4 bytes per parameter each; moments: AdamW's two, 8 bytes per parameter",
-        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: tables "
-        "of the boundaries",
-        "activations: bf16; a layer keeps 10 x width + 4 x feed-forward values per token for each "
-        f"micro-batch in flight{extra}; fp32, as in stages and the engine torch, takes twice as much",
+        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: those of boundaries",
+        "activations: bf16 on an accelerator, fp32 on a CPU; a layer keeps 10 x width + 4 x feed-forward values per "
+        f"token for each micro-batch in flight{extra}",
         "a backward pass also needs the larger of two amounts: 4 x vocabulary fp32 values per token "
-        "(logits, log-softmax and the gradients of both), or 2 x width + 2 x feed-forward values "
-        "(gradients of a layer) and recomputed activations",
+        "(logits, log-softmax and the gradients of both, in pieces if they are many), or 2 x width + 2 x "
+        "feed-forward values (gradients of a layer) and recomputed activations",
     ]
     if any(checkpointing_of(one) != "none" for one in config.replicas):
         found.append(
-            "activation_checkpointing: full keeps 1 x width values per layer and token, selective 5 x "
-            "width + 1 x feed-forward (4 x width on a CPU); both recompute one layer at a time"
+            "recompute: layers, and activation_checkpointing: full, keep 1 x width values per layer and token, "
+            "selective 5 x width + 1 x feed-forward (4 x width on a CPU); all recompute one layer at a time"
         )
-    return [*found, "not included: CUDA and the framework, fragmentation, buffers of collectives"]
-
-
-def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float], capacity: float) -> None:
-    """Raise ConfigError if a member's part does not fit, with the memory by kind and the key that saves most."""
-    needed = sum(held.values())
-    if needed <= capacity:
-        return
-    largest = sorted(by_kind(held).items(), key=lambda one: -one[1])
-    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
-    found = (
-        f"{member.name} needs {format_bytes(needed)} of memory, expected at most "
-        f"{format_bytes(capacity)}: {format_bytes(needed - capacity)} too much ({parts})"
-    )
-    remedy = _remedy(spec, member, needed, capacity)
-    assumed = assumption(spec.config.simulate, unnamed([member]))
-    raise ConfigError(("replicas", member.replica_index), "; ".join(filter(None, [found, remedy, assumed])))
-
-
-_LEAST_SAVING = 0.01
-"""Smallest share of a member's memory that a key has to save to be suggested."""
-
-
-@dataclass(frozen=True)
-class _Change:
-    """Replica with another value for one key."""
-
-    key: str
-    value: int | str
-    replica: ReplicaSettings
-
-
-def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -> str:
-    """Name the first key that makes the member fit, or else the one that saves most."""
-    saved = [
-        (change, needed - sum(memory_of_member(spec, replace(member, replica=change.replica)).values()))
-        for change in _changes(member.replica)
-    ]
-    useful = [(change, size) for change, size in saved if size >= _LEAST_SAVING * needed]
-    if not useful:
-        return "parameters and moments take the most; use machines with more memory, or more machines"
-    enough = [(change, size) for change, size in useful if needed - size <= capacity]
-    best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
-    key = f"--set replicas.{member.replica.name}.{best.key}={best.value}"
-    return f"{key} saves {format_bytes(size)}" + ("" if enough else ", which is not enough")
-
-
-def _changes(replica: ReplicaSettings) -> Iterator[_Change]:
-    """Yield changes that save memory, the cheapest in quality and time first; micro-batches shrink in steps."""
-    if isinstance(replica, ParticipantsReplica):
-        for extra in range(replica.extra_in_flight - 1, -1, -1):
-            yield _change(replica, "extra_in_flight", extra)
-    shares = replica.data_parallel if isinstance(replica, DatacenterReplica) else 1
-    for count in range(replica.micro_batches + 1, replica.batch_size + 1):
-        if replica.batch_size % (count * shares) == 0:
-            yield _change(replica, "micro_batches", count)
-    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
-        for chosen in ("selective", "full"):
-            titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
-            changed = replica.model_copy(update={"torchtitan": titan})
-            yield _Change("torchtitan.activation_checkpointing", chosen, changed)
-
-
-def _change(replica: ReplicaSettings, key: str, value: int) -> _Change:
-    return _Change(key, value, replica.model_copy(update={key: value}))
+    return [*found, "not included: CUDA and the framework, buffers of collectives"]

@@ -374,7 +374,7 @@ def _replica(
             StagePrediction(
                 member=member,
                 utilization=float(trained[stage].mean()) / timed.round_seconds,
-                memory_bytes=fleet.memory[stage],
+                memory_bytes=fleet.memory[stage].held(fleet.memory[stage].computing_place),
                 memory_capacity_bytes=fleet.memory_capacity[stage],
                 sent_seconds=float(fleet.up.alone[stage, own].mean()),
                 received_seconds=float(fleet.down.alone[stage, own].mean()),

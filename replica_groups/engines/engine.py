@@ -19,6 +19,10 @@ class Engine(ParameterStore, Protocol):
     depend on its number of ranks. Losses and norms are the whole replica's, on every rank.
     """
 
+    @property
+    def done(self) -> int:
+        """Number of micro-batches that it has finished. Safe to read from another thread."""
+
     def follow(self, rates: LearningRates) -> None:
         """Use other learning rates from the next step on."""
 

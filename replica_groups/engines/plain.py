@@ -26,6 +26,10 @@ class PlainEngine(LocalParameters):
         self.whole = whole
         self._moments = Moments(whole.optimizer.optimizers, folder=folder)
 
+    @property
+    def done(self) -> int:
+        return self.whole.done
+
     def follow(self, rates: LearningRates) -> None:
         self.whole.optimizer.follow(rates)
 

@@ -79,6 +79,7 @@ class TitanEngine:
         self._is_local: dict[str, bool] = {}
         self._moments = Moments(self.optimizers.optimizers, _here, folder)
         self._rates_before: dict = {}
+        self.done = 0
 
     def follow(self, rates: LearningRates) -> None:
         self._schedule.follow(rates, self.rates.schedulers)
@@ -110,6 +111,7 @@ class TitanEngine:
         logits = self.module(own[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), own[:, 1:].flatten(), reduction="sum") / targets
         loss.backward()
+        self.done += 1
         return self._over_parts(loss.detach().double())
 
     @torch.no_grad()

@@ -30,6 +30,8 @@ class WholeReplica:
         self.parameters = parameters_of(module)
         self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
         self.micro_batches = micro_batches
+        self.done = 0
+        """Number of finished micro-batches."""
         self._copies = copies_of(self.device)
 
     @property
@@ -55,6 +57,7 @@ class WholeReplica:
             with computing("backward", self.device):
                 loss.backward()
             parts.append(loss.detach())
+            self.done += 1
         return parts
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:

@@ -66,6 +66,7 @@ class ZeroEngine:
         self.finish_writing()
         self._moments = Moments([getattr(self.optimizer, "optimizer", self.optimizer)], folder=folder)
         self._before: tuple[dict, dict] = ({}, {})
+        self.done = 0
         self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")
         """Plain data parallelism in fp32: every rank has the whole gradients, and DeepSpeed computes no norm."""
 
@@ -102,6 +103,7 @@ class ZeroEngine:
         own = micro_batch.to(self.ranks.device).chunk(self.ranks.world)[self.ranks.rank]
         loss = next_token_loss(self.engine(own[:, :-1]), own[:, 1:])
         self.engine.backward(loss)
+        self.done += 1
         total = loss.detach().double()
         self.ranks.sum(total)
         return total.item() / self.ranks.world

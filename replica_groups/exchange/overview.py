@@ -47,7 +47,8 @@ class Overview:
             ]
             blobs = sum(map(len, deposited.values()))
             progress = (view.open.number, blobs, None if blobs else self._reports.steps_told)
-            return Expected(CONTRIBUTING, view.open.number, missing, progress, heard, is_bounded=False)
+            computing = [slot.name for slot in view.slots if slot.computes]
+            return Expected(CONTRIBUTING, view.open.number, missing, progress, heard, False, computing)
 
     def vacant(self) -> list[str]:
         """Return the free slots: first those of required replicas, then those of the most complete replica."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,6 +32,8 @@ class Expected:
     """Member -> time of its last sign of life, by the monotonic clock."""
     is_bounded: bool = True
     """Whether to give up at the limit. A run that has begun continues without the member, or pauses."""
+    computing: Collection[str] = ()
+    """Members that are busy and wait for no other member, by their last heartbeat: a slow step is no stall."""
     obstacle: tuple[str, float] | None = None
     """File that cannot be read or written and why, and for how many seconds; no member is blamed meanwhile."""
 
@@ -111,7 +113,7 @@ class Patience:
     def _waiting(self, expected: Expected, now: float) -> Waiting:
         waiting = Waiting(awaited=expected.awaited, round=expected.round, seconds=now - self._since)
         for member in expected.missing:
-            missing = waiting.missing.add(member=member)
+            missing = waiting.missing.add(member=member, computes=member in expected.computing)
             if member in expected.heard:
                 missing.silent_seconds = now - expected.heard[member]
         return waiting

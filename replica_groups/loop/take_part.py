@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -118,8 +119,9 @@ def take_part(
         saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
         carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
+        tell = say if gate is None else lambda line: None  # a thread shares its output with all members
         trainer, outer, holds = _build(
-            spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier
+            spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier, tell=tell
         )
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
@@ -178,12 +180,19 @@ def _build(
     folder: Path,
     faults: Faults,
     carrier: Carrier | None,
+    tell: Callable[[str], None],
 ) -> tuple[TrainingMember, OuterRound, int]:
-    """Build the trainer and the outer round from the newest run checkpoint; return them and its round."""
+    """Build the trainer and the outer round from the newest run checkpoint; return them and its round.
+
+    `tell` is given how long it took to read the checkpoint.
+    """
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]
     round_, names = exchange.newest_snapshot()
+    began = time.monotonic()
     tensors = exchange.snapshot([*held, *basis, *momentum_of(names, held)], round_)
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    tell(f"read {n_bytes:,} bytes of the snapshot after round {round_} in {time.monotonic() - began:.2f} s")
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
     trainer = build_member(spec, member, start, LinkEnds(), source, ranks, folder)
     outer = OuterRound(

@@ -91,8 +91,8 @@ class DatacenterMember:
         load_position(self.batches, folder)
 
     def activity(self) -> tuple[int, bool]:
-        """Return a constant: the engine is always busy and never waits for another member."""
-        return 0, True
+        """Return the finished micro-batches; the engine never waits for another member."""
+        return self.engine.done, True
 
     def timing(self) -> tuple[float, float]:
         seconds, self._compute_seconds = self._compute_seconds, 0.0

@@ -190,7 +190,14 @@ class Coordinator:
     def view(self) -> View:
         """Return the state of the run at this moment, which later steps do not change."""
         slots = tuple(
-            SlotView(place.name, place.replica, place.term, place.held, self.replicas[place.replica].round or 0)
+            SlotView(
+                place.name,
+                place.replica,
+                place.term,
+                place.held,
+                self.replicas[place.replica].round or 0,
+                place.held and place.computes,
+            )
             for place in self.places.values()
         )
         return View(

@@ -19,6 +19,8 @@ class SlotView:
     held: bool
     round: int
     """Round that its replica trains or has contributed to; 0: none."""
+    computes: bool
+    """Whether its holder is busy and waits for no other member, by its last heartbeat."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,13 @@ PRINTED = {
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
-    "mutants": [r"218 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "mutants": [r"231 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
+    "real_size": [
+        r"\ndc( +\d+\.\d\d){6}",
+        r"\nexchange( +\d+\.\d\d){6}",
+        r"first snapshot \d.* exchange \d.* snapshot \d",
+    ],
     "simulated_faults": [r"200 rounds of 4 histories.*: 0 violations; counted \d+\.\d%"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
@@ -60,7 +65,7 @@ PRINTED = {
 
 
 LONG = {"access_lines", "chaos", "codec", "engines", "exchange_load", "gpu", "homes", "kernel_links", "overlap"}
-LONG |= {"simulator", "simulator_growth", "strangers", "unequal_speeds"}
+LONG |= {"real_size", "simulator", "simulator_growth", "strangers", "unequal_speeds"}
 """Benchmarks that take more than five seconds at their smallest size.
 
 `mutants` takes longer, too, but `make test` has to find out when the code of a planted bug has moved.

@@ -200,7 +200,7 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
     found["gradients"] = _gradients(build(name, settings, ranks, micro_batches=1), plain)
     validation = [tokens_of(90)[:3], tokens_of(91)[:1]]
     pairs = [(engine.inner_step(tokens_of(step), step), plain.inner_step(tokens_of(step), step)) for step in range(3)]
-    found["steps"] = pairs
+    found["steps"], found["done"] = pairs, engine.done
     found["trained"] = _apart(engine, plain, ranks)
     found["evaluation"] = [engine.evaluate(validation), plain.evaluate(validation)]
     found["undone"] = [_undone(build(name, settings, ranks), range(2), ranks), _undone(engine, range(3, 6), ranks)]

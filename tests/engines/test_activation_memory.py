@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from live_bytes import LiveBytes
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import ModelShape, Transformer
-from hetero_pp.simulator.costs import Part, memory_of
+from hetero_pp.simulator.costs import Part
+from hetero_pp.simulator.memory import Trains, activation_bytes
 
 ROWS, LENGTH, LAYERS = 2, 128, 6
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all live storages that operations have made, and the maximum of the sum."""
-
-    def __init__(self, others: Iterable[Tensor]) -> None:
-        """Start to count. Storages of `others` are left out."""
-        super().__init__()
-        self.now, self.most = 0, 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in others}
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in self._known:
-                self._add(made.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage._cdata)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:
@@ -80,5 +46,5 @@ def test_activations_take_what_is_predicted(
         width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary, kv_heads=kv_heads
     )
     part = Part(LAYERS, embeds=True, predicts=True, parameters=0)
-    predicted = memory_of(shape, part, ROWS, LENGTH, in_flight=1, bytes_per_value=4, checkpointing=checkpointing)
-    assert predicted["activations"] == pytest.approx(_most_bytes(shape, checkpointing), rel=0.15)
+    predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, 1, value_bytes=4, checkpointing=checkpointing))
+    assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.15)

@@ -71,6 +71,7 @@ def _check_training(everyone: list[dict[str, Any]], tolerance: float) -> None:
     for found in everyone:
         assert found["names"]
         assert found["start"] == 0.0  # fp32 start weights are equal to the bit
+        assert found["done"] == 3 * 2  # micro-batches of three steps
         assert found["gradients"] < tolerance
         for ours, theirs in [*found["steps"], *zip(*found["following"], strict=True), found["step after"]]:
             assert ours == pytest.approx(theirs, rel=tolerance)  # loss, norm, learning rate

@@ -156,6 +156,20 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snaps
     assert after.heard["home.0"] > before.heard["home.0"]
 
 
+def test_a_heartbeat_tells_that_a_member_computes(exchange: Exchange, snapshot: Snapshot) -> None:
+    """A member that computes is slow; if all wait, the round has stalled. Steps are told as before."""
+    begin(exchange, snapshot)
+    assign_all(exchange)
+    patience = Patience(1e9)
+    for computing in (["dc", "home.1"], []):
+        for progress, member in enumerate(ROSTER.members):
+            exchange.beat(member, 1, 2, progress, member in computing)
+        patience.look(exchange.expected(), 0.0)
+        waiting = patience.look(exchange.expected(), 100.0)
+        assert waiting is not None
+        assert sorted(one.member for one in waiting.missing if one.computes) == computing
+
+
 def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, snapshot: Snapshot) -> None:
     begin(exchange, snapshot)
     steps = [Report(member=member) for member in ROSTER.members]

@@ -28,7 +28,7 @@ from test_run_state import (
 from test_standings import standing
 
 from hetero_pp.config.links import DIRECTIONS
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, PAUSED, SILENT, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
 from hetero_pp.program.report.display import (
     LOSS_SECONDS,
     LiveDisplay,
@@ -132,6 +132,39 @@ def test_an_inner_step_that_takes_long_is_no_stall(heard: dict[str, float], seco
     state.apply(told)
     line = "round 2: training (1 of 2 inner steps; waiting for 3 of 3 contributions)"
     assert waiting_line(state) == line + said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "dc_heard", "said"),
+    [
+        (20, 1, ""),
+        (70, 1, "; computing for 1:10: dc"),
+        (70, 42, "; no heartbeat from dc for 42 s; no progress for 1:10"),
+    ],
+)
+def test_a_step_of_minutes_is_told_as_such_while_a_member_computes(seconds: float, dc_heard: float, said: str) -> None:
+    """The last words of a silent member do not count."""
+    state = RunState(made_up_spec())
+    for report in made_up_round(1):
+        state.apply(report)
+    told = waiting(START + 22, CONTRIBUTING, "dc", "home.0", "home.1", seconds=seconds)
+    for one in told.waiting.missing:
+        one.computes, one.silent_seconds = one.member == "dc", dc_heard if one.member == "dc" else 1.0
+    state.apply(told)
+    waits = "waiting for 3 of 3 contributions"
+    assert waiting_line(state) == f"round 2: training (0 of 2 inner steps; {waits}){said}"
+    if not said:
+        assert waiting_line(state, sees_all=False) == f"round 2: {waits}; computing for 20 s: dc"
+
+
+@pytest.mark.parametrize(("silent", "said"), [(1, "for 20 s so far"), (12, "no progress for 20 s")])
+def test_members_that_finish_the_last_round_are_no_stall_while_they_are_heard(silent: float, said: str) -> None:
+    state = RunState(made_up_spec())
+    told = waiting(START, FINISHING, "dc", seconds=20)
+    told.waiting.missing[0].silent_seconds = silent
+    state.apply(told)
+    expected = f"all rounds are closed; waiting for dc (last heartbeat {silent} s ago) to finish; {said}"
+    assert waiting_line(state) == expected
 
 
 def test_a_round_that_is_trained_names_the_late_members() -> None:

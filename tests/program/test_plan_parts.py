@@ -104,7 +104,7 @@ outer: {rounds: 2}
 replicas:
   - {name: dc, kind: datacenter, hardware: h100}
   - {name: home, kind: participants, count: 2, stages: 2, batch_size: 8, micro_batches: 8, hardware: small}
-simulate: {hardware: {small: {flops: 1 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}
+simulate: {hardware: {small: {flops: 10 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}
 """
 
 
@@ -123,8 +123,8 @@ def test_a_group_without_memory_for_the_model_says_which_machines_lack_how_much(
     path.write_text(SMALL_MACHINES)
     said = _no_schedules(path)
     assert said.startswith(
-        f"{path}:7: replicas[1].stages: found 2 stages of home-1 with memory for 3 layers, expected 16 with at least 1 "
-        "each: home-1.0 has 6 GB for 2 layers and needs "
+        f"{path}:7: replicas[1].stages: found 2 stages of home-1 with memory for 6 layers, expected 16 with at least 1 "
+        "each: home-1.0 has 6 GB for 3 layers and needs "
     )
     assert "(with 1 sequence per micro-batch)" in said
     [count] = re.findall(r"use --set replicas\.home\.stages=(\d+)", said)
@@ -139,7 +139,7 @@ def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> N
     people = ", ".join(f"{{name: {name}, hardware: small}}" for name in "abc")
     path.write_text(
         f"{before}plan: {{stages: 2, batch_size: 8, participants: [{people}]}}\n"
-        "simulate: {hardware: {small: {flops: 1 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}\n"
+        "simulate: {hardware: {small: {flops: 10 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}\n"
     )
     file = ConfigFile(path)
     with pytest.raises(ConfigError) as error:

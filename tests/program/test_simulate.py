@@ -26,9 +26,9 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.costs import UPDATE_BYTES, Part, beside, forward_flops, memory_of
+from hetero_pp.simulator.costs import UPDATE_BYTES, Part, beside, forward_flops
 from hetero_pp.simulator.fleets import fleets_of
-from hetero_pp.simulator.memory import memory_of_member
+from hetero_pp.simulator.memory import Phase, Trains, memory_of_member, memory_of_part
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
 
@@ -215,9 +215,12 @@ def test_flops_follow_the_parameters_of_shared_and_wide_heads() -> None:
 
 
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
+    """An accelerator holds 16 of them; round start and error feedback lie in the host's memory."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
-    assert sum(held.values()) - held["activations"] == 24_000
+    memory = memory_of_part(shape, Part(3, False, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2), accelerated=True)
+    held, on_host = memory.held("device"), memory.held("host")
+    assert sum(held.values()) - held["activations"] == 16_000
+    assert on_host["round start"] + on_host["error feedback"] == 8_000
     values = 5 * 3 * (10 * 1536 + 4 * 5440) + 2 * 1536 + 2 * 5440  # in flight, and gradients of a layer
     assert held["activations"] == 2 * 2048 * values * 2
 
@@ -245,7 +248,7 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
     for chosen in ("none", "selective", "full"):
         spec = spec_of(ConfigFile(path, ["replicas.0.micro_batches=64", f"{CHECKPOINTING}={chosen}"]))
         east = spec.members["east"]
-        kept[chosen] = memory_of_member(spec, east)["activations"] / (2 * 16 * 2048)
+        kept[chosen] = memory_of_member(spec, east, accelerated=True).held("device")["activations"] / (2 * 16 * 2048)
         fleet = next(fleets_of(spec, np.random.default_rng(0)))
         backward[chosen] = float(fleet.groups.backward[0, 0] / fleet.groups.forward[0, 0])
     width, feed_forward, layers = 2048, 8192, 16
@@ -260,13 +263,13 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ((), ["east needs 4.68 TB of memory, expected at most 640 GB: 4.04 TB too much (activations 4.65 TB, ",
-              "--set replicas.east.micro_batches=8 saves 4.07 TB"]),
-        (("replicas.0.micro_batches=128", "replicas.1.hardware=small", "simulate.hardware.small.memory=19 GB"),
+        ((), ["east needs 4.66 TB of memory, expected at most 640 GB: 4.02 TB too much (activations 4.65 TB, ",
+              "--set replicas.east.micro_batches=8 saves 4.06 TB"]),
+        (("replicas.0.micro_batches=128", "replicas.1.hardware=small", "simulate.hardware.small.memory=14 GB"),
          ["home-1.0 needs",
           "--set replicas.home.extra_in_flight=0 saves 1.74 GB"]),
         (("replicas.0.micro_batches=1024", "replicas.0.hardware=small", "replicas.0.ranks=1"),
-         ["east needs 33.5 GB of memory, expected at most 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
+         ["east needs 23.8 GB of memory, expected at most 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
           "--set replicas.east.torchtitan.activation_checkpointing=full saves 3.36 GB, which is not enough"]),
     ],
 )  # fmt: skip
@@ -274,7 +277,7 @@ def test_too_little_memory_says_of_what_and_which_key_helps(
     tmp_path: Path, changes: tuple[str, ...], told: list[str]
 ) -> None:
     path = tmp_path / "t.yaml"
-    path.write_text(TITAN + "simulate:\n  hardware:\n    small: {flops: 1 TFLOP/s, memory: 20 GB, "
+    path.write_text(TITAN + "simulate:\n  hardware:\n    small: {flops: 10 TFLOP/s, memory: 20 GB, "
                     "memory_bandwidth: 1 TB/s}\n")  # fmt: skip
     code, _, errors = _invoke(str(path), *(word for one in changes for word in ("--set", one)))
     assert code == 2
@@ -298,7 +301,7 @@ def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
         said[chosen] = " ".join(out.split())
     for words in ("fp32, 4 bytes per parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
         assert words in said["none"]
-    assert "activation_checkpointing: full keeps 1 x width" in said["full"]
+    assert "activation_checkpointing: full, keep 1 x width" in said["full"]
     assert "activation_checkpointing" not in said["none"]
 
 
@@ -338,7 +341,8 @@ def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, 
     for outer in ({}, cell):
         config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 2, **outer}, "replicas": [replica]})
         spec = RunSpec(config, 256)
-        held.append(sum(memory_of_member(spec, spec.members["a"]).values()))
+        memory = memory_of_member(spec, spec.members["a"], accelerated=False)
+        held.append(sum(term.n_bytes for term in memory.terms if Phase.STEP in term.phases))
     assert held[1] - held[0] == each * sum(prod(shape) for shape in spec.parameter_shapes.values())
 
 
@@ -355,7 +359,7 @@ def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, cor
     group = StageMembers(spec, [LinkEnds(*own) for own in ends], tmp_path)
     group.train(1)
     for member, outer, own in zip(group.members, group.outers, spec.members.values(), strict=True):
-        stage, held = member.worker.stage, memory_of_member(spec, own)
+        stage, held = member.worker.stage, memory_of_member(spec, own, accelerated=False).in_phase(Phase.STEP)
         assert stage.boundary.perpendicular is not None
         assert held["T_perp"] == stage.boundary.perpendicular.nbytes
         assert held.get("followed embedding", 0) == (outer.theta[EMBEDDING].nbytes if own.follows_embedding else 0)

@@ -338,7 +338,8 @@ def test_in_a_ring_nothing_crosses_the_exchange_and_it_is_given_no_line(tmp_path
     spec = _spec(tmp_path, WHOLE, "simulate.exchange=ring_all_gather")
     load = exchange_load(spec)
     assert (load.contributions.received, load.contributions.sent) == (0, 0)
-    assert load.memory_bytes["one block of all contributions"] == load.cpu_seconds["transfer"] == 0
+    assert "decoding" not in load.memory_bytes
+    assert load.cpu_seconds["transfer"] == 0
     assert "set exchange.line" not in _said_of_exchange(spec)
 
 
@@ -354,7 +355,8 @@ def test_memory_and_cpu_of_the_exchange_are_those_of_launched_runs(
     path = tmp_path / "t.yaml"
     path.write_text(run.yaml(corpus))
     load, found, idle = exchange_load(spec_of(ConfigFile(path))), measured["measured"], EXCHANGE_LOAD["idle_bytes"]
-    assert sum(load.memory_bytes.values()) - idle == pytest.approx(found["memory_bytes"] - idle, rel=0.25)
+    if found["memory_bytes"] is not None:
+        assert sum(load.memory_bytes.values()) == pytest.approx(found["memory_bytes"] - idle, rel=0.25)
     assert sum(load.cpu_seconds.values()) == pytest.approx(found["cpu_seconds"], rel=0.3)
 
 
@@ -394,7 +396,7 @@ def test_a_missing_line_of_the_exchange_is_said(command: str, tmp_path: Path, co
     assert re.search(expected + r"1 Gbit/s that takes [\d.]+ m?s; set exchange.line", without)
     assert "6 relayed stage links" in without
     assert "to each member that joins" in without
-    assert "of memory (process 300 MB, members " in without
+    assert "of memory (process 50 MB, members " in without
     lined = said("lines={fibre: {bandwidth: 100 Mbit/s}}", "exchange.line=fibre")
     assert "no line is set" not in lined
     assert "fibre: 100 Mbit/s down, 100 Mbit/s up" in lined

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.device import accelerators
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bytes, format_count, format_duration, format_seconds
+from hetero_pp.core.units import format_bytes, format_count, format_duration, format_names, format_seconds
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
-from hetero_pp.simulator.memory import memory_of_member
+from hetero_pp.simulator.exchange_load import exchange_load
+from hetero_pp.simulator.memory import LAUNCHER_BYTES, Memory, memory_of_member
 from hetero_pp.simulator.parts import part_of
+from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 """Seconds of a step, and of the run, beyond which the user is warned."""
 
-ON_THE_HOST = ("error feedback", "round start")
-"""Kinds of memory that a replica on GPUs keeps in the machine's memory."""
+_SHOWN = 4
+"""Largest number of members that a message names."""
 
 LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -42,7 +46,12 @@ class Limit:
 def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
     """Return the limits that starting these members on this machine would exceed."""
     members = [spec.members[name] for name in names if name in spec.members]
-    return [*_of_devices(spec, members), *_of_memory(spec, members), *_of_time(spec, members)]
+    return [
+        *_of_devices(spec, members),
+        *_of_memory(spec, names),
+        *_of_device_memory(spec, members),
+        *_of_time(spec, members),
+    ]
 
 
 def require_carried(limits: Sequence[Limit]) -> None:
@@ -66,39 +75,76 @@ def _of_devices(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]
             yield Limit(("replicas", member.replica_index, "ranks"), expected, is_final=True)
 
 
-def _of_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+def _of_memory(spec: RunSpec, names: Sequence[str]) -> Iterator[Limit]:
+    members = [spec.members[name] for name in names if name in spec.members]
     if not members:
         return
+    memories = [(member, memory_of_member(spec, member, not _computes_here(member))) for member in members]
     memory = psutil.virtual_memory()
     total = min([memory.total, *_limits_of_containers()])
     free = min(memory.available, total)
+    held = [_by_purpose_here(member, memory) for member, memory in memories]
     parameters = sum(_on_this_node(member, part_of(spec, member).parameters) for member in members)
-    least, activations = (sum(sizes) for sizes in zip(*(_held(spec, member) for member in members), strict=True))
-    likely = least + activations
-    who = f"{format_count(len(members), 'member')} with {parameters:,.0f} parameters"
-    if least > total:
+    who = format_count(len(members), "member")
+    if EXCHANGE in names:
+        held, who = [*held, exchange_load(spec).memory_bytes], f"{who} and the exchange"
+    who, why = f"{who} with {parameters:,.0f} parameters", f"({listed_by_kind(held)})"
+    needed = LAUNCHER_BYTES + sum(sum(one.values()) for one in held)
+    if needed > total:
+        helps = remedy(spec, memories, needed, total, "host")
         yield Limit(
             ("replicas",),
-            f"found {who} to start on this machine, which need at least {format_bytes(least)}, expected "
-            f"at most its {format_bytes(total)} of memory: use a smaller model, or several hosts with "
-            "`launch --only`",
+            f"found {who} to start on this machine, which need {format_bytes(needed)} {why}, expected at most its "
+            f"{format_bytes(total)} of memory: {helps}; or start fewer members here, with `launch --only`",
             is_final=True,
         )
-    elif likely > free:
+    elif needed > free:
+        helps = remedy(spec, memories, needed, free, "host")
         yield Limit(
             ("replicas",),
-            f"{who} would need about {format_bytes(likely)}; {format_bytes(free)} of memory are free",
+            f"{who} need {format_bytes(needed)} {why}; {format_bytes(free)} of memory are free: {helps}",
             is_final=False,
         )
 
 
-def _held(spec: RunSpec, member: MemberSpec) -> tuple[float, float]:
-    """Return the bytes of this machine's memory for (everything but activations, activations)."""
-    held = memory_of_member(spec, member, bytes_per_value=4)
-    computes = _computes_here(member)
-    activations = held.pop("activations")
-    parameters = sum(size for name, size in held.items() if computes or name in ON_THE_HOST)
-    return _on_this_node(member, parameters), _on_this_node(member, activations if computes else 0.0)
+def _by_purpose_here(member: MemberSpec, memory: Memory) -> Mapping[str, float]:
+    """Return what this machine's memory holds of a member."""
+    return {name: _on_this_node(member, size) for name, size in memory.held().items()}
+
+
+def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    """Compare what members hold on accelerators, which several may share, with the free memory of these."""
+    try:
+        devices = devices_of(spec, [member.name for member in members])
+    except ConfigError:
+        return  # `_of_devices` tells it
+    shared: dict[torch.device, list[MemberSpec]] = {}
+    for member in members:
+        shared.setdefault(devices[member.name], []).append(member)
+    for device, same in shared.items():
+        free = None if device.type == "cpu" else free_bytes(device)
+        memories = [(member, memory_of_member(spec, member, accelerated=True)) for member in same]
+        ranks = max(_processes(member) for member in same)  # each has a device of its own
+        needed = sum(memory.n_bytes("device") for _, memory in memories) / ranks
+        if free is not None and needed > free:
+            why = listed_by_kind([memory.held("device") for _, memory in memories])
+            helps = remedy(spec, memories, ranks * needed, ranks * free, "device")
+            yield Limit(
+                ("replicas", same[0].replica_index),
+                f"found {format_names([member.name for member in same], _SHOWN)} on {device} with "
+                f"{format_bytes(needed)} ({why}), expected at most the {format_bytes(free)} that are free there: "
+                f"{helps}",
+                is_final=True,
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of an accelerator; None if torch does not know it."""
+    try:
+        free: int = torch.get_device_module(device).mem_get_info(device)[0]
+    except (AttributeError, AssertionError, RuntimeError):
+        return None
+    return free
 
 
 def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Waiting
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
@@ -210,6 +210,10 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
     if state.waiting.awaited == STORING:
         return f"{whom(state.waiting)}; retrying for {format_seconds(max(1, seconds))} so far"
     what = joined_line(state) if state.waiting.awaited == JOINING else whom(state.waiting)
+    missing = state.waiting.missing
+    heard = [one for one in missing if one.HasField("silent_seconds") and one.silent_seconds < FIRST_TOLD]
+    if state.waiting.awaited == FINISHING and len(heard) == len(missing):  # they apply and evaluate the last round
+        return f"{what}; for {format_seconds(seconds)} so far"
     return f"{what}; no progress for {format_seconds(seconds)}"
 
 
@@ -217,8 +221,8 @@ def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float,
     """Return the line for a round whose contributions are awaited.
 
     It is of the form `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`. It names the late
-    members, and the `seconds` for which the round has stalled. These are left out while members train, because an inner
-    step may take longer than the exchange waits before it reports.
+    members, and the `seconds` for which the round has stalled. A long step is no stall: while a member computes, the
+    line names it instead, and both are left out of the first minute of training.
     """
     missing = [one.member for one in waiting.missing]
     total = len({*state.contributing_members(waiting.round), *missing})
@@ -230,7 +234,10 @@ def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float,
         if not one.HasField("silent_seconds") or one.silent_seconds >= FIRST_TOLD
     ]
     heard = f"; no heartbeat from {listed(silent)}" if silent else ""
+    computing = [one.member for one in waiting.missing if one.computes and one.silent_seconds < FIRST_TOLD]
     stalled = f"; no progress for {format_seconds(seconds)}"
+    if computing:
+        stalled = f"; computing for {format_seconds(seconds)}: {listed(computing)}"
     if not sees_all or waiting.round != state.rounds + 1:
         return f"round {waiting.round}: {waits}{heard}{stalled}"
     done, planned = state.progress_of_open_round(now)

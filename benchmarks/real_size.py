@@ -1,0 +1,360 @@
+"""Train models of a real size for a few steps, and compare peak memory and bytes with the prediction.
+
+    python benchmarks/real_size.py --model 178m [--json FILE]
+
+178m is one datacenter replica and one group of four stages, 512m one group of four stages. They need 16 GB and 23 GB of
+free disk. Each member is a process that `hetero-pp launch` starts, behind a shaped line. The text is random, the
+batches are tiny, and a round has few steps, so the seconds of a round beside its steps can be read. Memory is sampled
+from outside: the bytes that only this process holds (USS), by phase:
+
+- start: until a member has read the snapshot and evaluated it;
+- step: during inner steps, and while the member checkpoint before them is written;
+- round: from the last inner step to the end of the evaluation.
+
+Pages of memory-mapped files count as long as the system keeps them, and are told apart (`mapped`), because it takes
+them back when it needs memory. Seconds:
+
+- first snapshot: from the start of the exchange's process until the first snapshot is on its disk;
+- join: from the begin of the run until a member has read its part of the first snapshot over its line;
+- contribute: from a member's last inner step until its last block is in the log;
+- exchange: from the last inner step of all until the round is closed;
+- apply: from there until a member holds the new parameters;
+- state: a member checkpoint;
+- snapshot: from the audit of the round until its snapshot is on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from command_line import parse, save
+
+from hetero_pp.config.links import EXCHANGE, exchange_link_name
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.exchange_load import exchange_load
+from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
+from hetero_pp.simulator.memory import memory_of_member
+
+SMOKE = {"model": "tiny", "rounds": 2, "steps": 2, "length": 32}
+DISK_BYTES = 45
+"""Bytes on disk per parameter of all members: snapshots, member checkpoints, and copies for undo."""
+PHASES = ("start", "step", "round")
+SECONDS = ("join", "contribute", "apply", "state")
+
+GROUP = (
+    "{name: home, kind: participants, stages: 4, batch_size: 2, micro_batches: 2, link: line, uplink: line, "
+    "boundary: {rank: 1/8, dtype: bf16}}"
+)
+REPLICAS = {
+    "tiny": ["{name: dc, kind: datacenter, batch_size: 2, micro_batches: 2, uplink: line}", GROUP],
+    "178m": ["{name: dc, kind: datacenter, batch_size: 2, micro_batches: 2, uplink: line}", GROUP],
+    "512m": [GROUP],
+}
+YAML = """\
+name: real-size
+seed: 1
+threads: 1
+model: {{{model}}}
+data: {{corpus: {corpus}, sequence_length: {length}, validation_share: 0.1, validation_sequences: 2}}
+inner: {{steps: {steps}, learning_rate: 1e-4}}
+outer: {{rounds: {rounds}, compression: {{density: 1/32, value_bits: 2}}}}
+snapshots: {{every: {rounds}}}
+links: {{line: {{bandwidth: {bandwidth}, latency: 5 ms}}}}
+replicas:
+{replicas}
+"""
+
+
+def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
+    """Write the corpus and the YAML of a run; return the YAML's path."""
+    drawn = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz      "
+    length = 400 * arguments.length
+    (folder / "corpus.txt").write_text("".join(drawn.choices(letters, k=length)))
+    tiny = "preset: micro, width: 128, heads: 4, feed_forward: 384, vocabulary: 2000"
+    preset = tiny if arguments.model == "tiny" else f"preset: {arguments.model}, vocabulary: 32000"
+    text = YAML.format(
+        model=preset,
+        corpus=folder / "corpus.txt",
+        length=arguments.length,
+        steps=arguments.steps,
+        rounds=arguments.rounds,
+        bandwidth=arguments.bandwidth,
+        replicas="\n".join(f"  - {one}" for one in REPLICAS[arguments.model]),
+    )
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@dataclass
+class Sampler(threading.Thread):
+    """Samples the memory of the processes below one, by the names of their output files."""
+
+    root: psutil.Process
+    every: float
+    samples: dict[str, list[tuple[float, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Member -> (time, bytes that only it holds, bytes of mapped files)."""
+    began: dict[str, float] = field(default_factory=dict)
+    """Member -> start of its process."""
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def run(self) -> None:
+        while self.root.is_running() and self.root.status() != psutil.STATUS_ZOMBIE:
+            began = time.monotonic()
+            with suppress(psutil.Error):  # it has just ended
+                for process in self.root.children(recursive=True):
+                    with suppress(psutil.Error, FileNotFoundError):
+                        self._sample(process)
+            time.sleep(max(0.01, self.every - (time.monotonic() - began)))
+
+    def _sample(self, process: psutil.Process) -> None:
+        if process.pid not in self._names:
+            logs = [Path(one.path) for one in process.open_files() if one.path.endswith(".log")]
+            if not logs:
+                return
+            self._names[process.pid] = logs[0].stem
+            self.began.setdefault(logs[0].stem, process.create_time())
+        full = process.memory_full_info()
+        self.samples[self._names[process.pid]].append((time.time(), full.uss, getattr(full, "shared", 0)))
+
+
+def launch(path: Path, runs: Path, every: float) -> Sampler:
+    """Launch a run as a user would, and return the samples. Raises SystemExit if it fails."""
+    said = path.with_name("output.txt")
+    with said.open("wb") as to:
+        command = [sys.executable, "-m", "hetero_pp", "launch", str(path), "--runs", str(runs)]
+        process = subprocess.Popen(command, stdout=to, stderr=to)
+        sampler = Sampler(psutil.Process(process.pid), every)
+        sampler.start()
+        code = process.wait()
+        sampler.join()
+    if code != 0:
+        raise SystemExit(f"the run ended with {code}: {said.read_text()}")
+    return sampler
+
+
+class Told:
+    """Events of a run, and the times of its files."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.events = [json.loads(line) for line in folder.metrics.open()]
+
+    def times(self, event: str, **values: object) -> list[float]:
+        """Return the times of events with these values."""
+        return [
+            one["time"]
+            for one in self.events
+            if one["event"] == event and all(one.get(name) == value for name, value in values.items())
+        ]
+
+    def total(self, member: str, round_: int, direction: str) -> int:
+        """Return the payload bytes on a member's link to the exchange in a round."""
+        found = [
+            one["payload_bytes"]
+            for one in self.events
+            if (one["event"], one.get("link"), one.get("round"), one.get("direction"))
+            == ("link_use", exchange_link_name(member), round_, direction)
+        ]
+        return int(max(found, default=0))
+
+    def trains(self, member: str, at: float) -> bool:
+        """Return whether a member took inner steps at a time; the first of a round begins when the one before ends."""
+        for ended in [0.0, *self.times("member_round", member=member)]:
+            later = [one for one in self.events if one["event"] == "inner_step" and one["time"] > ended]
+            own = [one for one in later if one["member"] == member]
+            if own and ended < at <= max(one["time"] for one in own if one["round"] == own[0]["round"]):
+                return True
+        return False
+
+    def written(self, pattern: str) -> float:
+        """Return when the last file of this pattern in the run's folder was written."""
+        return max(path.stat().st_mtime for path in self.folder.path.glob(pattern))
+
+    def join_rate(self, member: str) -> tuple[float, float]:
+        """Return the seconds and the bytes of reading the first snapshot."""
+        found = re.search(
+            r"read ([\d,]+) bytes of the snapshot .* in ([\d.]+) s", self.folder.output(member).read_text()
+        )
+        assert found is not None
+        return float(found[2]), float(found[1].replace(",", ""))
+
+    def seconds(self, member: str, replica: str, round_: int) -> dict[str, float]:
+        """Return the seconds of a round beside its steps."""
+        last = max(self.times("inner_step", member=member, round=round_))
+        [done] = [
+            one
+            for one in self.events
+            if (one["event"], one.get("member"), one.get("round")) == ("member_round", member, round_)
+        ]
+        closed = self.times("round_closed", round=round_)[0]
+        blobs = self.written(f"log/round-{round_:06d}/{replica}/**/*.blob")
+        state = self.folder.state(member) / f"round-{round_:06d}" / "digests.json"
+        found = {
+            "contribute": blobs - last,
+            "apply": done["time"] - done["evaluation_seconds"] - closed,
+            "outer": done["outer_seconds"],
+            "blocked": done["blocked_seconds"],
+        }
+        if state.exists():
+            found["state"] = state.stat().st_mtime - done["time"]
+        return found
+
+    def rounds(self, count: int) -> dict[str, float]:
+        """Return the seconds of the whole run's parts in its last round."""
+        steps = max(self.times("inner_step", round=count))
+        return {
+            "exchange": self.times("round_closed", round=count)[0] - steps,
+            "snapshot": self.written(f"log/snapshot-{count:06d}*")
+            - self.written(f"log/audited/round-{count:06d}.json"),
+        }
+
+
+def phases(told: Told, member: str, samples: Sequence[tuple[float, int, int]]) -> dict[str, int]:
+    """Return the peak of a member by phase."""
+    started = told.times("begun")[0]
+    if member != EXCHANGE:
+        started = min(told.times("link_use", member=member, round=0))
+    found = dict.fromkeys(PHASES, 0)
+    for at, size, _ in samples:
+        phase = "start" if at <= started else "step" if told.trains(member, at) else "round"
+        found[phase] = max(found[phase], size)
+    return found
+
+
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train one run, and return what each member held, took and sent, beside the prediction."""
+    path = write_run(folder, arguments)
+    spec = spec_of(ConfigFile(path))
+    needed, free = DISK_BYTES * sum(_numbers(spec, name) for name in spec.members), shutil.disk_usage(folder).free
+    if needed > free:
+        raise SystemExit(f"{folder}: found {free / 1e9:.0f} GB of free disk, expected at least {needed / 1e9:.0f} GB")
+    sampler = launch(path, folder / "runs", arguments.every)
+    (folder / "samples.json").write_text(json.dumps(sampler.samples))
+    told = Told(RunFolder(folder / "runs" / "real-size"))
+    names = [EXCHANGE, *spec.members]
+    return {
+        "model": arguments.model,
+        "load": psutil.getloadavg()[0],
+        "parameters": sum(_numbers(spec, member) for member in spec.members["home.0"].replica.members),
+        "first_snapshot_seconds": told.written("log/snapshot-000000*") - sampler.began[EXCHANGE],
+        "seconds": told.rounds(arguments.rounds),
+        "members": [_member(spec, told, sampler, name, arguments) for name in names],
+    }
+
+
+def _numbers(spec: RunSpec, name: str) -> int:
+    """Return the parameters that a member trains; the exchange has all."""
+    shapes, owned = spec.parameter_shapes, spec.members[name].owned if name in spec.members else spec.parameter_shapes
+    total = 0
+    for one in owned:
+        size = 1
+        for dimension in shapes[one]:
+            size *= dimension
+        total += size
+    return total
+
+
+def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    samples = sampler.samples[name]
+    peak = max(size for _, size, _ in samples)
+    held = exchange_load(spec).memory_bytes
+    if name in spec.members:
+        held = memory_of_member(spec, spec.members[name], accelerated=False).held()
+    predicted = sum(held.values())
+    found: dict[str, Any] = {
+        "member": name,
+        "parameters": _numbers(spec, name),
+        "peak_bytes": peak,
+        "peaks": phases(told, name, samples),
+        "mapped_bytes": max(mapped for _, _, mapped in samples),
+        "predicted_bytes": predicted,
+        "predicted": held,
+        "ratio": predicted / peak,
+    }
+    if name == EXCHANGE:
+        return found
+    member, rounds = spec.members[name], arguments.rounds
+    loads = exchange_link_loads(spec, member)
+    join_seconds, join_bytes = told.join_rate(name)
+    bandwidth = spec.links[exchange_link_name(name)].shape("backward").bandwidth or float("inf")
+    found["seconds"] = {"join": join_seconds, **told.seconds(name, member.replica.name, rounds)}
+    found["join_share_of_line"] = 8 * join_bytes / join_seconds / bandwidth
+    found["bytes"] = {
+        "first snapshot": [join_bytes, snapshot_bytes(spec, member)],
+        "sent": [told.total(name, rounds, "forward"), loads["forward"].outer_round],
+        "received": [told.total(name, rounds, "backward"), loads["backward"].outer_round],
+    }
+    return found
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print a table of memory and a table of seconds."""
+    print(f"{found['model']}: {found['parameters'] / 1e6:.1f} million parameters; GB")
+    print(f"{'member':<10}{'start':>7}{'step':>7}{'round':>7}{'peak':>7}{'predicted':>11}{'ratio':>7}{'B/param':>9}")
+    for one in found["members"]:
+        peaks = "".join(f"{one['peaks'].get(phase, 0) / 1e9:>7.2f}" for phase in PHASES)
+        ends = f"{one['peak_bytes'] / 1e9:>7.2f}{one['predicted_bytes'] / 1e9:>11.2f}{one['ratio']:>7.2f}"
+        print(f"{one['member']:<10}{peaks}{ends}{one['peak_bytes'] / one['parameters']:>9.1f}")
+    print(f"\n{'seconds':<10}" + "".join(f"{part:>12}" for part in (*SECONDS, "outer", "blocked")) + f"{'of line':>9}")
+    for one in found["members"][1:]:
+        parts = (one["seconds"].get(part) for part in (*SECONDS, "outer", "blocked"))
+        print(
+            f"{one['member']:<10}"
+            + "".join("           –" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)
+            + f"{one['join_share_of_line']:>9.2f}"
+        )
+    whole = {"first snapshot": found["first_snapshot_seconds"], **found["seconds"]}
+    print(", ".join(f"{part} {seconds:.2f} s" for part, seconds in whole.items()))
+    for what in found["members"][1]["bytes"]:
+        sent, expected = (sum(one["bytes"][what][side] for one in found["members"][1:]) for side in (0, 1))
+        print(f"bytes, {what}: {sent:,.0f}, predicted {expected:,.0f}")
+
+
+def main() -> None:
+    """Run, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=REPLICAS, default="178m")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="inner steps of a round")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--bandwidth", default="1 Gbit/s", help="of every line, in each direction")
+    parser.add_argument("--every", type=float, default=0.05, help="seconds between two samples of memory")
+    parser.add_argument("--folder", type=Path, help="keep the run in this empty folder")
+    arguments = parse(parser, SMOKE)
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-real-size-") as name:
+        found = measure(arguments.folder or Path(name), arguments)
+    show(found)
+    settings = {name: getattr(arguments, name) for name in ("rounds", "steps", "length", "bandwidth")}
+    save({"machine": machine(), "commit": commit(), **settings, **found}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
