@@ -4,9 +4,9 @@
 
 - whole: engines of a datacenter replica with the 512m model, beside a plain PyTorch loop (benchmarks/engines.py), and
   an outer round: selection and coding of a pseudo-gradient of 512M parameters;
-- stages: a group of four stages of the 512m model on this GPU, launched as processes that exchange messages over
-  loopback gRPC, beside a launched replica that is not split; once more with NVIDIA's Multi-Process Service, which lets
-  kernels of several processes run at the same time;
+- stages: a launched group of four stages of the 512m model, beside a launched replica that is not split. The stages are
+  processes on this GPU that exchange messages over loopback gRPC. They train once more with NVIDIA's Multi-Process
+  Service, which lets kernels of several processes run at the same time;
 - boundary: encoding, copying and decoding of one micro-batch's activations at one boundary of that model, beside
   copying them whole;
 - compression: top-k, quantisation and error feedback, beside a copy of the same bytes (benchmarks/compressors.py);
