@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model import precision
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import crew, this_machine
 from hetero_pp.program.launch.this_machine import limits_of
@@ -64,6 +65,7 @@ def _have_gpus(machine: pytest.MonkeyPatch, count: int) -> None:
     kind = torch.device("cuda") if count else None
     machine.setattr(torch.accelerator, "current_accelerator", lambda check_available: kind)
     machine.setattr(torch.accelerator, "device_count", lambda: count)
+    machine.setattr(precision, "_is_fast_in_bf16", lambda device: device.type == "cuda")
 
 
 @pytest.fixture
