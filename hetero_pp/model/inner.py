@@ -255,5 +255,6 @@ class InnerOptimizer:
         embedding, table = self._embedding, self._perpendicular
         if embedding is not None and table is not None:
             decay = rate * self.settings.weight_decay
-            for rows, fixed in zip(embedding.split(_ROWS), table.split(_ROWS), strict=True):  # no third table
-                rows.sub_((rows - fixed).mul_(decay))
+            for start in range(0, len(table), _ROWS):  # no third table
+                rows = embedding[start : start + _ROWS]
+                rows.sub_((rows - table[start : start + _ROWS]).mul_(decay))
