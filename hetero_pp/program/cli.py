@@ -191,7 +191,8 @@ def join(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Compute on this device: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or one such as `cuda:1`.")
+        str,
+        typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ..."),
     ] = "auto",
     runs: RunsFolder = Path("runs"),
 ) -> None:

@@ -26,6 +26,8 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
             found[member.name] = resolved(member.device, turn)
         except ConfigError as error:
             raise ConfigError(member.device_key, error.message) from None
+        if member.replica.precision == "auto":
+            continue
         try:
             compute_dtype(member.replica.precision, found[member.name])
         except ConfigError as error:

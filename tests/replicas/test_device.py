@@ -43,7 +43,8 @@ class _OneDevice(TorchFunctionMode):
             return False
         found = tree_leaves((args, kwargs))
         devices = {value.device for value in found if isinstance(value, torch.Tensor) and value.ndim > 0}
-        assert len(devices) < 2 or func is torch.Tensor.copy_, (func, devices)
+        moves = (torch.Tensor.copy_, torch._has_compatible_shallow_copy_type)  # the second is that of `to_empty`
+        assert len(devices) < 2 or func in moves, (func, devices)
         return func(*args, **(kwargs or {}))
 
 

@@ -316,7 +316,7 @@ class Crew:
         is_gone = self._exit_code(member) == GONE
         number = None if is_gone else self._restarts.take(member, time.monotonic())
         if number is None:
-            self._give_up(member, cause if is_gone else f"{cause}; no restart is left")
+            self._give_up(member, cause, "" if is_gone else "; no restart is left")
         else:
             settings = self._restarts.settings
             times = f"attempt {number} of {settings.count} within {settings.within / 60:.4g} min"
@@ -332,14 +332,17 @@ class Crew:
             self._send_exchange(member)
         return {member}
 
-    def _give_up(self, member: str, cause: str) -> None:
-        """Continue without a member. Raises RunFailed if too few replicas are left for a quorum, or nothing here."""
+    def _give_up(self, member: str, cause: str, restarts: str) -> None:
+        """Continue without a member; `restarts` says why it is not restarted, if the cause does not.
+
+        Raises RunFailed if too few replicas are left for a quorum, or no member on this host.
+        """
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
         if member == EXCHANGE or rules.is_lost_without(lost) or self._given_up >= self._processes.keys():
             raise RunFailed(cause)
-        self._say(GIVEN_UP, member, f"{cause}, so the run continues without it")
+        self._say(GIVEN_UP, member, f"{cause}{restarts}, so the run continues without it")
 
     def _say(self, what: Happened, member: str, cause: str) -> None:
         standing = Standing(what=what, place=member, cause=cause)
