@@ -76,6 +76,7 @@ def test_a_direction_overrides_what_it_names_and_nothing_else() -> None:
             "found `layers` with the engine `torchtitan`, expected `torchtitan.activation_checkpointing`",
         ),
         ("deepspeed", {"recompute": "layers"}, "found `layers` with the engine `deepspeed`, expected `none`"),
+        ("deepspeed", {"compile": True}, "found `true` with the engine `deepspeed`, expected `false`"),
     ],
 )
 def test_engines_with_keys_of_their_own_refuse_those_of_torch(engine: str, setting: dict[str, str], told: str) -> None:
