@@ -24,7 +24,7 @@ test: $(READY)
 benchmarks-smoke: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist load tests/benchmarks/test_smoke.py
 
-# Measures training on one GPU, in at most eight minutes.
+# Measures training on one GPU.
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 

@@ -1,4 +1,4 @@
-"""Measure on one GPU what the other benchmarks measure on CPUs, in at most eight minutes.
+"""Measure on one GPU what the other benchmarks measure on CPUs.
 
     python benchmarks/gpu.py [--parts whole,stages,...] [--json FILE]
 

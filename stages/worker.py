@@ -428,11 +428,10 @@ class StageWorker:
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:
             raise LinkClosed(f"the neighbouring stage is at round {header.round}, but this stage is at round {round_}")
-        if found != (purpose, round_, step, micro_batch):
-            raise MalformedMessage(
-                f"found a message for (purpose, round, step, micro-batch) {found}, expected "
-                f"{(purpose, round_, step, micro_batch)}"
-            )
+        expected = (purpose, round_, step, micro_batch)
+        if found != expected:
+            of = "(purpose, round, step, micro-batch)"
+            raise MalformedMessage(f"found a message for {of} {found}, expected {expected}")
         return message
 
 

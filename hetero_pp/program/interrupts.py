@@ -43,7 +43,8 @@ def keep_exit_code() -> None:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt in the block for each of the signals. After an interrupt, none interrupts later code."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    interrupt, hook = _Interrupt(), sys.unraisablehook
+    hook = sys.unraisablehook
+    interrupt = _Interrupt(hook)
     _install(interrupt)
     sys.unraisablehook = interrupt.on_dropped
     is_interrupted = False
@@ -61,7 +62,9 @@ def interruptible() -> Iterator[None]:
 class _Interrupt:
     """Handles the signals while a command runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        """`hook` is told of other exceptions that Python drops."""
+        self._hook = hook
         self._last = float("-inf")
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -79,7 +82,7 @@ class _Interrupt:
             # SIGTERM is always handled. It is sent later, because an exception in this function would be dropped too.
             threading.Timer(_SECONDS_UNTIL_AGAIN, os.kill, (os.getpid(), signal.SIGTERM)).start()
         else:
-            sys.__unraisablehook__(dropped)
+            self._hook(dropped)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -47,8 +47,17 @@ def build_engine(
         os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # otherwise DeepSpeed would guess the accelerator
         zero = importlib.import_module("replica_groups.engines.zero")
         rows = replica.batch_size // micro_batches
-        own = {"settings": replica.deepspeed, "ranks": ranks, "folder": folder}
-        return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, rows, **own)
+        return zero.ZeroEngine(
+            shape,
+            parameters,
+            inner,
+            total_steps,
+            micro_batches,
+            rows,
+            settings=replica.deepspeed,
+            ranks=ranks,
+            folder=folder,
+        )
     module = build_model(replica, shape, parameters, ranks.device)
     return PlainEngine(WholeReplica(replica.name, module, inner, total_steps, micro_batches), folder)
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.device import CPU
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.model.precision import compute_dtype
-from hetero_pp.model.transformer import EMBEDDING, build_filled
+from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
+from replica_groups.engines.build import build_model
 from replica_groups.engines.whole import WholeReplica
 from replica_groups.member.build_member import Start, build_stage
 from replica_groups.outer.outer_round import OuterRound
@@ -50,10 +51,7 @@ def _tokens(spec: RunSpec, rows: int) -> Tensor:
 
 def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
     replica, config = member.replica, spec.config
-    dtype = compute_dtype(replica.precision, torch.device("cpu"))
-    module = build_filled(
-        spec.shape, snapshot.parameters, compute_dtype=dtype, recomputes=replica.recompute == "layers"
-    )
+    module = build_model(replica, spec.shape, snapshot.parameters, CPU)
     whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
     tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
     forward, backward, update = [], [], []
