@@ -18,7 +18,10 @@ from torch import Tensor
 from hetero_pp.model.precision import product
 
 PIECE_BYTES = 128 * 2**20
-"""Largest size of a piece's logits in fp32; a piece needs about twice as much in all."""
+"""Largest size of a piece's logits in fp32 on a CPU; a piece needs about twice as much in all."""
+ACCELERATOR_PIECE_BYTES = 512 * 2**20
+"""The same on an accelerator. With smaller pieces, summing the head's gradient over pieces costs more than 1 % of a
+step of the 512m model on an H200 (benchmarks/gpu.py)."""
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
@@ -43,19 +46,19 @@ def loss_of_hidden(
 ) -> Tensor:
     """Return the mean cross entropy in nats of the logits that a head gives for hidden states.
 
-    If all logits fit into one piece, it has the same bits as `next_token_loss`.
+    If all logits fit into one piece, it has the same bits as `next_token_loss`, unless `of_logits` is compiled.
     """
-    rows = piece_rows(len(head_VD))
-    if targets_BL.numel() <= rows:
+    rows = piece_rows(len(head_VD), x_BLD.device.type != "cpu")
+    if targets_BL.numel() <= rows and of_logits is gradient_of_logits:
         return next_token_loss(product(x_BLD, head_VD), targets_BL)
     x_TD, targets_T = x_BLD.flatten(0, 1), targets_BL.flatten()
     loss: Tensor = _LossInPieces.apply(x_TD, head_VD, targets_T, rows, torch.is_grad_enabled(), of_logits)
     return loss
 
 
-def piece_rows(vocabulary: int) -> int:
+def piece_rows(vocabulary: int, is_accelerated: bool = False) -> int:
     """Return the number of tokens of a piece: a multiple of 128 if possible, which suits matrix units."""
-    rows = max(1, PIECE_BYTES // (4 * vocabulary))
+    rows = max(1, (ACCELERATOR_PIECE_BYTES if is_accelerated else PIECE_BYTES) // (4 * vocabulary))
     return rows - rows % 128 if rows > 128 else rows
 
 
@@ -68,15 +71,16 @@ class _LossInPieces(torch.autograd.Function):
     ) -> Tensor:
         cast_VD, count = head_VD.to(x_TD.dtype), len(targets_T)
         of_x, total = torch.empty_like(x_TD if trains else x_TD[:0]), torch.zeros((), device=x_TD.device)
-        of_head = torch.zeros_like(head_VD if trains else head_VD[:0], dtype=torch.float32)
+        of_head: Tensor | None = None
         for start in range(0, count, rows):
             x_RD, targets_R1 = x_TD[start : start + rows], targets_T[start : start + rows, None]
             part, gradient_RV = of_logits(F.linear(x_RD, cast_VD), targets_R1, count)
             total += part
             if trains:
                 of_x[start : start + rows] = gradient_RV @ cast_VD
-                of_head += gradient_RV.T @ x_RD
-        ctx.save_for_backward(of_x, of_head.to(head_VD.dtype))
+                own_VD = gradient_RV.T @ x_RD
+                of_head = own_VD.float() if of_head is None else of_head.add_(own_VD)
+        ctx.save_for_backward(of_x, None if of_head is None else of_head.to(head_VD.dtype))
         return total / count
 
     @staticmethod

@@ -73,8 +73,15 @@ def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layer
 def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int, hardware: Hardware) -> float:
     """Return the bytes that a stage needs for its part, in the memory of its hardware."""
     accelerated = hardware.is_accelerator
-    trains = Trains(load.sequences, load.length, load.micro_batches, load.in_flight(stage), 2 if accelerated else 4)
-    memory = memory_of_part(shape, part, trains, accelerated)
+    trains = Trains(
+        load.sequences,
+        load.length,
+        load.micro_batches,
+        load.in_flight(stage),
+        value_bytes=2 if accelerated else 4,
+        accelerated=accelerated,
+    )
+    memory = memory_of_part(shape, part, trains)
     return memory.n_bytes(memory.computing_place)
 
 

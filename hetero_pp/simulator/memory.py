@@ -143,6 +143,8 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         value_bytes=value_bytes(replica, accelerated),
         checkpointing=checkpointing_of(replica),
         in_pieces=not isinstance(replica, DatacenterReplica) or replica.engine == "torch",
+        accelerated=accelerated,
+        compiled=replica.compile,
     )
     keeps_on_host = not spec.config.outer.keep_on_device
     terms = [
@@ -169,11 +171,15 @@ class Trains:
     checkpointing: Checkpointing = "none"
     in_pieces: bool = True
     """Whether the loss is computed in pieces of tokens (`loss_of_hidden`)."""
+    accelerated: bool = False
+    """Whether an accelerator computes; its pieces are larger."""
+    compiled: bool = False
+    """Whether layers and loss are compiled; the loss is then computed as one piece even if all tokens fit into it."""
 
 
-def memory_of_part(shape: ModelShape, part: Part, trains: Trains, accelerated: bool) -> Memory:
+def memory_of_part(shape: ModelShape, part: Part, trains: Trains) -> Memory:
     """Return the memory of a stage with AdamW, for a part that no member has yet; without the work on one tensor."""
-    return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), accelerated)
+    return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), trains.accelerated)
 
 
 def _of_part(
@@ -347,11 +353,11 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
 
 def _head_bytes(shape: ModelShape, tokens: int, trains: Trains) -> int:
     """Return the bytes of logits and their gradients, in one piece or in pieces (`loss_of_hidden`)."""
-    rows = piece_rows(shape.vocabulary)
-    if tokens <= rows or not trains.in_pieces:
+    rows = piece_rows(shape.vocabulary, trains.accelerated)
+    if not trains.in_pieces or (tokens <= rows and not trains.compiled):
         return 16 * shape.vocabulary * tokens
     cast = 0 if trains.value_bytes == 4 else trains.value_bytes
-    return 8 * shape.vocabulary * rows + (8 + cast) * shape.vocabulary * shape.width
+    return 8 * shape.vocabulary * min(rows, tokens) + (8 + cast) * shape.vocabulary * shape.width
 
 
 def memory_assumptions(config: RunConfig) -> list[str]:

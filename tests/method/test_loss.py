@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.model import loss
-from hetero_pp.model.loss import loss_of_hidden, next_token_loss, piece_rows
+from hetero_pp.model.loss import gradient_of_logits, loss_of_hidden, next_token_loss, piece_rows
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 50, 16, 70
 TOKENS = ROWS * LENGTH
@@ -92,7 +92,30 @@ def test_nothing_of_the_size_of_all_logits_is_kept(dtype: torch.dtype) -> None:
     assert sorted(kept) == [VOCABULARY * WIDTH, TOKENS * WIDTH], "the gradients of the head and of hidden states"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_compiled_gradient_serves_a_single_piece_too(dtype: torch.dtype) -> None:
+    """The fused loss is faster than torch's even if all logits fit into one piece."""
+    pieces: list[int] = []
+
+    def compiled(logits_RV: Tensor, targets_R1: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        pieces.append(len(logits_RV))
+        return gradient_of_logits(logits_RV, targets_R1, count)
+
+    ours, theirs = _inputs(dtype), _inputs(dtype)
+    found, expected = loss_of_hidden(*ours, compiled), loss_of_hidden(*theirs)
+    assert pieces == [TOKENS]
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    found.backward()
+    expected.backward()
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        assert mine.grad is not None and other.grad is not None
+        error = (mine.grad - other.grad).abs().max() / other.grad.abs().max()
+        assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
 def test_pieces_are_multiples_of_128_tokens() -> None:
     assert piece_rows(32000) % 128 == 0
     assert 4 * 32000 * piece_rows(32000) <= loss.PIECE_BYTES < 4 * 32000 * (piece_rows(32000) + 128)
     assert piece_rows(2**40) == 1
+    assert 4 * 32000 * piece_rows(32000, True) <= loss.ACCELERATOR_PIECE_BYTES
+    assert piece_rows(32000, True) > 3.9 * piece_rows(32000)

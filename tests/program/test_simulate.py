@@ -217,7 +217,7 @@ def test_flops_follow_the_parameters_of_shared_and_wide_heads() -> None:
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     """An accelerator holds 16 of them; round start and error feedback lie in the host's memory."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    memory = memory_of_part(shape, Part(3, False, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2), accelerated=True)
+    memory = memory_of_part(shape, Part(3, False, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2, accelerated=True))
     held, on_host = memory.held("device"), memory.held("host")
     assert sum(held.values()) - held["activations"] == 16_000
     assert on_host["round start"] + on_host["error feedback"] == 8_000
