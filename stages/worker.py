@@ -20,6 +20,7 @@ from torch import Tensor
 from hetero_pp.core.copies import Arriving, copies_of
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage
+from hetero_pp.core.finite import is_finite
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
@@ -275,7 +276,7 @@ class StageWorker:
 
     def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> None:
         """Fail as `_fail` does unless `symbols` are finite, so that no neighbour refuses them."""
-        if not all(bool(torch.isfinite(one).all()) for one in symbols if one.is_floating_point()):
+        if not all(is_finite(one) for one in symbols if one.is_floating_point()):
             self._fail(link, f"{what} became infinite or not a number")
 
     def _apply(self, norm: float) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.core import bits
 from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.core.finite import is_finite
 from hetero_pp.core.seeds import seed_of
 
 STEP_OF_BITS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0568, 8: 0.0308}
@@ -77,7 +78,7 @@ class Floats:
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in wire]
         if found != [(shape, self.dtype)]:
             raise MalformedMessage(f"found {found}, expected one tensor {shape} of {self.dtype}")
-        if not bool(torch.isfinite(wire[0]).all()):
+        if not is_finite(wire[0]):
             raise MalformedMessage("a coefficient is not finite: training diverged, or the message is damaged")
         return wire
 
@@ -131,7 +132,7 @@ class Bits:
         if found != expected:
             raise MalformedMessage(f"found {found}, expected {expected}")
         packed, exponents, largest = wire
-        if not bool(torch.isfinite(largest).all()) or bool((largest < 0).any()):
+        if not is_finite(largest) or bool((largest < 0).any()):
             raise MalformedMessage(f"found a scale of {largest.item()}, expected a finite one")
         codes = bits.unpack(packed.numpy(), self.width, count).astype("uint8")
         return torch.from_numpy(codes).view(shape), exponents.clone(), largest.clone()

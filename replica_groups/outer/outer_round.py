@@ -7,7 +7,6 @@ and the selection are divided by rows of chunks (`pseudo_gradient.rows`). One pa
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, Stopped
+from hetero_pp.core.finite import is_finite
 from hetero_pp.core.scratch import Scratch
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
@@ -501,7 +501,7 @@ class OuterRound:
         """Yield what to send of each parameter, computed lazily: whole on the first rank, else this rank's part."""
         for name, shape in shapes.items():
             delta = self._contributed(round_, name)
-            if not _is_finite(delta):
+            if not is_finite(delta):
                 raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
             yield name, shape, self._select(name, delta, round_)
 
@@ -576,11 +576,6 @@ def _names(counted: ContributionEntry, own: Mapping[str, bytes]) -> bool:
 
 def _cut(tensor: Tensor, rows: range) -> Tensor:
     return tensor[rows.start : rows.stop]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite; makes no copy of the tensor's size."""
-    return tensor.numel() == 0 or all(math.isfinite(one) for one in torch.aminmax(tensor))
 
 
 def _kept(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
