@@ -26,7 +26,7 @@ from hetero_pp.messages.messages_pb2 import HEALED, INJECTED, RESTARTED, SILENT,
 pytestmark = pytest.mark.starts_processes
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
-LAUNCH_WITH_FAULTS = Path(__file__).parents[2] / "benchmarks" / "launch_with_faults.py"
+LAUNCH_WITH_FAULTS = Path(__file__).parents[2] / "benchmarks/launch_with_faults.py"
 ROUNDS = 5
 
 ON_RANKS = """
