@@ -58,7 +58,7 @@ proto: $(READY)
 
 schema: $(READY)
 	$(BIN)/hetero-pp schema > configs/schema.json
-	$(BIN)/hetero-pp schema chaos > configs/chaos_schema.json
+	$(BIN)/python benchmarks/launch_with_faults.py --schema > benchmarks/fault_injection/schema.json
 	$(BIN)/python docs/generate_reference.py
 
 clean:

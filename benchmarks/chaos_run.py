@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 SECONDS_BETWEEN_LOOKS = 1.0
+WITH_FAULTS = Path(__file__).with_name("launch_with_faults.py")
 
 YAML = """\
 name: chaos
@@ -61,21 +62,21 @@ class ChaosRun:
         self.folder = runs / folder.name
         (folder / "run.yaml").write_text(text)
         sets = [part for setting in (f"name={folder.name}", *settings) for part in ("--set", setting)]
-        launch = [*inside, sys.executable, "-m", "hetero_pp", "launch", str(folder / "run.yaml")]
-        self._command = [*launch, "--runs", str(runs), *sets]
-        self._output, self._chaos = folder / "output.txt", folder / "chaos.yaml"
+        self._inside, self._arguments = list(inside), [str(folder / "run.yaml"), "--runs", str(runs), *sets]
+        self._output, self._faults = folder / "output.txt", folder / "faults.yaml"
         self._process: subprocess.Popen[bytes] | None = None
         self._events, self._read = list[dict[str, Any]](), 0
 
     def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
         """Start the run. `faults` are entries of a fault file. A resumed run writes its metrics file anew."""
         self._events, self._read = [], 0
-        more = ["--resume" if resume else "--new"]
+        program, more = ["-m", "hetero_pp", "launch"], ["--resume" if resume else "--new"]
         if faults:
-            self._chaos.write_text("faults:\n" + "".join(f"  - {fault}\n" for fault in faults))
-            more += ["--chaos", str(self._chaos)]
+            self._faults.write_text("faults:\n" + "".join(f"  - {fault}\n" for fault in faults))
+            program, more = [str(WITH_FAULTS)], [*more, "--faults", str(self._faults)]
+        command = [*self._inside, sys.executable, *program, *self._arguments, *more]
         with self._output.open("ab") as file:
-            self._process = subprocess.Popen([*self._command, *more], stdout=file, stderr=file)
+            self._process = subprocess.Popen(command, stdout=file, stderr=file)
 
     @property
     def runs(self) -> bool:

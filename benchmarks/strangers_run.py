@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from fault_injection.wire import Wire
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.program.chaos.wire import Wire
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder

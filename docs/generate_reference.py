@@ -28,8 +28,8 @@ def pages() -> dict[str, str]:
     """Return each page's text by its file name."""
     texts = {
         "commands.md": _commands(),
-        "settings.md": _settings("Settings of a run's YAML", "schema.json"),
-        "chaos.md": _settings("Settings of a file of faults", "chaos_schema.json"),
+        "settings.md": _settings("Settings of a run's YAML", "configs/schema.json"),
+        "faults.md": _settings("Settings of a file of faults", "benchmarks/fault_injection/schema.json"),
         "python.md": _python(),
     }
     return {name: MARK + "\n" + "\n".join(lines) + "\n" for name, lines in texts.items()}
@@ -82,9 +82,9 @@ def _effect(option: Any) -> str:
 
 
 def _settings(title: str, file: str) -> Iterator[str]:
-    schema: dict[str, Any] = json.loads((ROOT / "configs" / file).read_text())
+    schema: dict[str, Any] = json.loads((ROOT / file).read_text())
     yield f"# {title}"
-    yield f"\n`configs/{file}` has the same for editors."
+    yield f"\n`{file}` has the same for editors."
     definitions: dict[str, Any] = schema["$defs"]
     for name, section in ({"Top level": schema} | definitions).items():
         if "properties" in section:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
@@ -160,3 +160,11 @@ def format_number(value: float, digits: int = 3) -> str:
     places = digits - 1 - math.floor(math.log10(abs(value)))
     shown = f"{round(value, places):,.{max(0, places)}f}"
     return shown.rstrip("0").rstrip(".") if "." in shown else shown
+
+
+FORMATS: Mapping[str, Callable[[float], str]] = {
+    "bit/s": format_bits_per_second,
+    "s": format_duration,
+    "B": format_bytes,
+}
+"""Formatters of quantities, by base unit."""

@@ -65,10 +65,6 @@ def launch(
     token: Annotated[
         Path | None, typer.Option("--token-file", help="With --only: read the run's token from this file.")
     ] = None,
-    chaos: Annotated[
-        Path | None,
-        typer.Option("--chaos", metavar="FILE", help="Inject the faults in this file (docs/chaos.md)."),
-    ] = None,
     commands: Annotated[
         bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
     ] = False,
@@ -82,7 +78,6 @@ def launch(
     The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors():
-        from hetero_pp.core.errors import ConfigError
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
         from hetero_pp.run.changes import Given, Override
 
@@ -91,15 +86,11 @@ def launch(
         settings: list[Given] = [*overrides, *from_weights]
         if commands:
             print_commands(config, settings)
-        elif only is not None and chaos is not None:
-            raise ConfigError(
-                (), f"--only {only}: found --chaos, which needs the whole run on this machine; leave out one of them"
-            )
         elif only is not None:
             host = Host(only, _address("--exchange", exchange), token)
             run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new=new, since=_started())
         else:
-            run_topology(config, settings, runs, in_process, resume, typed(), chaos, new=new, since=_started())
+            run_topology(config, settings, runs, in_process, resume, typed(), new=new, since=_started())
 
 
 @app.command()
@@ -530,20 +521,12 @@ def methods() -> None:
 
 
 @app.command()
-def schema(
-    of: Annotated[
-        Literal["run", "chaos"], typer.Argument(help="Choose `run`, or `chaos` for a file with faults.")
-    ] = "run",
-) -> None:
-    """Print the JSON schema of a YAML, for editors."""
+def schema() -> None:
+    """Print the JSON schema of a run's YAML, for editors."""
     with readable_errors():
-        from pydantic import BaseModel
-
-        from hetero_pp.program.chaos.settings import Chaos
         from hetero_pp.run.config import RunConfig
 
-        model: type[BaseModel] = Chaos if of == "chaos" else RunConfig
-        print(json.dumps(model.model_json_schema(), indent=2))
+        print(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
 @contextmanager

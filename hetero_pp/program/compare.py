@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_pp.config.sweeps import quantity_of
 from hetero_pp.core.bounded import read_json_object
+from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_duration, format_number, format_seconds
+from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
 from hetero_pp.program.report.earlier import last_closed, reports_until
 from hetero_pp.program.report.output import say, standard_output, tell
-from hetero_pp.program.report.pictures import HEIGHT, STYLE, new_figure, save_figure
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ABSENT = "–"
-_FORMATS: Mapping[str, Callable[[float], str]] = {
-    "bit/s": format_bits_per_second,
-    "s": format_duration,
-    "B": format_bytes,
-}
-"""Formatters of a configuration's quantities, by unit."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +189,8 @@ def _shown(value: Any) -> str:
         return format_number(value, 6)
     if not isinstance(value, str):
         return _ABSENT if value in (None, {}) else json.dumps(value)
-    quantity = quantity_of(value) if value.endswith(tuple(f" {unit}" for unit in _FORMATS)) else None
-    return value if quantity is None else _FORMATS[quantity[1]](quantity[0])
+    quantity = quantity_of(value) if value.endswith(tuple(f" {unit}" for unit in FORMATS)) else None
+    return value if quantity is None else FORMATS[quantity[1]](quantity[0])
 
 
 def _draw(found: Sequence[ComparedRun], path: Path) -> None:
@@ -220,16 +214,10 @@ def _draw(found: Sequence[ComparedRun], path: Path) -> None:
 
 
 def _draw_curves(axes: Axes, found: Sequence[ComparedRun], where: Callable[[ComparedRun, int], float]) -> None:
-    from matplotlib import colormaps
-
-    palette = colormaps["tab10" if len(found) <= 10 else "tab20"]
-    for index, run in enumerate(found):
+    for colour, run in zip(palette(len(found)), found, strict=True):
         points = [(where(run, round_), loss) for round_, loss in run.losses.items()]
         if points:
-            marker = "o" if len(points) <= 60 else ""
-            axes.plot(
-                *zip(*points, strict=True), color=palette(index % palette.N), lw=2, marker=marker, ms=4, label=run.name
-            )
+            draw_curve(axes, points, 60, color=colour, lw=2, ms=4, label=run.name)
     axes.grid()
     axes.tick_params(labelleft=True)
 

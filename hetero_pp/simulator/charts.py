@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.config.links import DIRECTIONS
-from hetero_pp.core.files import whole
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_duration, format_number
+from hetero_pp.core.drawing import save_figure
+from hetero_pp.core.units import FORMATS, format_bytes, format_duration, format_number
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
@@ -19,7 +19,6 @@ from hetero_pp.simulator.sweep import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _MARKERS: Mapping[str, dict[str, Any]] = {
     "equal": {"marker": "x"},
@@ -32,7 +31,7 @@ _MARKERS: Mapping[str, dict[str, Any]] = {
 MOST_ROWS = 32
 """Largest number of members, and of links with lines, in a picture. A note below counts the others."""
 
-_ROW_INCHES, _EDGE_INCHES = 0.42, 1.8
+_ROW_INCHES, _EDGE_INCHES, _DPI = 0.42, 1.8, 90
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,7 @@ def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
     title = "links and lines" if prediction.lines else "links"
     right.set(title=f"{title}: bytes of a round", xlabel="share of a round that it is busy")
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.9 / rows - 0.06), ncols=2, frameon=False)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with whole(path) as part:
-        figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
+    save_figure(figure, path, _DPI)
 
 
 def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
@@ -117,19 +111,11 @@ def _draw_bars(axes: Axes, rows: Sequence[_Row], labels: Sequence[str], height_o
     axes.spines[["top", "right"]].set_visible(False)
 
 
-_FORMATS: Mapping[str, Callable[[float], str]] = {
-    "bit/s": format_bits_per_second,
-    "s": format_duration,
-    "B": format_bytes,
-}
-"""Formatter by base unit."""
-
-
 def _scale(axis: Any, unit: str, values: Sequence[float]) -> None:
     """Format the ticks of an axis as quantities with units. A log scale must be set before."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-    shown = _FORMATS.get(unit, format_number)
+    shown = FORMATS.get(unit, format_number)
     axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axis.set_minor_formatter(NullFormatter())
     if unit == "s":
@@ -207,7 +193,7 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
     for bound, where in published.items():
         left.plot([], [], color="black", linestyle="", label=f"{where}: {bound}", **_MARKERS[bound])
     left.legend()
-    _save(figure, path)
+    save_figure(figure, path, _DPI)
 
 
 def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
@@ -248,7 +234,7 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
         axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    _save(figure, path)
+    save_figure(figure, path, _DPI)
 
 
 def _draw_ratios(axes: Any, predictions: Sequence[Prediction]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +22,9 @@ from ruamel.yaml import YAML
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hetero_pp.program.chaos.file import read_chaos
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from fault_injection.file import read_faults
+
 from hetero_pp.program.cli import app
 from hetero_pp.research.experiments.definition import Experiment, Scale
 from hetero_pp.research.experiments.rows import Setting
@@ -43,6 +46,7 @@ PATCHED = "tests/documents/test_python.py::test_the_blocks_of_a_page_run_once_it
 BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_tokenizer_make_a_table"
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
+FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
@@ -55,7 +59,7 @@ RUN_BY = {
     "hetero-pp launch configs/quickstart.yaml --resume --set outer.rounds=32 --set inner.learning_rate=5e-3": (
         "tests/program/test_changes.py::test_over_the_network_a_changed_run_has_the_same_bits"
     ),
-    "hetero-pp launch configs/quickstart.yaml --chaos configs/chaos/quickstart.yaml": (
+    f"python benchmarks/launch_with_faults.py configs/quickstart.yaml --faults {FAULTS_FOR_QUICKSTART}": (
         "tests/faults/test_survives.py::"
         "test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_again"
     ),
@@ -316,7 +320,7 @@ def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
     elif "base" in content:
         assert Scale.model_validate(content)
     elif "faults" in content:
-        assert read_chaos(path, RunSpec(ConfigFile(ROOT / "configs" / "quickstart.yaml").config, 256)).faults
+        assert read_faults(path, RunSpec(ConfigFile(ROOT / "configs" / "quickstart.yaml").config, 256)).faults
     elif _is_whole(content):
         assert ConfigFile(path).config.name == content["name"]
     else:

@@ -1,4 +1,4 @@
-"""Gaps by width of the model: the fitted law as in scipy, and its intervals from the closed formula."""
+"""Gaps by width of the model: the fitted law and its intervals, compared with the closed formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from catalogs import SHIPPED
-from scipy.stats import linregress
 from scipy.stats import t as students_t
 
 from hetero_pp.core.errors import ConfigError
@@ -31,14 +30,18 @@ def _law(points: list[tuple[float, float]]) -> PowerLaw:
 
 
 def test_the_law_is_a_regression_of_logarithms() -> None:
-    law, reference = _law(POINTS), linregress(*np.log(np.array(POINTS)).T)
-    assert law.exponent == pytest.approx(reference.slope)
-    assert law.at(64) == pytest.approx(math.exp(reference.intercept + reference.slope * math.log(64)))
-    quantile = students_t.ppf(0.975, len(POINTS) - 2)
-    half = quantile * reference.stderr
-    assert law.exponent_interval() == pytest.approx((reference.slope - half, reference.slope + half))
-    at_one = quantile * reference.intercept_stderr  # where the logarithm of the width is 0
-    assert law.interval(1) == pytest.approx((law.at(1) * math.exp(-at_one), law.at(1) * math.exp(at_one)))
+    law, (widths, gaps) = _law(POINTS), np.log(np.array(POINTS)).T
+    slope, level = np.polyfit(widths - widths.mean(), gaps, 1)
+    assert law.exponent == pytest.approx(slope)
+    assert law.at(64) == pytest.approx(math.exp(level + slope * (math.log(64) - widths.mean())))
+    squares = ((widths - widths.mean()) ** 2).sum()
+    rest = gaps - level - slope * (widths - widths.mean())
+    error = students_t.ppf(0.975, len(POINTS) - 2) * math.sqrt(rest @ rest / (len(POINTS) - 2))
+    half = error / math.sqrt(squares)
+    assert law.exponent_interval == pytest.approx((slope - half, slope + half))
+    for width in (1, 96, 512):
+        half = error * math.sqrt(1 / len(POINTS) + (math.log(width) - widths.mean()) ** 2 / squares)
+        assert law.interval(width) == pytest.approx((law.at(width) * math.exp(-half), law.at(width) * math.exp(half)))
 
 
 def test_the_interval_is_narrowest_where_it_was_measured() -> None:

@@ -19,13 +19,14 @@ from typing import Any
 
 import psutil
 import pytest
-from started import TIMEOUT, run_program
+from started import TIMEOUT, run_program, run_script
 
 from hetero_pp.messages.messages_pb2 import HEALED, INJECTED, RESTARTED, SILENT, SUSPENDED, TERM_OVER, Happened
 
 pytestmark = pytest.mark.starts_processes
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+LAUNCH_WITH_FAULTS = Path(__file__).parents[2] / "benchmarks/launch_with_faults.py"
 ROUNDS = 5
 
 ON_RANKS = """
@@ -46,11 +47,11 @@ class Survived:
     def __init__(
         self, config: Path, faults: str, corpus: Path, runs: Path, settings: Sequence[str], rounds: int
     ) -> None:
-        chaos = runs / "chaos.yaml"
-        chaos.write_text(f"faults: [{faults}]")
-        command = ["launch", str(config), "--runs", str(runs), "--chaos", str(chaos)]
+        path = runs / "faults.yaml"
+        path.write_text(f"faults: [{faults}]")
+        command = [str(config), "--runs", str(runs), "--faults", str(path)]
         sets = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "snapshots.every=1", "exchange.quorum=1", *settings]
-        done = run_program(*command, *(part for one in sets for part in ("--set", one)))
+        done = run_script(LAUNCH_WITH_FAULTS, *command, *(part for one in sets for part in ("--set", one)))
         (folder,) = (path.parent for path in runs.glob("*/summary.json"))
         self.folder, self.rounds, self.code, self.errors = folder, rounds, done.returncode, done.stderr
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())

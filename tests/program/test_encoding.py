@@ -89,7 +89,6 @@ def test_what_is_asked_before_a_run(run: Run, yaml: Path, tmp_path: Path) -> Non
         ("launch", str(yaml), "--print-commands", "--set", "exchange.listen=0.0.0.0:47600"),
         ("methods",),
         ("schema",),
-        ("schema", "chaos"),
     ):
         code, out, errors = run(*command)
         assert (code, errors) == (0, ""), command

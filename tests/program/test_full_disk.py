@@ -25,6 +25,7 @@ from test_run_state import made_up_reports, made_up_spec
 from typer.testing import CliRunner
 
 from hetero_pp.config.changed_keys import NO_CHANGES, write_changes
+from hetero_pp.core.drawing import save_figure
 from hetero_pp.core.errors import ConfigError, StoreError
 from hetero_pp.core.files import PART, LastingLog, write_whole
 from hetero_pp.data.settings import DataSettings
@@ -36,7 +37,6 @@ from hetero_pp.program.join.membership import _own_key
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.hosts import write_token
 from hetero_pp.program.launch.recorded import begin_folder
-from hetero_pp.program.report.pictures import save_figure
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes

@@ -13,8 +13,6 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import print_without_fail
-from hetero_pp.program.chaos.file import read_chaos
-from hetero_pp.program.chaos.schedule import missed, schedule_of
 from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import (
@@ -60,15 +58,15 @@ def run_topology(
     in_process: bool,
     resume: bool = False,
     typed: Sequence[str] = (),
-    chaos: Path | None = None,
     new: bool = False,
     since: float | None = None,
+    start: Start | None = None,
 ) -> None:
     """Train the topology of a YAML in a new folder under `runs`, or resume the run that is there.
 
     `typed`: the command as the user typed it, to print how to resume. `since`: when the user typed it, in seconds since
-    1970; by default now. `chaos`: a file of faults to inject. `new`: start a new run even if one of this name is
-    unfinished.
+    1970; by default now. `new`: start a new run even if one of this name is unfinished. `start`: another function that
+    starts the members, such as one that injects faults.
 
     Raises ConfigError if a run of this name is unfinished, and neither `resume` nor `new` is given.
     """
@@ -76,28 +74,14 @@ def run_topology(
     since, file = time.time() if since is None else since, ConfigFile(path, overrides)
     resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     prepared = _prepare(file, runs, None, resume)
-    start = _start(prepared.spec, in_process, chaos)
-    name = prepared.spec.config.name
+    name, default = prepared.spec.config.name, run_in_process if in_process else launch
     folder = RunFolder(runs.absolute() / name)
     with (
         claim(runs.absolute(), name, prepared.names),
         claim_store(prepared.spec.config, folder),
         ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
     ):
-        run_and_record(prepared, runs, start, resume, since, hint.print_once)
-
-
-def _start(spec: RunSpec, in_process: bool, chaos: Path | None) -> Start:
-    """Return the function that starts a run, with the faults of a file.
-
-    Raises ConfigError for faults that it cannot have.
-    """
-    if chaos is None:
-        return run_in_process if in_process else launch
-    faults = read_chaos(chaos, spec, in_process)
-    if in_process:
-        return partial(run_in_process, missed=missed(faults))
-    return partial(launch, chaos=schedule_of(faults, spec))
+        run_and_record(prepared, runs, start or default, resume, since, hint.print_once)
 
 
 def run_on_this_host(

@@ -23,8 +23,6 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
-from hetero_pp.program.chaos.director import Director
-from hetero_pp.program.chaos.schedule import Schedule
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
@@ -36,6 +34,7 @@ from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.store.faults import Faults
 from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0
@@ -60,19 +59,20 @@ def launch(
     folder: RunFolder,
     on_report: Callable[[Report], None],
     resume: Values | None = None,
-    chaos: Schedule | None = None,
+    make_crew: Callable[..., Crew] | None = None,
 ) -> None:
     """Run the whole topology over gRPC, with one process per member. `folder` holds the resolved configuration.
 
-    `resume`: None for a new run, else the keys that change from here on as the run in the folder resumes. `chaos`:
-    faults to inject. Processes that die are restarted, as often as the configuration allows.
+    `resume`: None for a new run, else the keys that change from here on as the run in the folder resumes. `make_crew`:
+    another supervisor, such as one that injects faults. Processes that die are restarted, as often as the configuration
+    allows.
 
     Raises RunFailed with the first cause if the run cannot continue, or if reports could not be followed. All processes
     have ended when this function does, however it ends.
     """
     encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
     keys = SecretKeys(Secret(new_secret()), encrypted)
-    with Crew(spec, folder, on_report, LAUNCHER, keys, resume, chaos) as crew:
+    with (make_crew or Crew)(spec, folder, on_report, LAUNCHER, keys, resume) as crew:
         crew.start([EXCHANGE, *spec.needed])
         address = crew.open_exchange()
         watcher = Watcher(partial(reports_of, address, crew.credentials, crew.on_silence), crew.on_report)
@@ -108,7 +108,6 @@ class Crew:
         name: str,
         keys: Keys,
         resume: Values | None = None,
-        chaos: Schedule | None = None,
     ) -> None:
         """`name`: the part of the run that it starts, or `launcher` for all of it.
 
@@ -123,7 +122,6 @@ class Crew:
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
         self._devices: dict[str, str] = {}
-        self._director = None if chaos is None else Director(chaos, folder, on_report)
         self._context = fork_server()
         self._processes: dict[str, ForkServerProcess] = {}
         self._connections: dict[str, Connection] = {}
@@ -148,8 +146,6 @@ class Crew:
 
         After an interrupt, members first save their checkpoints.
         """
-        if self._director is not None:
-            self._director.close()
         try:
             if kind is not None and issubclass(kind, KeyboardInterrupt):
                 self._have_states_saved()
@@ -218,15 +214,18 @@ class Crew:
             ours, theirs = self._context.Pipe()
             device = self._devices.get(member, "cpu")
             job = Job(member, self._folder, None if again else self._resume, again, device)
-            orders = None if self._director is None else self._director.orders(member)
-            process = self._context.Process(target=process_main, args=(theirs, job, orders), name=member)
+            process = self._context.Process(
+                target=process_main, args=(theirs, job, self.faults_of(member)), name=member
+            )
             self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
             with unheard():
                 process.start()
                 self._processes[member] = process
             theirs.close()
-            if self._director is not None and orders is not None and process.pid is not None:
-                self._director.started(member, process.pid, orders)
+
+    def faults_of(self, member: str) -> Callable[[], Faults]:
+        """Return a function that a member's process calls to make its faults. This supervisor injects none."""
+        return Faults
 
     def open_exchange(self, listen: str = "") -> str:
         """Have the exchange listen, at `listen` or else as the configuration says. Return its address.
@@ -369,8 +368,6 @@ class Crew:
                 self._terms[report.member] = report.joined.term
             elif report.HasField("standing") and report.standing.what == SILENT:
                 self._silent.setdefault(report.standing.place, time.monotonic())
-        if self._director is not None:
-            self._director.on_report(report)
         self._tell(report)
 
     def on_silence(self, is_silent: bool) -> None:

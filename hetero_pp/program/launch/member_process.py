@@ -40,7 +40,6 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.files import keep_trying, print_without_fail
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.planner.spares import group_spares
-from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.fork_server import ignore_unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
@@ -71,8 +70,8 @@ _SECONDS_KEPT = 5.0
 """Seconds for which the exchange keeps freed memory: longer than the time between two frames of a round."""
 
 
-def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -> NoReturn:
-    """Run one member of the run until it is over, then end the process. `orders`: faults to inject, if any."""
+def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Faults] = Faults) -> NoReturn:
+    """Run one member of the run until it is over, then end the process."""
     ignore_unheard()
     os.setsid()  # a session of its own, so that Ctrl-C reaches the launcher only, which then ends this process
     _redirect_output(job.folder.output(job.member), job.again)
@@ -86,7 +85,7 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
         lifeline = _Lifeline(launcher)
         spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
-        faults = faults_of(orders)
+        faults = make_faults()
         if job.member == EXCHANGE:
             with giving_freed_memory_back(_SECONDS_KEPT):
                 code = _run_exchange(spec, job, message, launcher, faults, lifeline)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, Direction
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.replica_state import ReplicaState
@@ -22,10 +21,6 @@ from hetero_pp.run.alike import lines_alike, links_alike, range_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WIDTH, HEIGHT, DPI = 16.0, 10.0, 100
-"""Inches, inches and dots per inch: 1600 x 1000 pixels."""
 
 KINDS: Mapping[str, Mapping[str, str]] = {
     "stage link": {"forward": "#1f6fb2", "backward": "#8fc1e3"},
@@ -33,25 +28,6 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "line": {"up": "#3a8550", "down": "#a3d3ae"},
 }
 """Colours of the bars, by kind from top to bottom and by direction."""
-INK = "#333333"
-STYLE: Any = {
-    "font.size": 13,
-    "axes.titlesize": 16,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 14,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": "#e3e3e3",
-    "axes.axisbelow": True,
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.9,
-}
 MOST_BARS = 64
 """Most bars that are drawn; each link or line has two."""
 MOST_NAMED = 12
@@ -120,34 +96,23 @@ def training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
                 yield (round_ - 1) * (steps or 1) + part, loss
 
 
-def _colours(state: RunState) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    count = len(state.replicas)
-    palette = colormaps["tab10" if count <= 10 else "tab20"]
-    return {name: palette(index % palette.N) for index, name in enumerate(state.replicas)}
-
-
 def _draw_training(state: RunState, axes: Axes) -> None:
-    colours = _colours(state)
-    for name, replica in state.replicas.items():
+    colours = palette(len(state.replicas))
+    for colour, (name, replica) in zip(colours, state.replicas.items(), strict=True):
         losses = list(training_losses(replica))
         if losses:
-            marker = "o" if len(losses) <= 60 else ""
-            label = f"{name} ({replica.kind})"
             width = 1.8 if len(losses) <= 500 else 0.9
-            axes.plot(*zip(*losses, strict=True), color=colours[name], lw=width, marker=marker, ms=4, label=label)
+            draw_curve(axes, losses, 60, color=colour, lw=width, ms=4, label=f"{name} ({replica.kind})")
     axes.set_title(f"{state.spec.config.name}: training loss")
 
 
 def _draw_validation(state: RunState, axes: Axes) -> None:
     """Draw the validation loss of each replica and the mean; round 0 is the initial weights."""
-    colours = _colours(state)
-    for name, replica in state.replicas.items():
+    colours = palette(len(state.replicas))
+    for colour, (name, replica) in zip(colours, state.replicas.items(), strict=True):
         losses = [(_after(state, round_), loss) for round_, loss in sorted(replica.validation_loss.items())]
         if losses:
-            marker = "o" if len(losses) <= MOST_MARKS else ""
-            axes.plot(*zip(*losses, strict=True), color=colours[name], lw=1.5, marker=marker, ms=5, label=name)
+            draw_curve(axes, losses, MOST_MARKS, color=colour, lw=1.5, ms=5, label=name)
     means = [(_after(state, round_), mean) for round_, mean in state.mean_validation_losses().items()]
     if means and len(state.replicas) > 1:
         axes.plot(*zip(*means, strict=True), color="black", lw=2.5, ls="--", label="mean", zorder=3)
@@ -296,17 +261,3 @@ def _legend(axes: Axes, bars: list[_Bar]) -> None:
     kinds = {(bar.kind, bar.way): bar.colour for bar in bars}
     handles = [Patch(color=colour, label=f"{kind}, {way} {ARROWS[way]}") for (kind, way), colour in kinds.items()]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6)
-
-
-def new_figure(height: float) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.15)
-    return Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    write_whole(path, content.getvalue())

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from hetero_pp.research.experiments.claims import known_values
 from hetero_pp.research.experiments.definition import Trend
@@ -23,53 +23,43 @@ Point = tuple[float, float]
 """Width, gap in percent."""
 
 
-@dataclass(frozen=True)
 class PowerLaw:
-    """gap = factor * width ^ exponent, with the quantities that intervals need."""
+    """gap = factor * width ^ exponent, for gaps in percent."""
 
-    exponent: float
-    intercept: float
-    """Logarithm of the gap at a width of 1."""
-    error: float
-    """Standard deviation of the logarithms of gaps around the law."""
-    count: int
-    mean: float
-    """Mean of the logarithms of widths."""
-    squares: float
-    """Sum of the squared distances of the logarithms of widths to their mean."""
-
-    def at(self, width: float) -> float:
-        """Return the gap at a width, in percent."""
-        return math.exp(self.intercept + self.exponent * math.log(width))
-
-    def interval(self, width: float) -> Interval:
-        """Return the interval of the mean gap at a width, in percent."""
-        distance = (math.log(width) - self.mean) ** 2 / self.squares
-        half = self._quantile() * self.error * math.sqrt(1 / self.count + distance)
-        return self.at(width) * math.exp(-half), self.at(width) * math.exp(half)
-
-    def exponent_interval(self) -> Interval:
-        """Return the interval of the exponent."""
-        half = self._quantile() * self.error / math.sqrt(self.squares)
-        return self.exponent - half, self.exponent + half
-
-    def _quantile(self) -> float:
+    def __init__(self, logs: Sequence[Point]) -> None:
+        """Fit the law to the logarithms of widths and gaps."""
         from scipy.special import stdtrit
 
-        return float(stdtrit(self.count - 2, 1 - LEVEL / 2))
+        self._widths, self._gaps = np.array(logs).T
+        self._quantile = stdtrit(len(logs) - 2, 1 - LEVEL / 2)
+        line = self._line(1.0)
+        self.exponent = float(line.slope)
+        self.exponent_interval = self._around(line.slope, line.stderr)
+
+    def at(self, width: float) -> float:
+        """Return the gap at a width."""
+        return math.exp(self._line(width).intercept)
+
+    def interval(self, width: float) -> Interval:
+        """Return the interval of the mean gap at a width."""
+        line = self._line(width)
+        low, high = self._around(line.intercept, line.intercept_stderr)
+        return math.exp(low), math.exp(high)
+
+    def _line(self, width: float) -> Any:
+        """Return the regression of the logarithms, with its intercept at a width."""
+        from scipy.stats import linregress
+
+        return linregress(self._widths - math.log(width), self._gaps)
+
+    def _around(self, mean: float, error: float) -> Interval:
+        return float(mean - self._quantile * error), float(mean + self._quantile * error)
 
 
 def fit(points: Sequence[Point]) -> PowerLaw | None:
     """Fit the law to the points with a gap above zero; None with fewer than three of them, or at a single width."""
     logs = [(math.log(width), math.log(gap)) for width, gap in points if gap > 0]
-    if len(logs) < 3 or len({x for x, _ in logs}) < 2:
-        return None
-    mean, level = fmean(x for x, _ in logs), fmean(y for _, y in logs)
-    squares = sum((x - mean) ** 2 for x, _ in logs)
-    exponent = sum((x - mean) * (y - level) for x, y in logs) / squares
-    intercept = level - exponent * mean
-    rest = sum((y - intercept - exponent * x) ** 2 for x, y in logs)
-    return PowerLaw(exponent, intercept, math.sqrt(rest / (len(logs) - 2)), len(logs), mean, squares)
+    return PowerLaw(logs) if len(logs) > 2 and len({x for x, _ in logs}) > 1 else None
 
 
 def trend_results(setting: Setting, outcomes: Outcomes) -> list[dict[str, Any]]:
@@ -101,4 +91,4 @@ def _result(setting: Setting, trend: Trend, outcomes: Outcomes) -> dict[str, Any
 def _of(law: PowerLaw, trend: Trend, points: Sequence[Point]) -> Mapping[str, Any]:
     widths = sorted({round(width) for width, _ in points} | set(trend.paper))
     said = [{"width": width, "percent": law.at(width), "interval": law.interval(width)} for width in widths]
-    return {"exponent": {"value": law.exponent, "interval": law.exponent_interval()}, "law": said}
+    return {"exponent": {"value": law.exponent, "interval": law.exponent_interval}, "law": said}

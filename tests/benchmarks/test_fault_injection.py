@@ -1,29 +1,33 @@
-"""A chaos file: its checks, when its faults happen, and missed contributions that give the same bits."""
+"""A file of faults: its checks, when its faults happen, and missed contributions that give the same bits."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from started import run_program
+from started import run_program, run_script
 from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from fault_injection.file import read_faults
+from fault_injection.schedule import Schedule, missed, schedule_of
+from fault_injection.settings import FAULTS, FaultFile, Kind, kind_of
+from launch_with_faults import app
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.program.chaos.file import read_chaos
-from hetero_pp.program.chaos.schedule import Schedule, missed, schedule_of
-from hetero_pp.program.chaos.settings import FAULTS, Chaos, Kind, kind_of
-from hetero_pp.program.cli import app
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import Phase
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 CONFIGS = Path(__file__).parents[2] / "configs"
 MEMBERS = ["dc", "home.0", "home.1", "home.2"]
@@ -33,10 +37,10 @@ def _spec(*overrides: str) -> RunSpec:
     return RunSpec(ConfigFile(MIXED, overrides).config, 256)
 
 
-def _read(text: str, folder: Path, *overrides: str, in_process: bool = False) -> Chaos:
-    path = folder / "chaos.yaml"
+def _read(text: str, folder: Path, *overrides: str, in_process: bool = False) -> FaultFile:
+    path = folder / "faults.yaml"
     path.write_text(f"faults:\n{text}\n")
-    return read_chaos(path, _spec(*overrides), in_process)
+    return read_faults(path, _spec(*overrides), in_process)
 
 
 def _schedule(text: str, folder: Path, *overrides: str) -> Schedule:
@@ -74,12 +78,12 @@ def test_what_cannot_be_is_told_with_its_line(entry: str, key: str, complaint: s
         _read(f"  - {entry}", tmp_path)
     message = str(caught.value)
     assert "\n" not in message
-    assert re.fullmatch(rf".*chaos\.yaml:2: {re.escape(key)}: {re.escape(complaint)}.*", message), message
+    assert re.fullmatch(rf".*faults\.yaml:2: {re.escape(key)}: {re.escape(complaint)}.*", message), message
 
 
 def test_a_round_that_could_never_close_is_refused(tmp_path: Path) -> None:
     both = "  - {miss: home, rounds: [1]}\n  - {miss: dc, rounds: [2, 1]}"
-    with pytest.raises(ConfigError, match=r"chaos.yaml:2: .*: found 1, for which 0 of 2 replicas remain; expected at"):
+    with pytest.raises(ConfigError, match=r"faults.yaml:2: .*: found 1, for which 0 of 2 replicas remain; expected at"):
         _read(both, tmp_path)
     assert missed(_read(both.replace(", 1]", "]"), tmp_path)) == {"home": {1}, "dc": {2}}
 
@@ -93,24 +97,26 @@ def test_ranks_tell_less(tmp_path: Path) -> None:
 
 
 def test_threads_can_only_miss(corpus: Path, tmp_path: Path) -> None:
-    path = tmp_path / "chaos.yaml"
+    path = tmp_path / "faults.yaml"
     path.write_text("faults:\n  - {miss: home, rounds: [1]}\n  - {kill: home.1, at: {round: 2}}\n")
-    settings = ["--set", f"data.corpus={corpus}", "--runs", str(tmp_path / "runs"), "--chaos", str(path)]
-    done = CliRunner().invoke(app, ["launch", str(MIXED), "--in-process", *settings])
+    settings = ["--set", f"data.corpus={corpus}", "--runs", str(tmp_path / "runs"), "--faults", str(path)]
+    done = CliRunner().invoke(app, [str(MIXED), "--in-process", *settings])
     assert done.exit_code == 2
-    told = "chaos.yaml:3: faults[1].kill: found a fault that needs processes, expected only `miss` with --in-process"
+    told = "faults.yaml:3: faults[1].kill: found a fault that needs processes, expected only `miss` with --in-process"
     assert told in " ".join(done.stderr.split())
     assert not (tmp_path / "runs" / "mixed").exists()
 
 
 def test_the_schema_is_up_to_date() -> None:
-    assert json.loads((CONFIGS / "chaos_schema.json").read_text()) == Chaos.model_json_schema()
+    printed = CliRunner().invoke(app, ["--schema"]).stdout
+    assert (BENCHMARKS / "fault_injection" / "schema.json").read_text() == printed
+    assert json.loads(printed) == FaultFile.model_json_schema()
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "chaos").glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_is_shown_is_of_the_run_of_its_name(path: Path) -> None:
-    run = RunSpec(ConfigFile(CONFIGS / path.name).config, 256)
-    assert {kind_of(one.model_dump()) for one in read_chaos(path, run).faults} == set(FAULTS)
+def test_the_faults_for_the_quickstart_fit_it_and_show_every_kind() -> None:
+    run = RunSpec(ConfigFile(CONFIGS / "quickstart.yaml").config, 256)
+    shown = read_faults(BENCHMARKS / "fault_injection" / "quickstart.yaml", run)
+    assert {kind_of(one.model_dump()) for one in shown.faults} == set(FAULTS)
 
 
 # ---- when ----
@@ -166,15 +172,19 @@ GRACE = 'exchange.grace={"factor": 1, "least": "6 s", "most": "6 s"}'
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("cells", [[], ["outer.keep_local=true", "replicas.1.boundary.rank=full"]])
 def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], corpus: Path, tmp_path: Path) -> None:
-    chaos = tmp_path / "chaos.yaml"
-    chaos.write_text("faults: [{miss: home, rounds: [1]}, {miss: dc, rounds: [3]}]")
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("faults: [{miss: home, rounds: [1]}, {miss: dc, rounds: [3]}]")
 
     def outcome(way: str, *flags: str) -> tuple[dict[str, str], list[float], list[list[str]]]:
         """Return a run's parameters, its losses and the replicas that each round includes."""
-        command = ["launch", str(MIXED), "--runs", str(tmp_path / way), *flags, "--set", f"data.corpus={corpus}"]
+        command = [str(MIXED), "--runs", str(tmp_path / way), *flags, "--set", f"data.corpus={corpus}"]
         command += [part for cell in cells for part in ("--set", cell)]
-        command += [] if way == "whole" else ["--set", GRACE, "--chaos", str(chaos)]
-        done = run_program(*command)
+        with_faults = ["--set", GRACE, "--faults", str(faults)]
+        done = (
+            run_program("launch", *command)
+            if way == "whole"
+            else run_script(BENCHMARKS / "launch_with_faults.py", *command, *with_faults)
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         folder = tmp_path / way / "mixed"
         summary = json.loads((folder / "summary.json").read_text())

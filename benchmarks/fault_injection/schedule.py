@@ -9,21 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.seeds import seed_of
-from hetero_pp.program.chaos.settings import (
+from fault_injection.settings import (
     AtRate,
-    Chaos,
     Corrupt,
     Cut,
     Delay,
     Fault,
+    FaultFile,
     Fill,
     Freeze,
     Kill,
     Kind,
     Miss,
 )
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Phase
 
@@ -61,50 +61,48 @@ class Schedule:
 
     Faults under the exchange's name are due when the first member reaches the point.
     """
-    chaos: Chaos
+    file: FaultFile
     spec: RunSpec
 
     def timed(self) -> Iterator[tuple[float, Injection]]:
         """Yield (seconds after training began, fault) in order of time; may never end."""
         once = sorted(
             (fault.after, _injection(fault, self.spec))
-            for fault in self.chaos.faults
+            for fault in self.file.faults
             if isinstance(fault, Fault) and fault.after is not None
         )
         at_rates = [
-            _drawn(fault, self.spec, index)
-            for index, fault in enumerate(self.chaos.faults)
-            if isinstance(fault, AtRate)
+            _drawn(fault, self.spec, index) for index, fault in enumerate(self.file.faults) if isinstance(fault, AtRate)
         ]
         return heapq.merge(once, *at_rates)
 
     def fills(self, member: str) -> bool:
         """Whether a fault ever fills the member's disk."""
-        return any(isinstance(fault, Fill) and fault.fill == member for fault in self.chaos.faults)
+        return any(isinstance(fault, Fill) and fault.fill == member for fault in self.file.faults)
 
     @property
     def has_links(self) -> bool:
         """Whether any fault cuts or slows down links."""
         return any(
             isinstance(fault, Cut | Delay) or (isinstance(fault, AtRate) and {"cut", "delay"} & set(fault.of))
-            for fault in self.chaos.faults
+            for fault in self.file.faults
         )
 
 
-def schedule_of(chaos: Chaos, spec: RunSpec) -> Schedule:
+def schedule_of(file: FaultFile, spec: RunSpec) -> Schedule:
     """Return the schedule of a file of faults for a run."""
     at: dict[tuple[str, Point], list[Injection]] = defaultdict(list)
-    for fault in chaos.faults:
+    for fault in file.faults:
         if isinstance(fault, Fault) and fault.at is not None:
             injection = _injection(fault, spec)
             at[injection.member, (fault.at.round, fault.at.phase)].append(injection)
-    return Schedule(dict(at), chaos, spec)
+    return Schedule(dict(at), file, spec)
 
 
-def missed(chaos: Chaos) -> Mapping[str, frozenset[int]]:
+def missed(file: FaultFile) -> Mapping[str, frozenset[int]]:
     """Return replica -> rounds in which its contribution is held back."""
     rounds: dict[str, set[int]] = defaultdict(set)
-    for fault in chaos.faults:
+    for fault in file.faults:
         if isinstance(fault, Miss):
             rounds[fault.miss].update(fault.rounds)
     return {replica: frozenset(found) for replica, found in rounds.items()}

@@ -9,26 +9,26 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hetero_pp.config.links import EXCHANGE
-from hetero_pp.config.settings import Settings
-from hetero_pp.config.topology import DatacenterReplica
-from hetero_pp.core.errors import ConfigError
-from hetero_pp.program.chaos.schedule import missed
-from hetero_pp.program.chaos.settings import (
+from fault_injection.schedule import missed
+from fault_injection.settings import (
     FAULTS,
     AnyFault,
     AtRate,
-    Chaos,
     Corrupt,
     Cut,
     Delay,
     Fault,
+    FaultFile,
     Fill,
     Freeze,
     Kill,
     Miss,
     kind_of,
 )
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.settings import Settings
+from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_lines import YamlLines, complaint
@@ -38,22 +38,22 @@ from replica_groups.exchange.host import rules_of
 T = TypeVar("T", bound=Settings)
 
 
-def read_chaos(path: Path, spec: RunSpec, in_process: bool = False) -> Chaos:
+def read_faults(path: Path, spec: RunSpec, in_process: bool = False) -> FaultFile:
     """Return the faults of a file. Raises ConfigError with file, line and key if this run cannot have them."""
     lines = YamlLines(path)
     root = lines.plain()
     try:
-        chaos = _validated(root)
-        for index, fault in enumerate(chaos.faults):
+        file = _validated(root)
+        for index, fault in enumerate(file.faults):
             with _below("faults", index):
                 _check(fault, spec, in_process)
-        _require_quorum(chaos, spec)
+        _require_quorum(file, spec)
     except ConfigError as error:
-        raise lines.located(error, Chaos) from None
-    return chaos
+        raise lines.located(error, FaultFile) from None
+    return file
 
 
-def _validated(root: Mapping[str, Any]) -> Chaos:
+def _validated(root: Mapping[str, Any]) -> FaultFile:
     """Validate each entry with the model that its first known key selects. Raises ConfigError with its key."""
     entries, faults = root.get("faults"), []
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
@@ -62,7 +62,7 @@ def _validated(root: Mapping[str, Any]) -> Chaos:
             raise ConfigError(("faults", index), f"found no fault, expected one of the keys {', '.join(FAULTS)}")
         with _below("faults", index):
             faults.append(_parsed(FAULTS[key], entry))
-    return _parsed(Chaos, dict(root) | ({"faults": faults} if faults else {}))
+    return _parsed(FaultFile, dict(root) | ({"faults": faults} if faults else {}))
 
 
 def _parsed(model: type[T], value: Any) -> T:
@@ -187,14 +187,14 @@ def ranks_of(member: str, spec: RunSpec) -> int:
     return replica.ranks if isinstance(replica, DatacenterReplica) and replica.engine != "torch" else 0
 
 
-def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
+def _require_quorum(file: FaultFile, spec: RunSpec) -> None:
     """Raise ConfigError if a round could never close.
 
     A contribution that `miss` holds back arrives only after its round has closed, so it does not count for the quorum.
     """
     rules = rules_of(spec)
-    without = missed(chaos)
-    for index, fault in enumerate(chaos.faults):
+    without = missed(file)
+    for index, fault in enumerate(file.faults):
         for place, round_ in enumerate(fault.rounds if isinstance(fault, Miss) else ()):
             replicas, needed = rules.expected((), round_), rules.needed_of((), round_)
             left = replicas - sum(round_ in rounds for name, rounds in without.items() if name in rules.due(round_))

@@ -1,4 +1,4 @@
-"""The file of faults that `launch --chaos` reads: kind, target and time of each."""
+"""The settings of a file of faults: kind, target and time of each fault."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ FAULTS: dict[str, type[AnyFault]] = {
 """Models of entries, by the key that selects them."""
 
 
-class Chaos(Settings):
-    """All that is done to a run."""
+class FaultFile(Settings):
+    """Faults to inject into a run."""
 
     faults: list[AnyFault] = Field(min_length=1)
 

@@ -10,20 +10,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 
+from fault_injection.file import ranks_of
+from fault_injection.injected import InjectedFaults, Orders
+from fault_injection.schedule import Injection, Point, Schedule, missed
+from fault_injection.settings import Kind
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import INJECTED, Report, Standing
-from hetero_pp.program.chaos.file import ranks_of
-from hetero_pp.program.chaos.injected import Orders
-from hetero_pp.program.chaos.schedule import Injection, Point, Schedule, missed
-from hetero_pp.program.chaos.settings import Kind
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.store.faults import Phase
+from hetero_pp.store.faults import Faults, Phase
 
 
 class Director:
@@ -37,31 +38,34 @@ class Director:
         self._schedule, self._folder, self._tell = schedule, folder, tell
         self._left = {key: list(injections) for key, injections in schedule.at.items()}
         """Faults still to be injected at points of rounds."""
-        self._missed = missed(schedule.chaos)
+        self._missed = missed(schedule.file)
         self._lock = threading.Lock()
         self._processes: dict[str, psutil.Process] = {}
         self._connections: dict[str, Connection] = {}
+        self._handed_over: dict[str, Connection] = {}
+        """Ends of the connections that processes get at their start."""
         self._points: defaultdict[str, tuple[int, str]] = defaultdict(lambda: (0, "starting"))
         """Last reported point of each member."""
         self._begun = threading.Event()
         self._over = threading.Event()
-        threading.Thread(target=self._keep_time, name="chaos", daemon=True).start()
+        threading.Thread(target=self._keep_time, name="timed faults", daemon=True).start()
 
-    # ---- called by the launcher ----
+    # ---- called by the supervisor ----
 
-    def orders(self, member: str) -> Orders:
-        """Return the orders for a member's process that is about to start."""
+    def faults_of(self, member: str) -> Callable[[], Faults]:
+        """Return the function that makes the faults of a member in its process, which is about to start."""
         ours, theirs = Pipe()
         with self._lock:
-            self._connections[member] = ours
+            self._connections[member], self._handed_over[member] = ours, theirs
             points = frozenset(point for name, point in self._left if name in (member, EXCHANGE))
         replica = "" if member == EXCHANGE else self._schedule.spec.members[member].replica.name
         late = self._missed.get(replica, frozenset())
-        return Orders(theirs, points, late, self._schedule.has_links, self._schedule.fills(member))
+        orders = Orders(theirs, points, late, self._schedule.has_links, self._schedule.fills(member))
+        return partial(InjectedFaults, orders)
 
-    def started(self, member: str, pid: int, orders: Orders) -> None:
-        """Note that a member's process has started with its orders, and follow what it reports."""
-        orders.launcher.close()
+    def started(self, member: str, pid: int) -> None:
+        """Note that a member's process has started, and follow what it reports."""
+        self._handed_over.pop(member).close()
         with self._lock, suppress(psutil.NoSuchProcess):
             self._processes[member] = psutil.Process(pid)
         threading.Thread(target=self._follow, args=(member, self._connections[member]), daemon=True).start()

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from hetero_pp.program.chaos.full_disk import FullDisk
-from hetero_pp.program.chaos.schedule import Point
-from hetero_pp.program.chaos.settings import Kind
-from hetero_pp.program.chaos.wire import Wire
-from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
+from fault_injection.full_disk import FullDisk
+from fault_injection.schedule import Point
+from fault_injection.settings import Kind
+from fault_injection.wire import Wire
+from hetero_pp.store.faults import Faults, Phase
 from hetero_pp.store.store import Store
 
 
@@ -35,11 +35,6 @@ class Orders:
     """Whether its links can be cut or slowed down."""
     has_disk: bool
     """Whether its disk can be full."""
-
-
-def faults_of(orders: Orders | None) -> Faults:
-    """Return the faults of this process, which listens to its launcher from now on."""
-    return NO_FAULTS if orders is None else InjectedFaults(orders)
 
 
 class InjectedFaults(Faults):
