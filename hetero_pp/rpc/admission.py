@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import AdmissionServicer
 from hetero_pp.rpc.callers import Callers, Guests, shown_certificate
 from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
@@ -121,7 +120,7 @@ class Told:
     """Files of the tokenizer, by name."""
 
 
-class Admission(AdmissionServicer):
+class Admission:
     """The calls of the service."""
 
     def __init__(
@@ -199,9 +198,7 @@ class Admission(AdmissionServicer):
             self._lobby.told(ticket)
             raise
 
-    def Probe(  # type: ignore[override]  # a Frame is raw bytes
-        self, frames: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Probe(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Measure one line at a time, so that each is measured alone. Raises AskAgain while another is measured."""
         ticket = self._callers.of(context).ticket
         assert ticket is not None

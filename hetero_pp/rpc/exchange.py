@@ -20,7 +20,6 @@ from google.protobuf.message import Message
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.exchange_service import Caller, HeldBy, IsAsked, always
@@ -208,7 +207,7 @@ def serve_exchange(
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 
 
-class _Servicer(ExchangeServicer):
+class _Servicer:
     """The calls of the service, and what each is checked for before the exchange answers it."""
 
     def __init__(
@@ -359,9 +358,7 @@ class _Servicer(ExchangeServicer):
         request.cause = plain(request.cause)
         return self._answer(request, context)
 
-    def Snapshot(  # type: ignore[override]  # a Frame is raw bytes
-        self, request: pb.SnapshotRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Snapshot(self, request: pb.SnapshotRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         if not request.HasField("round"):
             newest: pb.NewestSnapshotReply = self._answer_later(pb.NewestSnapshotRequest(), context)
             request.round = newest.round
@@ -401,9 +398,7 @@ class _Servicer(ExchangeServicer):
         buffers = (piece for name in names for piece in snapshot.pieces(name))
         yield from self._moving(header_and_payload_frames(header, buffers), context)
 
-    def Deposit(  # type: ignore[override]  # a Frame is raw bytes
-        self, frames: Iterator[bytes], context: grpc.ServicerContext
-    ) -> pb.DepositReply:
+    def Deposit(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.DepositReply:
         caller = self._caller(context)
 
         def announced(header: pb.BlobHeader) -> int:
@@ -428,9 +423,7 @@ class _Servicer(ExchangeServicer):
             )
         return self._answer_later(request, context)
 
-    def Fetch(  # type: ignore[override]  # a Frame is raw bytes
-        self, request: pb.FetchRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         caller = self._caller(context)
         stored = self.exchange.stored(request, caller) if request.reaches_store else None
         data = b"" if stored is not None else self.exchange.fetch_blob(request, caller)

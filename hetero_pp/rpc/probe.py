@@ -15,7 +15,7 @@ from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import calls_of
 
 SERVICE = DESCRIPTOR.services_by_name["Admission"]
 
@@ -74,7 +74,7 @@ def _since(begun: float) -> float:
 def be_probed(address: str, identity: Identity) -> str:
     """Let the exchange at an address measure this host's line; return why it could not, empty if it could."""
     with closing(make_channel(address, identity, EXCHANGE)) as channel:
-        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Probe"))
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(SERVICE, channel)["Probe"]
         ends: SimpleQueue[bytes] = SimpleQueue()
         answers = call(_said(ends), wait_for_ready=True, timeout=PROBE_SECONDS)
         try:

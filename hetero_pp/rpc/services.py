@@ -1,4 +1,4 @@
-"""Handlers of the services in messages.proto, made from their descriptors, and errors as status codes.
+"""Clients and handlers of the services in messages.proto, made from their descriptors, and errors as status codes.
 
 A `Frame` of messages.proto stands for one frame of raw bytes; all other messages are what they say.
 """
@@ -95,6 +95,22 @@ _DETAILS_MAX = 2_000
 def call_path(service: ServiceDescriptor, call: str) -> str:
     """Return the path of a call."""
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
+
+
+def calls_of(service: ServiceDescriptor, channel: grpc.Channel) -> Mapping[str, Any]:
+    """Return the calls of a service over a channel, by name: multicallables of gRPC that send and return messages."""
+    makers = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    return {
+        call.name: makers[call.client_streaming, call.server_streaming](
+            call_path(service, call.name), _serializer(call.input_type), _parser(call.output_type)
+        )
+        for call in service.methods
+    }
 
 
 def service_handler(
@@ -230,6 +246,10 @@ def _parsed(kind: Descriptor, message: bytes | None, most: int) -> Message:
 
 def _serializer(message: Descriptor) -> Callable[[Message], bytes] | None:
     return None if message is Frame.DESCRIPTOR else GetMessageClass(message).SerializeToString
+
+
+def _parser(message: Descriptor) -> Callable[[bytes], Message] | None:
+    return None if message is Frame.DESCRIPTOR else GetMessageClass(message).FromString
 
 
 def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:

@@ -20,7 +20,6 @@ from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -29,9 +28,10 @@ from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange import SERVICE, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.services import calls_of
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
 from replica_groups.loop.carried import CarriedExchange
@@ -445,7 +445,7 @@ def test_a_client_that_is_a_stranger_is_told_so(secret: Secret, run: str, words:
 def test_a_member_of_another_version_is_refused(version: int, served: Served) -> None:
     request = pb.JoinRequest(version=version, address="127.0.0.1:5")
     with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
-        ExchangeStub(channel).Join(request, metadata=shown(SECRET.credentials("dc")), timeout=TIMEOUT)
+        calls_of(SERVICE, channel)["Join"](request, metadata=shown(SECRET.credentials("dc")), timeout=TIMEOUT)
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     expected = f"expected {PROTOCOL_VERSION}: install one version of hetero-pp on all hosts"
     assert error.value.details() == f"found protocol version {version}, {expected}"
