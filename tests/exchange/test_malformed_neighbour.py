@@ -44,7 +44,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.loop.take_part import take_part
 from replica_groups.protocol import coordinator
-from replica_groups.protocol.coordinator import MOST_MALFORMED
+from replica_groups.protocol.slots import MOST_MALFORMED
 
 ROUNDS = 3
 SECRET = Secret("the run's secret")
