@@ -1,4 +1,4 @@
-"""Admission of a host to a run: client of the calls that rpc.admission serves."""
+"""Admission of a host to a run: client of the calls of `service Admission`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreErro
 from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.admission import SERVICE
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
-from hetero_pp.rpc.services import ERROR_OF_CODE, calls_of
+from hetero_pp.rpc.services import ADMISSION_SERVICE, ERROR_OF_CODE, calls_of
 
 SECONDS = 30.0
 """Seconds within which an exchange that is there answers."""
@@ -82,7 +81,7 @@ def _ask(
                 require_trust(address, identity, route)
                 on_wait(seconds / 10, seconds)
         try:
-            return calls_of(SERVICE, channel)[call](request, wait_for_ready=waits, timeout=seconds)
+            return calls_of(ADMISSION_SERVICE, channel)[call](request, wait_for_ready=waits, timeout=seconds)
         except grpc.RpcError as error:
             raise _translated(error, address, seconds, route) from None
 

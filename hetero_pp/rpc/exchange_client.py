@@ -1,4 +1,4 @@
-"""Client of the exchange at an address, for one member: makes the calls that rpc.exchange serves."""
+"""Client of the exchange at an address, for one member: makes the calls of `service Exchange`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
-from hetero_pp.rpc.services import ERROR_OF_CODE, calls_of
+from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, LONGEST_WAIT, calls_of
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
 
 STANDSTILL = 60.0
@@ -397,10 +396,10 @@ class _Wires:
         self._identity = None if credentials.identity is None else credentials.identity.latest
         self.route = route_to(address)
         self.control = make_channel(address, self._identity, EXCHANGE, self.route)
-        self.calls = calls_of(SERVICE, self.control)
+        self.calls = calls_of(EXCHANGE_SERVICE, self.control)
         # A second connection for payloads, which would delay everything else on a slow line.
         self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
-        bulk = calls_of(SERVICE, self.bulk)
+        bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
         self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk["Snapshot"]
         self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
         self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]

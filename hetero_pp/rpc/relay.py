@@ -19,7 +19,7 @@ from hetero_pp.core.errors import AskAgain, Forbidden, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
-from hetero_pp.rpc.services import Door
+from hetero_pp.rpc.services import LONGEST_WAIT, Door
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
@@ -40,9 +40,6 @@ LEAST_COST = 1 << 10
 
 MOST_CARRIED = 8
 """Open calls of one member: for each link one in use, remains of former ones, and one to come."""
-
-LONGEST_WAIT = 20.0
-"""Seconds that a call waits for the other end; its caller then repeats it."""
 
 LOOK_SECONDS = 1.0
 """Interval in seconds at which it is checked whether the sender is still admitted."""

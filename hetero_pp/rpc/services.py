@@ -31,11 +31,17 @@ from hetero_pp.core.errors import (
     TooMuch,
     WrongToken,
 )
-from hetero_pp.messages.messages_pb2 import Frame
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, Frame
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.call_rate import CallRate, close_connection
 from hetero_pp.rpc.open_calls import OpenCalls
 from hetero_pp.rpc.stalled import STALL_SECONDS, StreamWatch
+
+EXCHANGE_SERVICE = DESCRIPTOR.services_by_name["Exchange"]
+ADMISSION_SERVICE = DESCRIPTOR.services_by_name["Admission"]
+
+LONGEST_WAIT = 20.0
+"""Seconds after which a call that waits ends; the caller repeats it."""
 
 
 class Door(Protocol):

@@ -12,11 +12,12 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.messages.messages_pb2 import Frame
-from hetero_pp.rpc import admission, dialling, exchange, relay, stage_link
+from hetero_pp.rpc import dialling, relay, services, stage_link
+from replica_groups.exchange import admission, server
 
 SERVERS: list[tuple[ServiceDescriptor, type]] = [
-    (exchange.SERVICE, exchange._Servicer),
-    (admission.SERVICE, admission.Admission),
+    (services.EXCHANGE_SERVICE, server._Servicer),
+    (services.ADMISSION_SERVICE, admission.Admission),
     (relay.SERVICE, relay.Relay),
     (dialling.SERVICE, stage_link._Door),
 ]

@@ -17,9 +17,9 @@ from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.store import Store
+from replica_groups.exchange.server import serve_exchange
 from replica_groups.protocol import events as e
 
 SECRET = Secret("a secret")
