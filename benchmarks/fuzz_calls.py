@@ -40,14 +40,13 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.admission_client import enrol
-from hetero_pp.rpc.call_rate import CALLS_A_SECOND
+from hetero_pp.rpc.caller_limits import CALLS_A_SECOND, Pace
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINKS
 from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.relay import CARRIED_BYTES
 from hetero_pp.rpc.relay import LINK as CARRIES
 from hetero_pp.rpc.relay import SERVICE as RELAY

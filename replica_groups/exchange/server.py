@@ -23,11 +23,11 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, IsAsked, always
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
+from hetero_pp.rpc.caller_limits import Pace
 from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
-from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach

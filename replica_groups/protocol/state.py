@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from replica_groups.protocol import events as e
@@ -24,7 +24,7 @@ class Late(NamedTuple):
 
 
 class State:
-    """The state of a run. Readers outside the protocol use `view` and the questions without an underscore."""
+    """The state of a run. Readers outside the protocol use the frozen views and the public questions."""
 
     def __init__(
         self, rules: Rules, now: float = 0.0, terms: Mapping[str, int] | None = None, goes_on: bool = False
@@ -110,27 +110,35 @@ class State:
 
     def view(self) -> View:
         """Return the state of the run at this moment, which later steps do not change."""
-        slots = tuple(
-            SlotView(
-                place.name,
-                place.replica,
-                place.term,
-                place.held,
-                self.replicas[place.replica].round or 0,
-                place.held and place.computes,
-            )
-            for place in self.places.values()
-        )
         return View(
             last_round=self.last_round,
             has_begun=self.rounds is not None,
             is_over=self.is_over,
             open=None if self.open is None else self._view_of(self.open),
             paused=self.paused,
-            slots=slots,
+            slots=tuple(map(self.slot, self.places)),
             replicas=len(self.replicas),
             optional=frozenset(self.rules.optional),
         )
+
+    def slot(self, name: str) -> SlotView:
+        """Return the state of a slot at this moment."""
+        place = self.places[name]
+        replica, computes = self.replicas[place.replica], place.held and place.computes
+        return SlotView(name, place.replica, place.term, replica.epoch, place.held, replica.round or 0, computes)
+
+    def applies(self, process: str, place: str) -> bool:
+        """Return whether a process waits for a slot, or the slot is being claimed."""
+        return self.places[place].applicant == process or self.places[place].claiming
+
+    def opened_at(self, round_: int) -> float | None:
+        """Return when a round was opened; None if it is not the open one."""
+        return self.open.opened_at if self.open is not None and self.open.number == round_ else None
+
+    def deposited(self, replica: str, epoch: int, block: str) -> Hashable | None:
+        """Return the entry of a blob that a generation of a replica has deposited for the open round."""
+        own = None if self.open is None else self.open.deposits.get(replica)
+        return None if own is None or own.epoch != epoch else own.blobs.get(block)
 
     def _view_of(self, opened: OpenRound) -> OpenRoundView:
         awaited = self.rules.due(opened.number) - self.rules.optional.difference(self.alive)

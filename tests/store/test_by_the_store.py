@@ -115,7 +115,7 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
 
 def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
     try:
-        getattr(client._wires.calls, call)(request, metadata=client._metadata, timeout=TIMEOUT)
+        client._wires.calls[call](request, metadata=client._metadata, timeout=TIMEOUT)
     except grpc.RpcError as error:
         raise client._translate(error) from None
 
