@@ -53,8 +53,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-		--plugin=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=only_sync,quiet:. hetero_pp/messages/messages.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. hetero_pp/messages/messages.proto
 
 schema: $(READY)
 	$(BIN)/hetero-pp schema > configs/schema.json

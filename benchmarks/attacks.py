@@ -41,7 +41,7 @@ from attacks_on_links import hostile_relay, link_frames, misused_relay
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
-from hetero_pp.rpc.exchange import SERVICE
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 
 ATTACKS: dict[str, Callable[[Target, Stretch], None]] = {

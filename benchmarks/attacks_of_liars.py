@@ -27,9 +27,9 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
-from hetero_pp.rpc.exchange import SERVICE
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 from replica_groups.loop.take_part import take_part
 

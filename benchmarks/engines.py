@@ -48,7 +48,6 @@ from hetero_pp.model.transformer import (
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.hardware import CATALOG
 from hetero_pp.run.snapshot import Snapshot
@@ -59,6 +58,7 @@ from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.server import serve_exchange
 from replica_groups.loop.collective import CollectiveExchange
 from replica_groups.loop.pulse import Pulse
 from replica_groups.outer.outer_round import OuterRound

@@ -39,24 +39,23 @@ from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.admission_client import enrol
-from hetero_pp.rpc.call_rate import CALLS_A_SECOND
+from hetero_pp.rpc.caller_limits import CALLS_A_SECOND, Pace
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINKS
-from hetero_pp.rpc.exchange import MOST_OPEN
-from hetero_pp.rpc.exchange import SERVICE as EXCHANGE
 from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.relay import CARRIED_BYTES
 from hetero_pp.rpc.relay import LINK as CARRIES
 from hetero_pp.rpc.relay import SERVICE as RELAY
+from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as EXCHANGE
 from hetero_pp.rpc.stage_link import StageLinkServer
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.server import MOST_OPEN
 
 BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}

@@ -37,9 +37,9 @@ from hetero_pp.messages.messages_pb2 import BeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.spec import Roster
+from replica_groups.exchange.server import serve_exchange
 
 PORT = 47700
 BITS_A_SECOND = 1_000_000

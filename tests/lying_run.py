@@ -27,12 +27,9 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.spares import group_spares
-from hetero_pp.rpc import exchange as served_exchange
-from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
@@ -40,10 +37,13 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange import memberships
+from replica_groups.exchange import server as served_exchange
+from replica_groups.exchange.admission import Told
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.server import OpenHouse, serve_exchange
 from replica_groups.loop import pulse
 from replica_groups.loop.take_part import take_part
 
@@ -112,7 +112,6 @@ class LyingRun:
         self._stack.callback(self.memberships.close)
         house = OpenHouse(
             self.memberships,
-            self.exchange,
             Told(*told_of(self.spec.config)),
             Lobby(self.spec.optional_places, group_spares),
             self.spec.unnamed_slots,

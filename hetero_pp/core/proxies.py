@@ -135,7 +135,7 @@ def _grpc_proxy(host: str) -> Proxy | None:
 
 def _is_excluded(host: str, no_proxy: str) -> bool:
     """Return whether `no_proxy` names a host: by name, by a domain that it is in, or by a network (10.0.0.0/8)."""
-    address = _numeric(host)
+    address = numeric_address(host)
     for entry in no_proxy.lower().split(","):
         name = entry.strip().removeprefix("*").lstrip(".")
         if entry.strip() == "*" or (name and f".{host.lower()}".endswith(f".{name}")):
@@ -180,17 +180,17 @@ def _is_reached(address: str) -> bool:
 
 def _addresses(host: str) -> list[_Address]:
     """Return the addresses of a host; empty if its name is not known here."""
-    numeric = _numeric(host)
+    numeric = numeric_address(host)
     if numeric is not None:
         return [numeric]
     try:
-        found = [_numeric(str(one[4][0])) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        found = [numeric_address(str(one[4][0])) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
         return []
     return [one for one in found if one is not None]
 
 
-def _numeric(host: str) -> _Address | None:
+def numeric_address(host: str) -> _Address | None:
     """Return a numeric host's address, or the IPv4 address that is mapped into IPv6; None for a name."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])

@@ -1,31 +1,29 @@
-"""Admission of a host to a run: client of the calls that rpc.admission serves."""
+"""Admission of a host to a run: client of the calls of `service Admission`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import TypeVar
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import AdmissionStub
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
-from hetero_pp.rpc.services import ERROR_OF_CODE
+from hetero_pp.rpc.services import ADMISSION_SERVICE, ERROR_OF_CODE, calls_of
 
 SECONDS = 30.0
 """Seconds within which an exchange that is there answers."""
 
 _ENDED = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
 """Status codes with which the exchange says that the run is over, or has failed."""
-
-Reply = TypeVar("Reply")
 
 
 def enrol(
@@ -43,40 +41,37 @@ def enrol(
     and in all.
     """
     asked = pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
-    return _ask(
-        address,
-        identity,
-        lambda calls, limit: calls.Enrol(asked, wait_for_ready=True, timeout=limit),
-        seconds,
-        on_wait,
-    )
+    reply: pb.EnrolReply = _ask(address, identity, "Enrol", asked, seconds, on_wait, waits=True)
+    return reply
 
 
 def renew(address: str, identity: Identity) -> str:
     """Return a certificate, as PEM, that is valid for longer. Raises as `enrol`."""
-    return _ask(address, identity, lambda calls, limit: calls.Renew(pb.RenewRequest(), timeout=limit)).pem
+    renewed: pb.Certificate = _ask(address, identity, "Renew", pb.RenewRequest())
+    return renewed.pem
 
 
 def give(address: str, identity: Identity) -> None:
     """Free a slot. Raises as `enrol`."""
-    _ask(address, identity, lambda calls, limit: calls.Give(pb.GiveRequest(), timeout=limit))
+    _ask(address, identity, "Give", pb.GiveRequest())
 
 
 def status(address: str, identity: Identity, seconds: float | None = None) -> pb.StatusReply:
     """Return the run's status. Raises as `enrol`."""
-    asked = pb.StatusRequest()
-    return _ask(
-        address, identity, lambda calls, limit: calls.Status(asked, wait_for_ready=True, timeout=limit), seconds
-    )
+    reply: pb.StatusReply = _ask(address, identity, "Status", pb.StatusRequest(), seconds, waits=True)
+    return reply
 
 
 def _ask(
     address: str,
     identity: Identity,
-    call: Callable[[AdmissionStub, float], Reply],
+    call: str,
+    request: Message,
     seconds: float | None = None,
     on_wait: Callable[[float, float], None] = lambda *_: None,
-) -> Reply:
+    waits: bool = False,
+) -> Any:
+    """Make a call. `waits`: also wait for a connection that is not there yet."""
     seconds, route = SECONDS if seconds is None else seconds, route_to(address)
     with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
         with readiness(channel) as ready:
@@ -86,7 +81,7 @@ def _ask(
                 require_trust(address, identity, route)
                 on_wait(seconds / 10, seconds)
         try:
-            return call(AdmissionStub(channel), seconds)
+            return calls_of(ADMISSION_SERVICE, channel)[call](request, wait_for_ready=waits, timeout=seconds)
         except grpc.RpcError as error:
             raise _translated(error, address, seconds, route) from None
 

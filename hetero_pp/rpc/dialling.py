@@ -20,7 +20,7 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import calls_of
 
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 PART_SECONDS = 0.5
@@ -49,12 +49,9 @@ class Dialling:
         self._route = route_to(address)
         peer = introduction.peer if holder is None else holder_name(introduction.peer, holder)
         self._channel = make_channel(address, introduction.credentials.identity, peer, self._route)
-        self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
-            call_path(SERVICE, "Open")
-        )
-        self._leave: grpc.UnaryUnaryMultiCallable[LinkFarewell, LinkLeft] = self._channel.unary_unary(
-            call_path(SERVICE, "Leave"), LinkFarewell.SerializeToString, LinkLeft.FromString
-        )
+        calls = calls_of(SERVICE, self._channel)
+        self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = calls["Open"]
+        self._leave: grpc.UnaryUnaryMultiCallable[LinkFarewell, LinkLeft] = calls["Leave"]
         self._lock = threading.Lock()
         self._number = 0
         self._is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""Client of the exchange at an address, for one member: makes the calls that rpc.exchange serves."""
+"""Client of the exchange at an address, for one member: makes the calls of `service Exchange`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN, Caller, ExchangeService, call_of
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
-from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
+from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, LONGEST_WAIT, calls_of
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
 
 STANDSTILL = 60.0
@@ -146,11 +144,11 @@ class ExchangeClient(ExchangeService):
         """Show from now on that this process is there; `node`: as a host beside the one that has joined."""
         if self._stay is not None:
             self._stay.cancel()
-        self._stay = self._wires.calls.Stay.future(pb.StayRequest(node=node), metadata=self._metadata)
+        self._stay = self._wires.calls["Stay"].future(pb.StayRequest(node=node), metadata=self._metadata)
 
     def _beat(self, request: pb.BeatRequest) -> pb.BeatReply:
         try:
-            reply = self._wires.calls.Beat(request, metadata=self._metadata, timeout=BEAT_TIMEOUT)
+            reply: pb.BeatReply = self._once("Beat", request, BEAT_TIMEOUT)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
@@ -184,14 +182,15 @@ class ExchangeClient(ExchangeService):
             return None
         request = pb.Upload(blob=header, sha256=hashlib.sha256(data).digest())
         try:
-            reply = self._wires.calls.UploadUrl(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+            reply: pb.UploadUrlReply = self._once("UploadUrl", request)
             if not reply.HasField("url"):
                 self._reaches_store = False
                 return None
             if reply.url:
                 self._require_store(reply.url)
                 upload(reply.url, data, STANDSTILL)
-            return self._wires.calls.Uploaded(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+            taken: pb.DepositReply = self._once("Uploaded", request)
+            return taken
         except grpc.RpcError as error:
             raise self._translate(error) from None
         except StoreError as error:
@@ -226,7 +225,8 @@ class ExchangeClient(ExchangeService):
         request.exchange = "".join(told)
         while True:
             try:
-                return self._wires.calls.Record(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+                record: pb.RoundRecord = self._once("Record", request)
+                return record
             except grpc.RpcError as error:
                 found = self._translate(error)
             if isinstance(found, ExchangeLost):
@@ -315,7 +315,11 @@ class ExchangeClient(ExchangeService):
 
     def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
         """Yield every report until the run is over; with `members` only theirs, and those that concern all members."""
-        return self._stream(self._wires.calls.Watch, pb.WatchRequest(members=members))
+        return self._stream(self._wires.calls["Watch"], pb.WatchRequest(members=members))
+
+    def _once(self, call: str, request: Message, seconds: float = ANSWER_SECONDS) -> Any:
+        """Make a call once. Raises grpc.RpcError."""
+        return self._wires.calls[call](request, metadata=self._metadata, timeout=seconds)
 
     def _ask(self, request: Message, wait: bool = False) -> Any:
         """Make a call. `wait`: also wait for an exchange that has never answered."""
@@ -329,7 +333,7 @@ class ExchangeClient(ExchangeService):
             if (left := until - time.monotonic()) <= 0:
                 raise self._does_not_answer(limit)
             try:
-                ask_once, seconds = getattr(self._wires.calls, name), min(left, ANSWER_SECONDS)
+                ask_once, seconds = self._wires.calls[name], min(left, ANSWER_SECONDS)
                 return ask_once(request, metadata=self._metadata, wait_for_ready=wait, timeout=seconds)
             except grpc.RpcError as error:
                 raise self._translate(error) from None
@@ -392,19 +396,13 @@ class _Wires:
         self._identity = None if credentials.identity is None else credentials.identity.latest
         self.route = route_to(address)
         self.control = make_channel(address, self._identity, EXCHANGE, self.route)
-        self.calls = ExchangeStub(self.control)
+        self.calls = calls_of(EXCHANGE_SERVICE, self.control)
         # A second connection for payloads, which would delay everything else on a slow line.
-        self.bulk = bulk = make_channel(address, self._identity, EXCHANGE, self.route)
-        # The stub would parse frames as messages; without a serializer they stay bytes.
-        self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
-            call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
-        )
-        self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk.stream_unary(
-            call_path(SERVICE, "Deposit"), response_deserializer=pb.DepositReply.FromString
-        )
-        self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk.unary_stream(
-            call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
-        )
+        self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
+        bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
+        self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk["Snapshot"]
+        self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
+        self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]
 
     @property
     def are_outdated(self) -> bool:

@@ -12,12 +12,9 @@ import grpc
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import MalformedMessage
-from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.services import call_path
-
-SERVICE = DESCRIPTOR.services_by_name["Admission"]
+from hetero_pp.rpc.services import ADMISSION_SERVICE, calls_of
 
 PROBE_BYTES = 1 << 20
 """Bytes in each direction: less than a second on a line of 10 Mbit/s."""
@@ -74,7 +71,7 @@ def _since(begun: float) -> float:
 def be_probed(address: str, identity: Identity) -> str:
     """Let the exchange at an address measure this host's line; return why it could not, empty if it could."""
     with closing(make_channel(address, identity, EXCHANGE)) as channel:
-        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Probe"))
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(ADMISSION_SERVICE, channel)["Probe"]
         ends: SimpleQueue[bytes] = SimpleQueue()
         answers = call(_said(ends), wait_for_ready=True, timeout=PROBE_SECONDS)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 from contextlib import closing
@@ -10,7 +9,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from hetero_pp.core.proxies import DIRECT
+from hetero_pp.core.proxies import DIRECT, numeric_address
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel, readiness
 
@@ -61,21 +60,11 @@ def _of(address: str, peer: str) -> str | None:
     family, _, caller = peer.partition(":")
     if family not in ("ipv4", "ipv6") or not port.isdecimal():
         return None
-    own = _ip(unquote(caller).rpartition(":")[0])
+    own = numeric_address(unquote(caller).rpartition(":")[0].strip("[]"))
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError):
         return None
-    if own is None or own not in {_ip(str(one[4][0])) for one in found}:
+    if own is None or own not in {numeric_address(str(one[4][0])) for one in found}:
         return None
     return f"[{own}]:{port}" if own.version == 6 else f"{own}:{port}"
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return a numeric address; the IPv4 one if it is written as IPv6."""
-    try:
-        found = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return None
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found

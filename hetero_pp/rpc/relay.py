@@ -17,10 +17,9 @@ import grpc
 
 from hetero_pp.core.errors import AskAgain, Forbidden, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
-from hetero_pp.messages.messages_pb2_grpc import RelayServicer
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
-from hetero_pp.rpc.services import Door
+from hetero_pp.rpc.services import LONGEST_WAIT, Door
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
@@ -42,9 +41,6 @@ LEAST_COST = 1 << 10
 MOST_CARRIED = 8
 """Open calls of one member: for each link one in use, remains of former ones, and one to come."""
 
-LONGEST_WAIT = 20.0
-"""Seconds that a call waits for the other end; its caller then repeats it."""
-
 LOOK_SECONDS = 1.0
 """Interval in seconds at which it is checked whether the sender is still admitted."""
 
@@ -63,7 +59,7 @@ def cost_of(frame: bytes) -> int:
     return max(len(frame), LEAST_COST)
 
 
-class Relay(RelayServicer):
+class Relay:
     """Relay of one run."""
 
     def __init__(self, callers: Callers, counts: Mapping[tuple[str, str], str], door: Door) -> None:
@@ -80,9 +76,7 @@ class Relay(RelayServicer):
         with self._changed:
             return sum(self.carried[link] for link in links)
 
-    def Carry(  # type: ignore[override]  # a Frame is raw bytes
-        self, frames: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Carry(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Relay a call. Raises Forbidden for a caller that is no end of the link, AskAgain if the other is away."""
         caller, link, dials = self._which(context)
         half = _Half(caller, link, context.cancel)

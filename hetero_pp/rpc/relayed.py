@@ -22,7 +22,7 @@ from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE, TAKEN_BYTES, cost_of
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import calls_of
 
 _AGAIN_SECONDS = 0.5
 """Pause in seconds before a relay that is gone is called again."""
@@ -62,9 +62,7 @@ class Relayed:
         self.link = link
         self._metadata = ((LINK, link), *shown(credentials))
         self._channel = make_channel(exchange, credentials.identity, EXCHANGE)
-        self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
-            call_path(SERVICE, "Carry")
-        )
+        self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(SERVICE, self._channel)["Carry"]
         self._is_closed = threading.Event()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Handlers of the services in messages.proto, made from their descriptors, and errors as status codes.
+"""Clients and handlers of the services in messages.proto, made from their descriptors, and errors as status codes.
 
 A `Frame` of messages.proto stands for one frame of raw bytes; all other messages are what they say.
 """
@@ -31,11 +31,16 @@ from hetero_pp.core.errors import (
     TooMuch,
     WrongToken,
 )
-from hetero_pp.messages.messages_pb2 import Frame
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, Frame
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.call_rate import CallRate, close_connection
-from hetero_pp.rpc.open_calls import OpenCalls
+from hetero_pp.rpc.caller_limits import CallRate, OpenCalls, close_connection
 from hetero_pp.rpc.stalled import STALL_SECONDS, StreamWatch
+
+EXCHANGE_SERVICE = DESCRIPTOR.services_by_name["Exchange"]
+ADMISSION_SERVICE = DESCRIPTOR.services_by_name["Admission"]
+
+LONGEST_WAIT = 20.0
+"""Seconds after which a call that waits ends; the caller repeats it."""
 
 
 class Door(Protocol):
@@ -95,6 +100,22 @@ _DETAILS_MAX = 2_000
 def call_path(service: ServiceDescriptor, call: str) -> str:
     """Return the path of a call."""
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
+
+
+def calls_of(service: ServiceDescriptor, channel: grpc.Channel) -> Mapping[str, Any]:
+    """Return the calls of a service over a channel, by name: multicallables of gRPC that send and return messages."""
+    makers = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    return {
+        call.name: makers[call.client_streaming, call.server_streaming](
+            call_path(service, call.name), _serializer(call.input_type), _parser(call.output_type)
+        )
+        for call in service.methods
+    }
 
 
 def service_handler(
@@ -230,6 +251,10 @@ def _parsed(kind: Descriptor, message: bytes | None, most: int) -> Message:
 
 def _serializer(message: Descriptor) -> Callable[[Message], bytes] | None:
     return None if message is Frame.DESCRIPTOR else GetMessageClass(message).SerializeToString
+
+
+def _parser(message: Descriptor) -> Callable[[bytes], Message] | None:
+    return None if message is Frame.DESCRIPTOR else GetMessageClass(message).FromString
 
 
 def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:

@@ -20,7 +20,6 @@ from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
-from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import LinkCredentials
@@ -320,7 +319,7 @@ class StageLinkServer:
             self._on_refusal(sender, reason, kind)
 
 
-class _Door(StageLinkServicer):
+class _Door:
     """The server at one address for several neighbours: passes each call to the server of its caller."""
 
     def __init__(self, servers: Sequence[StageLinkServer]) -> None:
@@ -345,9 +344,7 @@ class _Door(StageLinkServicer):
         """Count a refusal."""
         self._servers[0].refuse(sender, reason, kind)
 
-    def Open(  # type: ignore[override]  # a Frame is raw bytes
-        self, requests: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         yield from self._of(context).open(requests, context)
 
     def Leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:

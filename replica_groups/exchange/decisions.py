@@ -248,10 +248,9 @@ class Decisions:
 
     def wait_for_term(self, place: str, process: str, is_asked: IsAsked = always) -> int:
         """Wait until an applicant holds a slot; return its incarnation. Raises Refused if another has applied since."""
-        own = self.coordinator.places[place]
         with self.changed:
             self.wait_until(
-                lambda: (place, process) in self._welcomed or (own.applicant != process and not own.claiming), is_asked
+                lambda: (place, process) in self._welcomed or not self.coordinator.applies(process, place), is_asked
             )
             if (place, process) not in self._welcomed:
                 raise Refused(f"{place}: another process has requested this slot in the meantime")
@@ -290,8 +289,8 @@ class Decisions:
 
     def elapsed(self, round_: int) -> float:
         """Return the seconds since a round opened; 0 if it is not the open one."""
-        open_round = self.coordinator.open
-        return self._clock() - open_round.opened_at if open_round is not None and open_round.number == round_ else 0.0
+        opened_at = self.coordinator.opened_at(round_)
+        return 0.0 if opened_at is None else self._clock() - opened_at
 
     def suspension(self, place: str, term: int) -> e.Suspended | None:
         """Return the order to return to the start of the round, if the member has not asked for work since."""

@@ -112,7 +112,7 @@ class Deposits:
         self._require_begun(caller)
         epoch = header.epoch
         if caller.term is None and not epoch:
-            epoch = self._state.coordinator.replicas[self._state.roster.members[caller.name]].epoch
+            epoch = self._state.coordinator.slot(caller.name).epoch
         return Offer(caller.name, self._state.term(caller), self._address(header), epoch, sha256, header.steps)
 
     def _take(self, offer: Offer, keep: Callable[[], BlobEntry]) -> None:
@@ -149,7 +149,7 @@ class Deposits:
             self._decisions.require_alive()
             self._decisions.require_term(offer.member, offer.term)
             coordinator = self._state.coordinator
-            last_round, current = coordinator.last_round, coordinator.replicas[replica].epoch
+            last_round, current = coordinator.last_round, coordinator.slot(offer.member).epoch
         if not 1 <= round_ <= last_round + 1:
             reason = f"found round {round_}, expected {last_round + 1}"
             raise self._state.refused(offer.member, reason)
@@ -174,9 +174,7 @@ class Deposits:
         """Return whether the blob is included already. Raises Refused if another blob is included in its place."""
         address = offer.address
         with self._decisions.changed:
-            open_round = self._state.coordinator.open
-            own = None if open_round is None else open_round.deposits.get(address.replica)
-            known = None if own is None or own.epoch != offer.epoch else own.blobs.get(address.block)
+            known = self._state.coordinator.deposited(address.replica, offer.epoch, address.block)
         if isinstance(known, BlobEntry) and known.sha256 != offer.sha256:
             reason = f"a second, different `{address.block}` for round {address.round}"
             raise self._state.refused(offer.member, reason)

@@ -76,8 +76,7 @@ class Joining:
             raise self._state.refused(member, complaint)
 
     def _is_there(self, member: str) -> bool:
-        places = self._state.coordinator.places
-        return member in places and places[member].held
+        return member in self._state.roster.members and self._state.coordinator.slot(member).held
 
     def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Give a slot to a process, once the slot is vacant. A second process under one name is refused."""

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from hetero_pp.core.errors import Forbidden, Refused, StoreError, TooMuch
 from hetero_pp.core.steady_clock import steady_clock
-from hetero_pp.rpc.admission import MOST_BLAMED
-from hetero_pp.rpc.pace import Pace
+from hetero_pp.rpc.caller_limits import Pace
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
@@ -30,6 +29,9 @@ CREATE TABLE IF NOT EXISTS holders (
 CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NULL);
 """
 _BUSY_SECONDS = 10.0
+
+MOST_BLAMED = 3
+"""Malformed messages on the links of a ticket's holder after which the ticket is revoked."""
 
 SEATS_A_MINUTE, SEATS_AT_ONCE = 10.0, 20
 """Slots that one ticket may take per minute and at once. Each is a row that is flushed while all calls wait."""

@@ -16,7 +16,7 @@ class Presence:
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self._terms_before = {name: place.term for name, place in state.coordinator.places.items() if place.term}
+        self._terms_before = {slot.name: slot.term for slot in state.coordinator.view().slots if slot.term}
         self.here: set[str] = set()
         """Members whose connection is open."""
         self._heard: dict[str, float] = {}
@@ -38,7 +38,7 @@ class Presence:
         with state.changed:
             self._heard[member] = time.monotonic()
             is_from_before = term is not None and term == self._terms_before.get(member)
-            is_current = term == state.coordinator.places[member].term
+            is_current = term == state.coordinator.slot(member).term
             if is_from_before and is_current and not state.goes_on and not state.has_begun:
                 state.goes_on = True
                 state.decisions.presume()

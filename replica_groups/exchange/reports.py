@@ -78,7 +78,7 @@ class Reports:
         if report.HasField("inner_step"):
             with state.changed:
                 self.steps_told += 1
-        if report.HasField("finished") and member in state.coordinator.places:
+        if report.HasField("finished") and member in state.roster.members:
             state.decisions.tell(e.Left(member, state.term(Caller(member, term))))
         if report.HasField("failure") and not report.failure.consequence:
             cause = report.failure.cause

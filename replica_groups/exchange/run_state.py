@@ -59,7 +59,7 @@ class RunState:
     def term(self, caller: Caller) -> int:
         """Return the caller's incarnation: the one it names, else the current one of its slot."""
         self.expect_member(caller.name)
-        return self.coordinator.places[caller.name].term if caller.term is None else caller.term
+        return self.coordinator.slot(caller.name).term if caller.term is None else caller.term
 
     def group_of(self, member: str) -> Sequence[str]:
         """Return the slots of a member's replica, in the order of stages."""

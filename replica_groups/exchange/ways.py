@@ -68,7 +68,7 @@ class Addresses:
 
     def of(self, member: str) -> str:
         """Return where the holder of a slot listens; empty if the slot is free or the holder does not listen."""
-        return self._addresses.get(member, "") if self._state.coordinator.places[member].held else ""
+        return self._addresses.get(member, "") if self._state.coordinator.slot(member).held else ""
 
     def to_dial(self, member: str) -> tuple[str, str]:
         """Return where a stage dials the one before it and the one after.

@@ -16,6 +16,8 @@ class SlotView:
     replica: str
     term: int
     """Highest claimed incarnation."""
+    epoch: int
+    """Generation of its replica."""
     held: bool
     round: int
     """Round that its replica trains or has contributed to; 0: none."""

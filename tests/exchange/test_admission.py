@@ -26,48 +26,30 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import Failure, Finished, Report, StatusReply
+from hetero_pp.messages.messages_pb2 import Failure, Finished, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.program.join.status import status as status_of
-from hetero_pp.rpc import admission, admission_client, certificates, probe
-from hetero_pp.rpc.admission import Told
+from hetero_pp.rpc import admission_client, certificates, probe
 from hetero_pp.rpc.admission_client import enrol, give, status
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
+from replica_groups.exchange import admission
+from replica_groups.exchange.admission import Told
 from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.server import OpenHouse, serve_exchange
 
 SECRET = Secret("the run's secret")
 HOUR = 3600.0
-
-
-class Places:
-    """The slots of the run below; no member has joined without a ticket."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def require_going_on(self) -> None:
-        self._run.exchange.require_going_on()
-
-    def vacant(self) -> list[str]:
-        return ["a", "b"]
-
-    def status(self) -> StatusReply:
-        return self._run.exchange.status()
-
-    def died(self, member: str, cause: str, term: int | None = None) -> None:
-        self._run.exchange.died(member, cause, term)
 
 
 class Served:
@@ -76,6 +58,7 @@ class Served:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
         self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
+        self.run.exchange.vacant = lambda: ["a", "b"]  # no member has joined without a ticket
         self.date_is_off = 0.0
         """Error of the date on the exchange's machine, in seconds."""
         self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
@@ -90,7 +73,7 @@ class Served:
     def serve(self) -> None:
         """Start the server. A later call uses the same port."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
-        house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby, self.unnamed)
+        house = OpenHouse(self.memberships, self.told, self.lobby, self.unnamed)
         self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{self.port}"
         self._stack.callback(self.stop)
@@ -588,7 +571,7 @@ def _lines(served: Served) -> list[tuple[str, float, float]]:
 def _probe(
     channel: grpc.Channel, frames: Iterator[bytes], compression: grpc.Compression | None = None
 ) -> Iterator[bytes]:
-    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(admission.SERVICE, "Probe"))
+    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(ADMISSION_SERVICE, "Probe"))
     return iter(call(frames, wait_for_ready=True, timeout=TIMEOUT, compression=compression))
 
 
@@ -685,9 +668,9 @@ def test_any_number_of_tickets_that_send_nothing_keep_no_member_waiting(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call occupies a thread of the server. All calls by tickets together may occupy only some of the threads."""
-    monkeypatch.setattr("hetero_pp.rpc.exchange.MOST_OPEN_OF_TICKETS", 3)
+    monkeypatch.setattr("replica_groups.exchange.server.MOST_OPEN_OF_TICKETS", 3)
     monkeypatch.setattr("hetero_pp.rpc.services.REQUEST_SECONDS", 1.0)
-    with mock.patch("hetero_pp.rpc.exchange.MOST_CARRIED", 1):
+    with mock.patch("replica_groups.exchange.server.MOST_CARRIED", 1):
         served.serve_again()
     refused, cut, is_over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
 
@@ -696,7 +679,7 @@ def test_any_number_of_tickets_that_send_nothing_keep_no_member_waiting(
             is_over.wait()
             yield from ()
 
-        begin: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(admission.SERVICE, "Enrol"))
+        begin: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(ADMISSION_SERVICE, "Enrol"))
         with pytest.raises(grpc.RpcError) as error:
             begin(nothing(), timeout=TIMEOUT)
         (refused if error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else cut).release()

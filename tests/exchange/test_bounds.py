@@ -25,22 +25,21 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
-from hetero_pp.rpc import exchange as served_exchange
-from hetero_pp.rpc.call_rate import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate
+from hetero_pp.rpc.caller_limits import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate, Pace
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import MOST_OPEN, MOST_REPORTS, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.services import BULK_CALLS_MAX, REQUEST_BYTES_MAX, call_path
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.stalled import StreamWatch
+from replica_groups.exchange import server as served_exchange
+from replica_groups.exchange.server import MOST_OPEN, MOST_REPORTS, serve_exchange
 from replica_groups.exchange.watchers import REMEMBERED_REPORTS, Watchers
 
 SECRET = Secret("a secret")
-SERVICE = served_exchange.SERVICE
 
 
 class Served:

@@ -29,14 +29,14 @@ from lies import HEADERS, RAW, Call, fields_of, lies_about, lying, raw_lies, sen
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.admission import SERVICE as ADMISSION
 from hetero_pp.rpc.certificates import new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.exchange import SERVICE as SERVED
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.permissions import CALLS, Whose
 from hetero_pp.rpc.probe import PROBE_BYTES
 from hetero_pp.rpc.relay import SERVICE as RELAY
+from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED
 from hetero_pp.rpc.services import call_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

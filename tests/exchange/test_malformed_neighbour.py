@@ -26,11 +26,9 @@ from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.rpc.admission import MOST_BLAMED, Told
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.tickets import make_ticket
@@ -38,13 +36,15 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.admission import Told
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
+from replica_groups.exchange.server import OpenHouse, serve_exchange
 from replica_groups.loop.take_part import take_part
-from replica_groups.protocol import coordinator
-from replica_groups.protocol.coordinator import MOST_MALFORMED
+from replica_groups.protocol import slots
+from replica_groups.protocol.slots import MOST_MALFORMED
 
 ROUNDS = 3
 SECRET = Secret("the run's secret")
@@ -82,7 +82,7 @@ class Hosts:
         self.exchange = make_exchange(spec, self.folder)
         self.memberships = Memberships(folder / "members.sqlite")
         stack.callback(self.memberships.close)
-        house = OpenHouse(self.memberships, self.exchange, Told(*told_of(spec.config)), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, Told(*told_of(spec.config)), Lobby({}, group_spares))
         server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self.address = f"127.0.0.1:{port}"
@@ -204,7 +204,7 @@ class Group:
         self.run = Run(folder / "log", {"dc": 1, "home": 2}, quorum=0.5)
         self.memberships = Memberships(folder / "members.sqlite")
         stack.callback(self.memberships.close)
-        house = OpenHouse(self.memberships, self.run.exchange, Told("{}", {}), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, Told("{}", {}), Lobby({}, group_spares))
         server, port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         holder = self.memberships.enrol(self.memberships.invite("home.1", HOUR), b"key", ["home.1"], HOUR)
@@ -294,7 +294,7 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_t
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     """The group takes part again afterwards. All bits are those of a run without the group in that round."""
-    monkeypatch.setattr(coordinator, "EXCLUDED_ROUNDS", 1)
+    monkeypatch.setattr(slots, "EXCLUDED_ROUNDS", 1)
     expected = _without_home_in(corpus, tmp_path / "expected", 2, stack)
     hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
     home, deposit = hosts.exchange.coordinator.replicas["home"], ExchangeClient.deposit_blob

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from hetero_pp.core.errors import Refused, StoreError, TooMuch
-from hetero_pp.rpc.admission import MOST_BLAMED
 from replica_groups.exchange import memberships as memberships_module
-from replica_groups.exchange.memberships import SEATS_A_MINUTE, SEATS_AT_ONCE, Memberships
+from replica_groups.exchange.memberships import MOST_BLAMED, SEATS_A_MINUTE, SEATS_AT_ONCE, Memberships
 
 DAY, HOUR = 86400.0, 3600.0
 PLACES = ["dc", "home.0", "home.1"]

@@ -18,9 +18,9 @@ from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("a secret")
 
@@ -79,7 +79,7 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
     monkeypatch.setattr(run.exchange, "call", counted)
     for _ in range(60):
         client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
-        waits = client._wires.calls.Record.future(RecordRequest(round=1), metadata=held, wait_for_ready=True)
+        waits = client._wires.calls["Record"].future(RecordRequest(round=1), metadata=held, wait_for_ready=True)
         assert entered.acquire(timeout=TIMEOUT)
         client.close()
         assert left.acquire(timeout=TIMEOUT)

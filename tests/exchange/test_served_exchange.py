@@ -20,20 +20,22 @@ from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
+from hetero_pp.rpc.services import calls_of
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
+from replica_groups.exchange import server as served_exchange
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.server import serve_exchange
 from replica_groups.loop.carried import CarriedExchange
 from replica_groups.loop.collective import CollectiveExchange
 from replica_groups.outer.ranks import ALONE
@@ -85,7 +87,7 @@ REPLIES: dict[type[Message], Message] = {
 
 
 class Recorder:
-    """An exchange that records its calls and its refusals. Implements WatchedExchange."""
+    """An exchange that records its calls and its refusals, in place of Exchange."""
 
     run, roster = RUN, ROSTER
 
@@ -185,7 +187,7 @@ class Served:
 
     def __init__(self) -> None:
         self.exchange = Recorder()
-        self.server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0")
+        self.server, port = serve_exchange(cast(Exchange, self.exchange), SECRET, "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
 
     def stop(self) -> None:
@@ -208,7 +210,7 @@ def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler[Any, Any]]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
-        served_exchange._Servicer(Recorder(), Callers(SECRET, Recorder().roster)).handler()
+        served_exchange._Servicer(cast(Exchange, Recorder()), Callers(SECRET, Recorder().roster)).handler()
     return {f"/{service}/{name}": handler for service, table in tables for name, handler in table.items()}
 
 
@@ -369,7 +371,7 @@ def _asked_by_one_message() -> list[str]:
     apart = {"UploadUrl", "Uploaded", "Stay", "Report"}
     return [
         one.name
-        for one in served_exchange.SERVICE.methods
+        for one in SERVICE.methods
         if pb.Frame.DESCRIPTOR not in (one.input_type, one.output_type)
         and not one.server_streaming
         and one.name not in apart
@@ -379,7 +381,7 @@ def _asked_by_one_message() -> list[str]:
 @pytest.mark.parametrize("call", _asked_by_one_message())
 def test_every_field_crosses_in_both_directions(call: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that is added to a message needs no change of any object between a member and the exchange."""
-    method = served_exchange.SERVICE.methods_by_name[call]
+    method = SERVICE.methods_by_name[call]
     request, reply = _filled(GetMessageClass(method.input_type)), _filled(GetMessageClass(method.output_type))
     if isinstance(request, pb.DiedRequest):
         request.member = "dc"
@@ -445,7 +447,7 @@ def test_a_client_that_is_a_stranger_is_told_so(secret: Secret, run: str, words:
 def test_a_member_of_another_version_is_refused(version: int, served: Served) -> None:
     request = pb.JoinRequest(version=version, address="127.0.0.1:5")
     with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
-        ExchangeStub(channel).Join(request, metadata=shown(SECRET.credentials("dc")), timeout=TIMEOUT)
+        calls_of(SERVICE, channel)["Join"](request, metadata=shown(SECRET.credentials("dc")), timeout=TIMEOUT)
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     expected = f"expected {PROTOCOL_VERSION}: install one version of hetero-pp on all hosts"
     assert error.value.details() == f"found protocol version {version}, {expected}"
@@ -496,7 +498,7 @@ class _EndedCall:
 def test_who_is_gone_before_its_stay_begins_has_left() -> None:
     """gRPC accepts no callback for a call that has ended, so no other event would tell that the member left."""
     exchange = Recorder()
-    servicer = served_exchange._Servicer(exchange, Callers(SECRET, exchange.roster))
+    servicer = served_exchange._Servicer(cast(Exchange, exchange), Callers(SECRET, exchange.roster))
     servicer.Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
     assert exchange.asked == [("left", "dc")]
 
@@ -510,7 +512,7 @@ def test_who_watches_waits_for_the_exchange() -> None:
         watcher.start()
         nobody.accept()[0].close()
     exchange = Recorder()
-    server, _ = serve_exchange(exchange, SECRET, address)
+    server, _ = serve_exchange(cast(Exchange, exchange), SECRET, address)
     watcher.join(TIMEOUT)
     server.stop(0).wait()
     assert found == exchange.reports

@@ -27,11 +27,12 @@ from hetero_pp.rpc import channels
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key, read_certificate
 from hetero_pp.rpc.channels import make_channel, make_server
 from hetero_pp.rpc.credentials import Credentials, LinkCredentials, Secret
-from hetero_pp.rpc.exchange import SERVICE, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
+from replica_groups.exchange.server import serve_exchange
 
 SECRET, OTHER = Secret("the run's secret"), Secret("another run's secret")
 LINK = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())

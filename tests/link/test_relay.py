@@ -32,13 +32,13 @@ from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("the run's secret")
 LINK = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
@@ -57,7 +57,7 @@ class Relayed:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run, self._stack = Run(folder, {"home": 2, "dc": 1}), stack
         self.run.exchange.roster = replace(self.run.roster, counts=COUNTS)
-        with mock.patch("hetero_pp.rpc.exchange.Relay", self._make_relay):
+        with mock.patch("replica_groups.exchange.server.Relay", self._make_relay):
             server, port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self.exchange = f"127.0.0.1:{port}"

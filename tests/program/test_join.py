@@ -35,19 +35,19 @@ from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.join.status import print_status, status
 from hetero_pp.program.launch import hosts
 from hetero_pp.program.report.own_rounds import OwnRounds
-from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.credentials import Keys, Secret, new_secret
-from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.admission import Told
 from replica_groups.exchange.host import make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.server import OpenHouse, serve_exchange
 
 CONFIG = """
 name: homes
@@ -440,7 +440,7 @@ class Served:
         run.token.write_text(secret)
         self.runs, self.config = folder / "runs", ConfigFile(run.config).config
         exchange, self.memberships = make_exchange(RunSpec(self.config, 256), run), Memberships(run.memberships)
-        house = OpenHouse(self.memberships, exchange, Told(*told_of(self.config)), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, Told(*told_of(self.config)), Lobby({}, group_spares))
         server, port = serve_exchange(exchange, Secret(secret), "127.0.0.1:0", encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{port}"
         stack.callback(self.memberships.close)

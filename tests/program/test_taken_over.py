@@ -24,10 +24,10 @@ from hetero_pp.program.launch.recorded import Beginnings
 from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret, SecretKeys
-from hetero_pp.rpc.exchange import IsAsked, WatchedExchange, serve_exchange
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.server import IsAsked, serve_exchange
 
 SECRET = Secret("a secret")
 WATCHER = SECRET.credentials(LAUNCHER)
@@ -98,7 +98,7 @@ class Telling:
         pass
 
     def serve(self, listen: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
-        server, port = serve_exchange(cast(WatchedExchange, self), SECRET, listen)
+        server, port = serve_exchange(cast(Exchange, self), SECRET, listen)
         return server, f"127.0.0.1:{port}"
 
     def stop(self, server: grpc.Server) -> None:

@@ -17,9 +17,9 @@ from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.store import Store
+from replica_groups.exchange.server import serve_exchange
 from replica_groups.protocol import events as e
 
 SECRET = Secret("a secret")
@@ -115,7 +115,7 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
 
 def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
     try:
-        getattr(client._wires.calls, call)(request, metadata=client._metadata, timeout=TIMEOUT)
+        client._wires.calls[call](request, metadata=client._metadata, timeout=TIMEOUT)
     except grpc.RpcError as error:
         raise client._translate(error) from None
 

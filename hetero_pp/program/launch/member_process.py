@@ -44,20 +44,20 @@ from hetero_pp.program.launch.fork_server import ignore_unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.program.report.encoding import make_printable
-from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import MOST_OPEN, OpenHouse, serve_exchange
 from hetero_pp.rpc.memory import giving_freed_memory_back, keep_freed_memory
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Faults
+from replica_groups.exchange.admission import Told
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
+from replica_groups.exchange.server import MOST_OPEN, OpenHouse, serve_exchange
 from replica_groups.loop.stopping import Stopping
 from replica_groups.loop.take_part import take_part
 from replica_groups.outer.ranks import Ranks
@@ -172,7 +172,7 @@ def _run_exchange(
         return FAILED
 
     def open_house() -> OpenHouse:
-        return _open_house(spec, job, exchange)
+        return _open_house(spec, job)
 
     listen = message.get("listen") or spec.config.exchange.listen
     try:
@@ -225,9 +225,9 @@ def _say(line: str) -> None:
     print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
 
-def _open_house(spec: RunSpec, job: Job, exchange: Exchange) -> OpenHouse:
+def _open_house(spec: RunSpec, job: Job) -> OpenHouse:
     told, lobby = Told(*told_of(spec.config)), Lobby(spec.optional_places, group_spares)
-    return OpenHouse(Memberships(job.folder.memberships), exchange, told, lobby, spec.unnamed_slots)
+    return OpenHouse(Memberships(job.folder.memberships), told, lobby, spec.unnamed_slots)
 
 
 def _run_member(

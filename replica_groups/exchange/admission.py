@@ -9,106 +9,22 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import AdmissionServicer
-from hetero_pp.rpc.callers import Callers, Guests, shown_certificate
+from hetero_pp.rpc.callers import Callers, shown_certificate
 from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.probe import PROBE_SECONDS, Probe
-
-SERVICE = pb.DESCRIPTOR.services_by_name["Admission"]
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.memberships import Holder, Memberships
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
-
-
-MOST_BLAMED = 3
-"""Malformed messages on the links of a ticket's holder after which the ticket is revoked."""
-
-
-class Holder(Protocol):
-    """Holder of a slot by an invitation."""
-
-    @property
-    def place(self) -> str: ...
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def until(self) -> float: ...
-
-
-class Host(Guests, Protocol):
-    """Decides which ticket holders to admit, and remembers it."""
-
-    def enrol(self, ticket: str, key: bytes, vacant: Collection[str], seconds: float) -> Holder: ...
-
-    def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder: ...
-
-    def end(self, place: str, number: int, why: str) -> None: ...
-
-    def blame(self, place: str, number: int) -> bool:
-        """Count a malformed message on a link of a holder.
-
-        With the last of MOST_BLAMED, revoke its ticket and its slot, and return True.
-        """
-
-    def lacks_place(self, ticket: str, key: bytes) -> bool:
-        """Return whether a ticket, which names no slot, needs one to be chosen. Raises as `enrol`."""
-
-    def held_by(self, place: str) -> Holder | None:
-        """Return the holder of a slot; None if no ticket holder has it."""
-
-
-class Places(Protocol):
-    """Slots of a run."""
-
-    def require_going_on(self) -> None:
-        """Raise RunOver if every round is closed, RunFailed if the run has failed."""
-
-    def vacant(self) -> Sequence[str]:
-        """Return the free slots."""
-
-    def status(self) -> pb.StatusReply:
-        """Return the run's progress and the state of its slots."""
-
-    def died(self, member: str, cause: str, term: int | None = None) -> None: ...
-
-
-class Lobby(Protocol):
-    """Ticket holders that wait for a group to form."""
-
-    def place_for(self, ticket: str, free: Sequence[str]) -> str | pb.InLobby: ...
-
-    def begin_probe(self, ticket: str, end: Callable[[], object]) -> None: ...
-
-    def end_probe(self, ticket: str) -> None: ...
-
-    def probed(self, ticket: str, up: float, down: float) -> None: ...
-
-    def seated(self, ticket: str) -> None: ...
-
-    def told(self, ticket: str) -> None:
-        """Note that a ticket holder has heard that it waits in vain."""
-
-    def wait_until_told(self, seconds: float) -> bool:
-        """Wait for all ticket holders to hear it, for at most `seconds`; return whether all did."""
-
-    @property
-    def here(self) -> int: ...
-
-    @property
-    def needed(self) -> int: ...
-
-    @property
-    def guests(self) -> Sequence[tuple[str, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -121,15 +37,15 @@ class Told:
     """Files of the tokenizer, by name."""
 
 
-class Admission(AdmissionServicer):
+class Admission:
     """The calls of the service."""
 
     def __init__(
         self,
-        host: Host,
+        host: Memberships,
         authority: Authority,
         callers: Callers,
-        places: Places,
+        exchange: Exchange,
         told: Told,
         lobby: Lobby,
         relayed: Callable[[str], int],
@@ -137,8 +53,8 @@ class Admission(AdmissionServicer):
     ) -> None:
         """`relayed`: member -> bytes through the relay. `unnamed`: slots for tickets without a slot; None: all."""
         self._unnamed = unnamed
-        self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
-        self._lobby, self._relayed = lobby, relayed
+        self._host, self._authority, self._callers, self._exchange = host, authority, callers, exchange
+        self._told, self._lobby, self._relayed = told, lobby, relayed
         self._seating = threading.Lock()
         """Held from the choice of a free slot until it is taken."""
 
@@ -150,7 +66,7 @@ class Admission(AdmissionServicer):
         assert ticket is not None
         holder = self._seat(ticket, digest_of(key))
         if isinstance(holder, pb.InLobby):
-            status = self._places.status()
+            status = self._exchange.status()
             holder.last_round, holder.rounds = status.last_round, status.rounds
             return pb.EnrolReply(in_lobby=holder)
         return pb.EnrolReply(
@@ -164,7 +80,7 @@ class Admission(AdmissionServicer):
         """Return the holder of a slot for a ticket, or its state in the lobby. Raises RunOver, RunFailed."""
         self._require_going_on(ticket)
         with self._seating:
-            vacant: Sequence[str] = self._places.vacant()
+            vacant: Sequence[str] = self._exchange.vacant()
             if self._host.lacks_place(ticket, key):
                 given = self._lobby.place_for(ticket, self._open_to_all(vacant))
                 if isinstance(given, pb.InLobby):
@@ -194,14 +110,12 @@ class Admission(AdmissionServicer):
 
     def _require_going_on(self, ticket: str) -> None:
         try:
-            self._places.require_going_on()
+            self._exchange.require_going_on()
         except HeteroPPError:
             self._lobby.told(ticket)
             raise
 
-    def Probe(  # type: ignore[override]  # a Frame is raw bytes
-        self, frames: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Probe(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Measure one line at a time, so that each is measured alone. Raises AskAgain while another is measured."""
         ticket = self._callers.of(context).ticket
         assert ticket is not None
@@ -232,11 +146,11 @@ class Admission(AdmissionServicer):
     def Give(self, request: pb.GiveRequest, context: grpc.ServicerContext) -> pb.GiveReply:
         caller = self._callers.of(context)
         self._host.end(caller.name, caller.holder, "its slot was returned")
-        self._places.died(caller.name, "it has left", caller.term)
+        self._exchange.died(caller.name, "it has left", caller.term)
         return pb.GiveReply()
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        reply = self._places.status()
+        reply = self._exchange.status()
         reply.in_lobby, reply.needed_in_lobby = self._lobby.here, self._lobby.needed
         for ticket, seconds in self._lobby.guests:
             reply.guests.add(ticket=ticket, seconds=seconds)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -20,28 +20,25 @@ from google.protobuf.message import Message
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.model.transformer import Shapes
-from hetero_pp.outer.exchange_service import Caller, HeldBy, IsAsked, always
+from hetero_pp.outer.exchange_service import Caller, IsAsked, always
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
-from hetero_pp.rpc.admission import MOST_BLAMED, Admission, Host, Lobby, Places, Told
-from hetero_pp.rpc.admission import SERVICE as ADMISSION
+from hetero_pp.rpc.caller_limits import Pace
 from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
-from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.services import service_handler
+from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
 from hetero_pp.rpc.stalled import StreamWatch
-from hetero_pp.run.spec import Roster
-
-SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
+from replica_groups.exchange.admission import Admission, Told
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
 
 MOST_UNREAD = 50_000
 """Unread reports at which a stream of reports is cut; its reader may open another."""
@@ -57,9 +54,6 @@ STATES_MAX = 1_000
 
 SNAPSHOTS_SENT_MAX = 3
 """Number of rounds whose snapshots are sent at the same time, to any number of members."""
-
-LONGEST_WAIT = 20.0
-"""Seconds after which a call that waits ends; the caller repeats it."""
 
 MOST_OPEN = 16
 """Open calls of one caller. A member has at most five: stay, heartbeat, report, one that waits, one with a payload."""
@@ -82,95 +76,15 @@ MOST_OF_AN_ADDRESS = 300
 class OpenHouse:
     """Parts of a run that ticket holders may join."""
 
-    host: Host
-    places: Places
+    host: Memberships
     told: Told
     lobby: Lobby
     unnamed: Collection[str] | None = None
     """Slots that a ticket without a slot may take; None: all."""
 
 
-class SnapshotTensors(Protocol):
-    """The tensors of a snapshot, which need not be in memory."""
-
-    @property
-    def shapes(self) -> Shapes:
-        """Shapes of all tensors by name."""
-
-    def pieces(self, name: str) -> Iterator[memoryview | bytes]:
-        """Yield the bytes of a tensor."""
-
-
-class WatchedExchange(Protocol):
-    """The exchange as the server calls it, for all members: an ExchangeService and what members cannot call.
-
-    A call that waits asks `caller.is_asked` whether its caller is still there, and is woken when that changes.
-    """
-
-    run: str
-    roster: Roster
-
-    def call(self, request: Message, caller: Caller) -> Any: ...
-
-    def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> SnapshotTensors: ...
-
-    def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
-        """Raise Refused, before any of it is kept, for a blob that the member may not send."""
-
-    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None: ...
-
-    def upload_url(self, request: pb.Upload, caller: Caller) -> str | None:
-        """Return where a member may put a blob into the store itself.
-
-        None if the store has no such URLs; empty if the blob need not be sent.
-        """
-
-    def uploaded(self, request: pb.Upload, caller: Caller) -> None:
-        """Take a blob that a member has put there, as `deposit_blob` otherwise."""
-
-    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes: ...
-
-    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
-        """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
-
-    def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
-        """As ExchangeService.broken. Return both ends of a link with a malformed message, if it has any."""
-
-    def guests_beside(self, member: str) -> Sequence[HeldBy]:
-        """Return the other members of a member's group that have a ticket."""
-
-    def died(self, member: str, cause: str, term: int | None = None) -> None: ...
-
-    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
-        """Note that a member was reached where it says that it listens, or not.
-
-        None: it was not dialled, because the address is not of its own machine.
-        """
-
-    def wake(self) -> None:
-        """Note that a caller is gone."""
-
-    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
-        """Yield every report until the run is over; with `members` only theirs, and those that concern all members.
-
-        Raises TooMuch for a caller that leaves so many of them unread.
-        """
-
-    def heard(self, member: str, term: int | None = None) -> None:
-        """Note a sign of life of a member, and the incarnation that it says it has."""
-
-    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """Count a message that was refused."""
-
-    def stay(self, member: str) -> None:
-        """Note that a member is there. Wait until it has left, or every member is through."""
-
-    def left(self, member: str, node: str = "", term: int | None = None) -> None:
-        """Note that the connection of a member, or of one of its nodes, has ended."""
-
-
 def serve_exchange(
-    exchange: WatchedExchange,
+    exchange: Exchange,
     secret: Secret,
     listen: str,
     most_open: int = MOST_OPEN,
@@ -196,7 +110,7 @@ def serve_exchange(
             open_house.host,
             secret.authority,
             servicer.callers,
-            open_house.places,
+            exchange,
             open_house.told,
             open_house.lobby,
             relay.carried_for,
@@ -204,20 +118,20 @@ def serve_exchange(
         )
         of_tickets = {call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose is Whose.TICKET}
         threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
-        handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
+        handlers.append(service_handler(ADMISSION_SERVICE, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 
 
-class _Servicer(ExchangeServicer):
+class _Servicer:
     """The calls of the service, and what each is checked for before the exchange answers it."""
 
     def __init__(
         self,
-        exchange: WatchedExchange,
+        exchange: Exchange,
         callers: Callers,
         most_open: int = MOST_OPEN,
         reach: Reach | None = None,
-        guests: Host | None = None,
+        guests: Memberships | None = None,
     ) -> None:
         """`reach`: dials members where they say that they listen. `guests`: members with a ticket."""
         self.exchange, self.callers, self._most_open, self._reach = exchange, callers, most_open, reach
@@ -233,7 +147,7 @@ class _Servicer(ExchangeServicer):
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler of all calls, for `make_server`."""
-        return service_handler(SERVICE, self, self, self._most_open)
+        return service_handler(EXCHANGE_SERVICE, self, self, self._most_open)
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
         """Return the caller's name. Raises Refused for strangers, members of other runs, and forbidden calls."""
@@ -359,9 +273,7 @@ class _Servicer(ExchangeServicer):
         request.cause = plain(request.cause)
         return self._answer(request, context)
 
-    def Snapshot(  # type: ignore[override]  # a Frame is raw bytes
-        self, request: pb.SnapshotRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Snapshot(self, request: pb.SnapshotRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         if not request.HasField("round"):
             newest: pb.NewestSnapshotReply = self._answer_later(pb.NewestSnapshotRequest(), context)
             request.round = newest.round
@@ -401,9 +313,7 @@ class _Servicer(ExchangeServicer):
         buffers = (piece for name in names for piece in snapshot.pieces(name))
         yield from self._moving(header_and_payload_frames(header, buffers), context)
 
-    def Deposit(  # type: ignore[override]  # a Frame is raw bytes
-        self, frames: Iterator[bytes], context: grpc.ServicerContext
-    ) -> pb.DepositReply:
+    def Deposit(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.DepositReply:
         caller = self._caller(context)
 
         def announced(header: pb.BlobHeader) -> int:
@@ -428,9 +338,7 @@ class _Servicer(ExchangeServicer):
             )
         return self._answer_later(request, context)
 
-    def Fetch(  # type: ignore[override]  # a Frame is raw bytes
-        self, request: pb.FetchRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         caller = self._caller(context)
         stored = self.exchange.stored(request, caller) if request.reaches_store else None
         data = b"" if stored is not None else self.exchange.fetch_blob(request, caller)

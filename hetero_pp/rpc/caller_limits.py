@@ -1,0 +1,142 @@
+"""Limits for each caller of a server: its rate of calls or messages, and its open calls. No other caller is affected.
+
+gRPC bounds no rate of calls: a stream that is opened and reset at once costs its sender two small frames, and the
+server a Python call. The connection of a caller that exceeds the rate of calls is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import unquote
+
+import psutil
+
+from hetero_pp.core.errors import TooMuch
+from hetero_pp.core.proxies import numeric_address
+
+CALLS_A_SECOND, BURST = 500.0, 2_000
+"""Calls that one caller may begin: on average, and at once. An honest member begins about ten per second."""
+
+BACKLOG_SECONDS_MAX = 1.0
+"""A caller whose calls would have to wait longer than this is cut. With 16 calls open at once none has to."""
+
+CUT_SECONDS = 10.0
+"""A caller that was cut is cut again at each call for this long."""
+
+_CALLERS_MAX = 1_000
+"""Callers that are remembered before those whose budget is full again are forgotten."""
+
+
+class Pace:
+    """A bucket for each caller that fills at a rate, up to a burst. Thread-safe."""
+
+    def __init__(self, a_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._burst, self._clock = a_second, burst, clock
+        self._lock = threading.Lock()
+        self._empty_until: dict[str, float] = {}
+        """Caller -> time at which its bucket was or will be empty; it fills from then on."""
+
+    def due_in(self, caller: str, count: int) -> float:
+        """Return the seconds to wait before `count` more are allowed. Raises TooMuch for more than a burst."""
+        if count > self._burst:
+            raise TooMuch(f"{caller} has sent {count} at once, expected at most {self._burst}")
+        with self._lock:
+            now = self._clock()
+            since = self._empty_until[caller] = self._empty_after(caller, count, now)
+        return max(0.0, since - now)
+
+    def refused_for(self, caller: str) -> float:
+        """Take one in and return 0, or take nothing in and return the seconds until one would be.
+
+        A refused caller owes nothing for having asked. Otherwise one that retries faster than the rate would never be
+        let in again.
+        """
+        with self._lock:
+            now = self._clock()
+            since = self._empty_after(caller, 1, now)
+            if since <= now:
+                self._empty_until[caller] = since
+        return max(0.0, since - now)
+
+    def _empty_after(self, caller: str, count: int, now: float) -> float:
+        """Return when the caller's bucket is empty once so much is taken from it."""
+        return max(self._empty_until.get(caller, -float("inf")), self._full_since(now)) + count / self._rate
+
+    def _full_since(self, now: float) -> float:
+        """Return the time at which a bucket was empty that is full just now."""
+        return now - self._burst / self._rate
+
+    def _forget_full(self, now: float) -> None:
+        """Forget callers whose buckets are full, which are like new ones."""
+        full = self._full_since(now)
+        self._empty_until = {caller: since for caller, since in self._empty_until.items() if since > full}
+
+
+class CallRate(Pace):
+    """The calls that each caller may begin on one server. Safe to use from many threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(CALLS_A_SECOND, BURST, clock)
+
+    def due_in(self, caller: str, count: int = 1) -> float:
+        """Return the seconds that a call has to wait. Raises TooMuch for a caller that has to be cut."""
+        with self._lock:
+            now = self._clock()
+            if len(self._empty_until) > _CALLERS_MAX:
+                self._forget_full(now)
+            since = self._empty_after(caller, count, now)
+            if since - now > BACKLOG_SECONDS_MAX:
+                self._empty_until[caller] = max(since, now + CUT_SECONDS)
+                raise TooMuch(f"{caller} began more than {CALLS_A_SECOND:g} calls per second; its connection is closed")
+            self._empty_until[caller] = since
+        return max(0.0, since - now)
+
+
+class OpenCalls:
+    """Open calls on one server, so that no caller occupies the threads of others."""
+
+    def __init__(self, most: int, what: str = "calls") -> None:
+        """`most`: open calls of each caller; `what`: their plural in error messages."""
+        self._most, self._what = most, what
+        self._open: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def one_more(self, caller: str) -> Iterator[None]:
+        """Count one more call while the block runs. Raises TooMuch."""
+        with self._lock:
+            if self._open[caller] >= self._most:
+                raise TooMuch(f"{caller} has {self._most} {self._what} open, expected no more")
+            self._open[caller] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[caller] -= 1
+
+
+def close_connection(peer: str) -> bool:
+    """Close this process's TCP connection to a peer, named as gRPC names it; return whether there was one.
+
+    gRPC for Python cannot close a single connection. The socket is shut down through a second descriptor, which is
+    compared with the peer again: the first one may belong to another connection by then.
+    """
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    if not port.isdecimal():
+        return False
+    wanted = numeric_address(host.strip("[]")), int(port)
+    for one in psutil.Process().net_connections("tcp"):
+        if not one.raddr or (numeric_address(one.raddr[0]), one.raddr[1]) != wanted or one.fd < 0:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
+            found, at = connection.getpeername()[:2]
+            if (numeric_address(found), at) == wanted:
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+    return False

@@ -1,0 +1,208 @@
+"""State of a run as the coordinator knows it, and the questions that its transitions ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from replica_groups.protocol import events as e
+from replica_groups.protocol.learnt import Lateness
+from replica_groups.protocol.places import Place, Replica
+from replica_groups.protocol.rounds import OpenRound
+from replica_groups.protocol.rules import Rules
+from replica_groups.protocol.view import OpenRoundView, SlotView, View
+
+
+class Late(NamedTuple):
+    """Replicas that a round did not include."""
+
+    quorum_at: float | None
+    replicas: set[str]
+    """Replicas that have not contributed since."""
+    unawaited: frozenset[str]
+    """Replicas that the round did not wait for, because they had missed several in a row."""
+
+
+class State:
+    """The state of a run. Readers outside the protocol use the frozen views and the public questions."""
+
+    def __init__(
+        self, rules: Rules, now: float = 0.0, terms: Mapping[str, int] | None = None, goes_on: bool = False
+    ) -> None:
+        """`terms`: the highest claimed incarnation of each slot.
+
+        With `goes_on`, another coordinator ran a moment ago: the holders of these incarnations are presumed present.
+        """
+        self.rules = rules
+        self.places = {name: Place(name, replica) for name, replica in rules.places.items()}
+        self.replicas = {
+            name: Replica(name, [self.places[place] for place in rules.places_of(name)]) for name in rules.replicas
+        }
+        for name, term in (terms or {}).items():
+            self.places[name].term = term
+        if goes_on:
+            self.presume(now)
+        self.open: OpenRound | None = None
+        """The open round; None before the run begins and after its last round."""
+        self.last_round = 0
+        """The last decided round."""
+        self.rounds: int | None = None
+        """Number of the last round; None before the run begins."""
+        self.lateness = Lateness(rules.grace)
+        self._finish_by: float | None = None
+        """Time by which members have to leave; None before the last round is decided."""
+        self._finishing: set[str] = set()
+        """Once every round is decided: the replicas that took part in the last one and are still complete."""
+        self._paused = False
+        self._look_at: float | None = None
+        self._late: dict[int, Late] = {}
+        self._in_step: dict[str, int] = {}
+        """Replicas whose contribution to the last round came in time -> generation of the contribution."""
+        self._malformed: dict[frozenset[str], int] = {}
+        """Pair of neighbouring slots -> malformed messages between them in the open round, up to MOST_MALFORMED."""
+        self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
+        self._audited: dict[int, Mapping[str, bytes]] = {}
+        self._differing: dict[int, set[str]] = {}
+
+    def presume(self, now: float) -> None:
+        """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
+        for place in self.places.values():
+            if place.term and not place.held:
+                place.take(place.term, None, now, self.rules)
+                place.presumed = True
+
+    @property
+    def waited_for(self) -> list[str]:
+        """The replicas that the open round waits for."""
+        return [] if self.open is None else self.open.waited_for(self.alive)
+
+    @property
+    def alive(self) -> list[str]:
+        """The replicas whose slots are all held."""
+        return [name for name, replica in self.replicas.items() if replica.alive]
+
+    @property
+    def _needed(self) -> int:
+        """The quorum of the open round.
+
+        An optional replica counts if it takes part. If it missed its last round, or the open round is overdue, it
+        counts only once it has contributed. Otherwise a replica that takes every round and never contributes would keep
+        rounds open forever.
+        """
+        if self.open is None:
+            return self.rules.needed_of(())
+        there = {name for name in self.open.taking_part if not self.replicas[name].missed and not self.open.is_overdue}
+        return self.rules.needed_of({*there, *self.open.whole}, self.open.number)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether every round is decided, and all members of the replicas in the last round have left."""
+        return self.is_over and not any(p.held for p in self.places.values() if p.replica in self._finishing)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every round is decided."""
+        return self.rounds is not None and self.open is None
+
+    def holds(self, place: str, term: int) -> bool:
+        """Return whether an incarnation of a slot is current."""
+        return self.places[place].held and self.places[place].term == term
+
+    def view(self) -> View:
+        """Return the state of the run at this moment, which later steps do not change."""
+        return View(
+            last_round=self.last_round,
+            has_begun=self.rounds is not None,
+            is_over=self.is_over,
+            open=None if self.open is None else self._view_of(self.open),
+            paused=self.paused,
+            slots=tuple(map(self.slot, self.places)),
+            replicas=len(self.replicas),
+            optional=frozenset(self.rules.optional),
+        )
+
+    def slot(self, name: str) -> SlotView:
+        """Return the state of a slot at this moment."""
+        place = self.places[name]
+        replica, computes = self.replicas[place.replica], place.held and place.computes
+        return SlotView(name, place.replica, place.term, replica.epoch, place.held, replica.round or 0, computes)
+
+    def applies(self, process: str, place: str) -> bool:
+        """Return whether a process waits for a slot, or the slot is being claimed."""
+        return self.places[place].applicant == process or self.places[place].claiming
+
+    def opened_at(self, round_: int) -> float | None:
+        """Return when a round was opened; None if it is not the open one."""
+        return self.open.opened_at if self.open is not None and self.open.number == round_ else None
+
+    def deposited(self, replica: str, epoch: int, block: str) -> Hashable | None:
+        """Return the entry of a blob that a generation of a replica has deposited for the open round."""
+        own = None if self.open is None else self.open.deposits.get(replica)
+        return None if own is None or own.epoch != epoch else own.blobs.get(block)
+
+    def _view_of(self, opened: OpenRound) -> OpenRoundView:
+        awaited = self.rules.due(opened.number) - self.rules.optional.difference(self.alive)
+        deposited = {replica: frozenset(own.blobs) for replica, own in opened.deposits.items()}
+        return OpenRoundView(opened.number, frozenset(awaited), deposited)
+
+    def _there(self, opened: OpenRound) -> tuple[str, ...]:
+        """Return the replicas that a round can include."""
+        alive = self.rules.due(opened.number).intersection(self.alive)
+        return tuple(sorted(alive | opened.whole.keys()))
+
+    @property
+    def paused(self) -> e.Paused | None:
+        """The number of present replicas, if they are too few to close the open round; else None."""
+        if self.open is None or not self._paused:
+            return None
+        return e.Paused(self.open.number, self._there(self.open), self._needed)
+
+    # ---- questions of the transitions ----
+
+    def _has_contributed(self, replica: Replica, round_: int, epoch: int) -> bool:
+        """Return whether the replica's contribution is complete.
+
+        A member then waits for the record and evaluates, for which it needs no member that has finished.
+        """
+        if round_ == self.last_round and self._in_step.get(replica.name) == epoch:
+            return True
+        return self.open is not None and round_ == self.open.number and self._is_whole(replica)
+
+    def _trains_ahead_of(self, round_: int) -> bool:
+        """Return whether a replica that has contributed to a round trains the next one."""
+        return self.rules.overlap and self.rounds is not None and round_ < self.rounds
+
+    def _is_whole(self, replica: Replica) -> bool:
+        """Return whether the replica's contribution to the open round is complete."""
+        return self.open is not None and replica.name in self.open.whole
+
+    def _may_join(self, replica: str, now: float) -> bool:
+        """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
+        assert self.open is not None
+        if replica not in self.rules.due(self.open.number):
+            return False
+        if self._is_excluded(replica, self.open.number) and replica not in self.open.taking_part:
+            return self.open.is_overdue or self._others_there(replica) < self._needed
+        if replica in self.open.taking_part or replica in self.open.whole:
+            return replica not in self.open.whole
+        in_time = now - self.open.opened_at <= self.lateness.grace
+        at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # those that took it may never contribute
+        return at_once or self._others_there(replica) < self._needed
+
+    def _others_there(self, replica: str) -> int:
+        """Return how many other replicas have contributed to the open round or are waited for."""
+        assert self.open is not None
+        return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
+
+    def _is_excluded(self, replica: str, round_: int) -> bool:
+        """Return whether a replica is barred, because its bits differed again or its links had malformed messages.
+
+        Callers let it join if a quorum needs it.
+        """
+        return round_ < self.replicas[replica].excluded_until
+
+    def _closes_at(self) -> float | None:
+        """Return when the open round closes if nothing more comes; None while a quorum is missing."""
+        assert self.open is not None
+        closes = self.open.closes_at(bool(self.waited_for), self.lateness.grace, self.rules.limit)
+        return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)
