@@ -13,14 +13,13 @@ from hetero_pp.config.links import exchange_link_name, stage_link_name
 from hetero_pp.core.device import name_of, use
 from hetero_pp.core.errors import LinkClosed, Refused, Stopped
 from hetero_pp.core.files import keep_trying
-from hetero_pp.data.sources import Source, open_source
+from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.exchange_service import ExchangeService
-from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
@@ -110,7 +109,7 @@ def take_part(
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
     source = keep_trying(lambda: open_source(config.data, folder.cache), say) if member.reads_data else None
-    run = exchange.agree(member.name, spec.agreed, text_digest(spec, source))
+    run = exchange.agree(member.name, spec.agreed, tokens_digest(source))
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
     available, address = states.find(), connections.listen()
