@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,13 +122,13 @@ class Weights:
         since = {1, research.pretraining + 1} if research.weighs_examples else set[int]()
         self._examples = [(round_, _examples_in(spec, source, round_)) for round_ in sorted(since)]
 
-    def in_round(self, round_: int) -> Mapping[str, float]:
+    def in_round(self, round_: int) -> dict[str, float]:
         """Return the weight of every replica in a round."""
         found = [examples for since, examples in self._examples if since <= round_]
         return found[-1] if found else self._by_tokens
 
 
-def _examples_in(spec: RunSpec, source: Source, round_: int) -> Mapping[str, float]:
+def _examples_in(spec: RunSpec, source: Source, round_: int) -> dict[str, float]:
     """Return the number of sequences in each replica's shard of clusters in a round."""
     assert isinstance(source, TokenStore)
     shares = {replica.name: share_of(spec, replica.name, round_) for replica in spec.config.replicas}

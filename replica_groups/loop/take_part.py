@@ -42,8 +42,9 @@ from replica_groups.loop.training_loop import TrainingLoop, momentum_of
 from replica_groups.loop.usable_states import newest_usable_state
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.outer_round import Carrier, OuterRound
+from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import ALONE, Ranks
+from replica_groups.outer.round_calls import Carrier
 
 
 class Connections(Protocol):

@@ -117,7 +117,7 @@ class TrainingLoop:
         self.reporter.send(over)
 
     def _train_rounds(self, spec: RunSpec) -> None:
-        while (work := self.seat.ask(self.holds, self.outer.trained_beyond(self.holds))).round:
+        while (work := self.seat.ask(self.holds, self.outer.own.beyond(self.holds))).round:
             try:
                 if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
@@ -154,7 +154,7 @@ class TrainingLoop:
         for round_ in missed:
             self.outer.catch_up(range(round_, round_ + 1), range(round_, round_ + 1))
             self.holds = round_
-            self.steps.catch_up(round_, lambda one: self.outer.exchange.record(one, self.outer.member))
+            self.steps.catch_up(round_, lambda one: self.outer.calls.record(one))
 
     def _closed_without_it(self) -> range:
         """Return the rounds that others may have finished and this member has not, as it was late.
@@ -181,7 +181,7 @@ class TrainingLoop:
         # A contribution restored to error feedback may have been included, if the incarnation ended before the reply.
         self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
         self.holds, self._saved = before, None
-        self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
+        self.steps.catch_up(before, lambda round_: self.outer.calls.record(round_))
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
@@ -245,7 +245,7 @@ class TrainingLoop:
             self.reporter.flush()
         self.faults.touch(self.outer.theta)
         loop = self._inner_loop_of(work, spec)
-        started, spent_ahead, self.outer.blocked = time.monotonic(), 0.0, 0.0
+        started, spent_ahead, self.outer.calls.blocked = time.monotonic(), 0.0, 0.0
 
         def contributed() -> None:
             nonlocal spent_ahead
@@ -284,7 +284,7 @@ class TrainingLoop:
             return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
         if ahead is not None:
             self.member.undo(self.outer)
-        self.outer.trained.clear()
+        self.outer.own.trained.clear()
         self.outer.start_local(round_, work.trained)
         self.member.remember()
         self._position = _Position.IN_ROUND
@@ -366,7 +366,7 @@ class TrainingLoop:
             self._evaluate(round_)
         except LinkError as error:
             self._return(error)
-        times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.blocked
+        times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.calls.blocked
         times.evaluation_seconds = time.monotonic() - synchronised
         report = self.reporter.new()
         report.member_round.CopyFrom(times)
@@ -393,7 +393,7 @@ class TrainingLoop:
         self.faults.reached(Phase.SAVING, round_)
         self.outer.save(folder)
         self.steps.save(folder)
-        if self.outer.trained:
+        if self.outer.own.trained:
             (folder / _TERMS).write_text(json.dumps(self._trained_with), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
