@@ -23,7 +23,7 @@ from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.snapshot import BASIS, MOMENTUM
+from hetero_pp.run.snapshot import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from replica_groups.loop.carried import CarriedExchange
@@ -38,7 +38,7 @@ from replica_groups.loop.shaped import ShapedExchange
 from replica_groups.loop.state_copies import StateCopies
 from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
-from replica_groups.loop.training_loop import TrainingLoop, momentum_of
+from replica_groups.loop.training_loop import TrainingLoop
 from replica_groups.loop.usable_states import newest_usable_state
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.training_member import TrainingMember
@@ -150,7 +150,7 @@ def take_part(
             undoes=config.states.undo,
         )
         if saved is not None:
-            loop.load(states.path(saved))
+            loop.ahead.load(states.path(saved))
         stopping.listen()
         try:
             loop.run(holds, saved, spec)
