@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Flag, auto
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
 
 from hetero_pp.core.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_fraction, parse_quantity
@@ -15,6 +16,19 @@ class Settings(BaseModel):
     """A section of the YAML: unknown keys are errors, values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    former: ClassVar[Mapping[str, Any]] = {}
+    """Keys that the section had, with the values that change nothing.
+
+    Such a value is read and ignored, because folders of runs contain it. It stays part of the run's identity.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_former_keys(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in cls.former or value != cls.former[key]}
 
 
 class NotPartOf(Flag):
@@ -56,7 +70,8 @@ def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> di
 def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
     """Return the part of `dumped`, the JSON of `value`, that remains without marked fields."""
     if isinstance(value, Settings):
-        return {
+        former = type(value).former if defaults else {}
+        return dict(former) | {
             name: _without(marked, defaults, getattr(value, name), dumped[name])
             for name, field in type(value).model_fields.items()
             if not _is_marked(field, marked)

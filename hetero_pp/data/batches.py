@@ -3,8 +3,7 @@
 Shapes: B sequences, L positions; a row holds L + 1 tokens: the inputs and, shifted by one, the targets.
 
 The training part of a store is cut into windows of L + 1 tokens. Window w belongs to replica w mod M, so the replicas'
-shards are disjoint in every epoch. Optional replicas rotate their shards (`StoreBatches.rotation`). With clusters, a
-replica's shard consists of the windows of its own clusters (`hetero_pp/data/clusters.py`).
+shards are disjoint in every epoch. Optional replicas rotate their shards (`StoreBatches.rotation`).
 
 Each epoch permutes a shard with its own key. The permutation is evaluated at the requested positions only, without a
 table.
@@ -16,7 +15,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +23,6 @@ import torch
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.data.clusters import Clusters
 from hetero_pp.data.tokens import TokenStore
 
 _ROUNDS = 4
@@ -82,12 +79,9 @@ class StoreBatches:
 
     In each epoch, each of them reads the shard of the next one.
     """
-    clusters: Clusters | None = None
-    """Clusters that divide the windows among replicas, without rotation; None divides the windows by their numbers."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.replica < self.replicas
-        assert self.clusters is None or not self.rotation
         needed = self.replicas * self.batch_size * (self.sequence_length + 1)
         if len(self.store.train) < needed:
             raise ConfigError(
@@ -95,24 +89,10 @@ class StoreBatches:
                 f"found {len(self.store.train)} tokens to train on, expected at least {needed}: "
                 f"{self.replicas} replicas x {self.batch_size} sequences x {self.sequence_length + 1} tokens",
             )
-        if self.shard_size < self.batch_size:
-            raise ConfigError(
-                ("data", "clusters"),
-                f"found {self.shard_size} sequences in the clusters of replica {self.replica} of "
-                f"{self.replicas}, expected at least {self.batch_size} for one batch; use fewer clusters, "
-                "or more text",
-            )
-
-    @cached_property
-    def _own(self) -> np.ndarray | None:
-        """The windows of this replica's clusters; None without clusters."""
-        return None if self.clusters is None else self.clusters.windows(self.replica, self.replicas)
 
     @property
     def shard_size(self) -> int:
         """Number of windows per epoch of this replica. Rotated shards all have the same size."""
-        if self._own is not None:
-            return len(self._own)
         windows = len(self.store.train) // (self.sequence_length + 1)
         return windows // self.replicas if self.rotation else len(range(self.replica, windows, self.replicas))
 
@@ -130,12 +110,12 @@ class StoreBatches:
             shard = self.shard(int(epoch))
             key = seed_of(self.seed, "data", shard, epoch)
             shuffled = permute(positions[epochs == epoch], self.shard_size, key)
-            positions[epochs == epoch] = self._window(shuffled, shard)
+            positions[epochs == epoch] = self._windows_at(shuffled, shard)
         return positions
 
-    def _window(self, places: np.ndarray, shard: int) -> np.ndarray:
-        """Return the window numbers at the given positions of a shard."""
-        return places * self.replicas + shard if self._own is None else self._own[places]
+    def _windows_at(self, positions: np.ndarray, shard: int) -> np.ndarray:
+        """Return the numbers of the windows at the given positions of a shard."""
+        return positions * self.replicas + shard
 
     def train(self, step: int) -> torch.Tensor:
         return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from hetero_pp.config.settings import NotPartOf, Ratio, Settings
 
@@ -50,6 +51,8 @@ class StreamSettings(Settings):
 class DataSettings(Settings):
     """Settings of the corpus, its tokenization, and the held-out validation data."""
 
+    former: ClassVar[Mapping[str, Any]] = {"clusters": None}
+
     corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",
         description="`standard-library` (Python's source code), `docstrings` (its docstrings), "
@@ -73,23 +76,6 @@ class DataSettings(Settings):
     repeat: Annotated[bool, NotPartOf.OUTCOME] = Field(
         True, description="whether training may read the corpus more than once"
     )
-    clusters: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="number of clusters of similar text windows to distribute over the replicas. "
-        "Shards then differ, like DiLoCo's non-i.i.d. shards. By default, windows are "
-        "distributed at random",
-    )
-
-    @model_validator(mode="after")
-    def _a_stream_is_not_known(self) -> DataSettings:
-        if self.clusters is not None and self.streamed is not None:
-            raise ValueError(
-                f"found `clusters` with {self.corpus}, which is streamed, expected a corpus that is encoded once: "
-                "clusters are of all of its text"
-            )
-        return self
 
     @property
     def streamed(self) -> str | None:

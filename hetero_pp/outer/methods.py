@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from hetero_pp.config.settings import Beta, NotPartOf, Ratio, Settings
 from hetero_pp.model.learning_rates import BySteps
@@ -43,10 +43,6 @@ METHODS: dict[str, Method] = {
         "SparseLoCo, section 2.2: a momentum of each replica's own",
         {"learning_rate": 0.6, "compression": _LOCAL_MOMENTUM},
     ),
-    "diloco_lom_sub_k": Method(
-        "SparseLoCo, section 2.2: of that momentum the largest quarter is dropped",
-        {"learning_rate": 0.6, "compression": {**_LOCAL_MOMENTUM, "memory_drops": 0.25}},
-    ),
     "demo": Method(
         "DeMo (Peng et al. 2024); SparseLoCo, table 1: with inner SGD and H = 1",
         {
@@ -74,7 +70,6 @@ MethodName = Literal[
     "sparseloco_paper",
     "diloco",
     "diloco_lom",
-    "diloco_lom_sub_k",
     "demo",
     "adamw_ddp",
 ]
@@ -103,6 +98,8 @@ def _drop(section: MutableMapping[str, Any], cells: Mapping[str, Any]) -> None:
 
 class OuterSettings(Settings):
     """Settings of the outer rounds."""
+
+    former: ClassVar[Mapping[str, Any]] = {"taking_part": {}, "pretraining": 0}
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
     method: MethodName = Field("sparseloco", description="published method, which sets the keys below")
@@ -137,11 +134,10 @@ class OuterSettings(Settings):
     divides_by: Literal["replicas", "senders"] = Field(
         "replicas", description="divisor of a coordinate's mean: all replicas, or only the replicas that sent it"
     )
-    weights: Literal["equal", "tokens", "examples"] = Field(
+    weights: Literal["equal", "tokens"] = Field(
         "equal",
-        description="weight of a contribution in a round's mean: `equal`; `tokens`: tokens that the "
-        "replica trained on in the round; `examples`: sequences in the replica's shard "
-        "(DiLoCo, section 6.1, for shards that differ)",
+        description="weight of a contribution in a round's mean: `equal`, or the `tokens` that the replica trained on "
+        "in the round",
     )
     returned: Ratio = Field(
         0.5, ge=0, le=1, description="share of an excluded contribution that is restored to error feedback"
@@ -160,18 +156,6 @@ class OuterSettings(Settings):
         None,
         description="with overlap, share of a contribution that its replica treats as applied while "
         "it is in flight; by default 1 if every value is sent, otherwise 1/2",
-    )
-    taking_part: dict[PositiveInt, PositiveInt] = Field(
-        {},
-        description="number of participating replicas by first round. The first replicas of the list "
-        "participate and the others wait (DiLoCo, figure 7). Empty: all replicas in "
-        "every round",
-    )
-    pretraining: int = Field(
-        0,
-        ge=0,
-        description="rounds in which only the first replica trains, and theta is set to its "
-        "parameters. The outer optimizer starts afterwards (DiLoCo, figure 3)",
     )
     keep_on_device: Annotated[bool, NotPartOf.EITHER] = Field(
         False,
@@ -217,11 +201,6 @@ class OuterSettings(Settings):
                 f"{self.method}: found density {compression.density:g} with `compression.memory: momentum`, "
                 "expected density 1, or `memory: error_feedback`: this memory keeps nothing of values that are not sent"
             )
-        if compression.memory_drops > 0 and compression.memory != "momentum":
-            raise ValueError(
-                f"{self.method}: found memory_drops {compression.memory_drops:g} with `memory: error_feedback`, "
-                "expected 0, or `memory: momentum`"
-            )
         return self
 
     @model_validator(mode="after")
@@ -247,38 +226,17 @@ class OuterSettings(Settings):
         return self
 
     def learning_rate_in(self, round_: int) -> float:
-        """Return a round's learning rate after pretraining: linear warm-up, then a cosine to the final share."""
+        """Return a round's learning rate: linear warm-up, then a cosine to the final share."""
         if self.final_learning_rate_share == 1 and self.warmup_rounds == 0:
             return self.learning_rate
-        rounds = max(1, self.rounds - self.pretraining)
-        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, rounds)
-        return float(
-            f"{rates.at(round_ - self.pretraining - 1):.6g}"
-        )  # the last bit of a cosine differs between machines
+        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
+        return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine differs between machines
 
     @model_validator(mode="after")
     def _gradients_weigh_the_same(self) -> OuterSettings:
         if self.weights != "equal" and self.source == "gradient":
             raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
         return self
-
-    @property
-    def counts(self) -> Mapping[int, int | None]:
-        """Number of participating replicas by first round, including pretraining; None: all.
-
-        The first replicas of the list participate. Empty: all of them, in every round.
-        """
-        if self.pretraining == 0:
-            return self.taking_part
-        after = self.pretraining + 1
-        said = [since for since in self.taking_part if since <= after]
-        later = {since: count for since, count in self.taking_part.items() if since > after}
-        return {1: 1, after: self.taking_part[max(said)] if said else None, **later}
-
-    def taking_part_in(self, round_: int) -> int | None:
-        """Return how many replicas, the first ones of the list, participate in a round; None: all."""
-        counts = self.counts
-        return counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
 
     @property
     def presumes(self) -> float:
@@ -305,12 +263,12 @@ class OuterSettings(Settings):
         """Share of an excluded contribution that is restored to error feedback; 0 for a momentum, which includes it."""
         return self.returned if self.compression.memory == "error_feedback" else 0.0
 
-    def weight(self, tokens: int, examples: int) -> float:
-        """Return the weight of a contribution: `tokens` trained in the round, `examples` sequences in the shard.
+    def weight(self, tokens: int) -> float:
+        """Return the weight of a contribution from `tokens` trained in the round.
 
         The mean divides by the sum of the weights of the included contributions.
         """
-        return float({"equal": 1, "tokens": tokens, "examples": examples}[self.weights])
+        return float(tokens) if self.weights == "tokens" else 1.0
 
     @model_validator(mode="after")
     def _what_is_kept_is_a_way(self) -> OuterSettings:
@@ -319,40 +277,5 @@ class OuterSettings(Settings):
             raise ValueError(
                 f"{self.method}: found `keep_local` with {found}, expected false, or `source: difference` with "
                 "`overlap: 0`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _who_takes_part_begins_with_the_round(self) -> OuterSettings:
-        if not self.counts:
-            return self
-        if self.taking_part and 1 not in self.taking_part:
-            first = min(self.taking_part)
-            raise ValueError(
-                f"found `taking_part` from round {first} on, expected the number of replicas from round 1 on"
-            )
-        parts = {
-            "averaged gradients": self.source == "gradient",
-            "`overlap: 1`": self.overlap > 0,
-            "`keep_local`": self.keep_local,
-        }
-        for found, is_so in parts.items():
-            if is_so:
-                cell = "taking_part" if self.taking_part else "pretraining"
-                raise ValueError(
-                    f"{self.method}: found {found} with `{cell}`, expected `source: difference`, `overlap: 0` and "
-                    "`keep_local: false`"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _pretraining_is_sent_whole(self) -> OuterSettings:
-        own = self.compression
-        if self.pretraining and (own.density < 1 or own.value_bits < 32 or own.memory != "error_feedback"):
-            parts = {"density": own.density, "value_bits": own.value_bits, "memory": own.memory}
-            told = ", ".join(f"{name} {value}" for name, value in parts.items())
-            raise ValueError(
-                f"{self.method}: found {told} with `pretraining`, expected density 1, value_bits 32 and "
-                "`memory: error_feedback`: the first replica sends all of its parameters"
             )
         return self

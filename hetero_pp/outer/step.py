@@ -110,7 +110,7 @@ def parameter_of(state: str) -> str:
 class OuterOptimizer:
     """SGD with momentum, or Adam, over named parameters: torch.optim's arithmetic, one elementwise operation at a time.
 
-    Each round takes one step, so the number of Adam's steps is the number of rounds since pretraining.
+    Each round takes one step.
     """
 
     def __init__(self, settings: OuterSettings, settings_of: Callable[[int], OuterSettings] | None = None) -> None:
@@ -135,16 +135,11 @@ class OuterOptimizer:
         return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Change one tensor of theta to theta - eta direction, by SGD or Adam; in pretraining, to theta - mean.
-
-        The direction is from the mean or its signs.
-        """
+        """Change one tensor of theta to theta - eta direction, by SGD or Adam; the direction is from mean or signs."""
         compression = self.settings.compression
-        if compression.transform == "dct":
-            mean = restored(mean, compression.tile)
-        if self._round <= self.settings.pretraining:
-            outer_step(theta[name], mean, 1.0)
-            return
+        self._step(theta, name, restored(mean, compression.tile) if compression.transform == "dct" else mean)
+
+    def _step(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         told = mean.sign_() if self.settings.aggregation == "sign" else mean
         direction = self._adam(name, told) if self.settings.optimizer == "adam" else self._sgd(name, told)
         outer_step(theta[name], direction, self.settings.learning_rate_in(self._round))
@@ -180,7 +175,7 @@ class OuterOptimizer:
             before = self.momentum.get(name + kind)
             now = power.mul(1 - beta) if before is None else before.mul(beta) + power.mul(1 - beta)
             self.momentum[name + kind] = now
-            moments.append(now / (1 - beta ** (self._round - self.settings.pretraining)))
+            moments.append(now / (1 - beta**self._round))
         return moments[0] / (moments[1].sqrt() + self.settings.epsilon)
 
 

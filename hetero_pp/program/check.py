@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +24,6 @@ from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanne
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of, table_rows
-from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import in_words
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -89,11 +88,6 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
         for note in prepared.notes:
             tell(console, note)
-        if config.data.clusters is not None:
-            examples = examples_in(spec, prepared.source, config.outer.rounds)
-            shards = ", ".join(_examples(spec, examples))
-            clusters = format_count(config.data.clusters, "cluster")
-            say(console, f"Shards: {clusters} of similar sequences; sequences per shard: {shards}.")
     say(console, f"Devices on this host: {in_words(prepared.devices)}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
@@ -246,14 +240,6 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
 def _sizes(sizes: Sequence[int]) -> str:
     """Format the bytes of a step; an empty string if a step sends none."""
     return spanned(sizes, format_bytes) if any(sizes) else ""
-
-
-def _examples(spec: RunSpec, examples: Mapping[str, int]) -> Iterator[str]:
-    """Yield the number of sequences in each replica's shard; for equal replicas, the range from smallest to largest."""
-    for replicas in table_rows(spec):
-        yield f"{range_of([one.name for one in replicas])} " + spanned(
-            (examples[one.name] for one in replicas), lambda count: f"{count:,.0f}"
-        )
 
 
 def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:

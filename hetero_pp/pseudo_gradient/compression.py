@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +17,8 @@ _Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 class CompressionSettings(Settings):
     """Settings of a pseudo-gradient's compression."""
+
+    former: ClassVar[Mapping[str, Any]] = {"memory_drops": 0.0}
 
     density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept (k / chunk)")
     tile: tuple[_Length, _Length] = Field((64, 64), description="rows and columns of a chunk of a matrix")
@@ -35,9 +38,6 @@ class CompressionSettings(Settings):
         description="memory of a replica between rounds: `error_feedback` keeps values that were not "
         "sent; `momentum` keeps a momentum of the replica, which is sent with each "
         "difference (DiLoCo-LOM)",
-    )
-    memory_drops: Ratio = Field(
-        0.0, ge=0, le=1, description="share of the largest momentum values in each chunk that are dropped (Sub-k)"
     )
     error_feedback_decay: float = Field(0.95, ge=0, le=1, description="decay of the memory (beta in the papers)")
     accelerator: Annotated[Literal["torch", "numba", "compile"], NotPartOf.EITHER] = Field(

@@ -96,13 +96,7 @@ def _select_with_momentum(
     momentum.mul_(beta).add_(delta)
     told = momentum.mul(beta).add_(delta)
     forgets = settings.model_copy(update={"memory": "error_feedback", "error_feedback_decay": 0.0})
-    sent = _select(torch.zeros_like(told), told, forgets, sum_over, None)
-    if settings.memory_drops > 0:
-        largest = {"density": settings.memory_drops, "selection": "top_k", "error_feedback_decay": 1.0}
-        as_they_are = {"quantiser": "levels", "value_bits": 32}
-        dropped = forgets.model_copy(update=largest | as_they_are)
-        _select(momentum, torch.zeros_like(momentum), dropped, sum_over, None)
-    return sent
+    return _select(torch.zeros_like(told), told, forgets, sum_over, None)
 
 
 def give_back(error: Tensor, indices: Tensor, values: Tensor, share: float) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from hetero_pp.config.settings import Ratio, Settings
+from hetero_pp.config.settings import AddedLater, Ratio, Settings
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
@@ -59,7 +60,51 @@ class ResearchSettings(Settings):
         description="average the moments of the inner AdamW in each round, too, which triples the bytes "
         "(DiLoCo, section 6.1)",
     )
+    taking_part: Annotated[dict[PositiveInt, PositiveInt], AddedLater()] = Field(
+        {},
+        description="number of participating replicas by first round. The first replicas of the list "
+        "participate and the others wait (DiLoCo, figure 7). Empty: all replicas in "
+        "every round",
+    )
+    pretraining: Annotated[int, AddedLater()] = Field(
+        0,
+        ge=0,
+        description="rounds in which only the first replica trains, and theta is set to its "
+        "parameters. The outer optimizer starts afterwards (DiLoCo, figure 3)",
+    )
+    clusters: Annotated[int | None, AddedLater()] = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="number of clusters of similar text windows to distribute over the replicas, like DiLoCo's "
+        "non-i.i.d. shards. By default, windows are distributed at random",
+    )
+    weighs_examples: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="weight contributions by the sequences in their replica's shard (DiLoCo, section 6.1); "
+        "needs `clusters`",
+    )
+    memory_drops: Annotated[Ratio, AddedLater()] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the largest momentum values in each chunk that a replica drops after a round (Sub-k of "
+        "SparseLoCo, section 2.2)",
+    )
     ablations: AblationSettings = Field(AblationSettings(), description="ablations of all groups of participants")
+
+    @property
+    def counts(self) -> Mapping[int, int | None]:
+        """Number of participating replicas by first round, including pretraining; None: all.
+
+        The first replicas of the list participate. Empty: all of them, in every round.
+        """
+        if self.pretraining == 0:
+            return self.taking_part
+        after = self.pretraining + 1
+        said = [since for since in self.taking_part if since <= after]
+        later = {since: count for since, count in self.taking_part.items() if since > after}
+        return {1: 1, after: self.taking_part[max(said)] if said else None, **later}
 
 
 class ResearchConfig(RunConfig):
@@ -70,39 +115,76 @@ class ResearchConfig(RunConfig):
     def check(self) -> None:
         """Raise ConfigError for faults across fields. Reads no files."""
         super().check()
-        own, outer = self.research, self.outer
+        for (*key, last), others in self._not_together().items():
+            for other, is_so in others.items():
+                if is_so:
+                    found = f"found this key with {other}, expected only one of them"
+                    raise ConfigError(("research", *key, last), found)
+        own, count = self.research, len(self.replicas)
+        if own.taking_part and 1 not in own.taking_part:
+            found = f"found `taking_part` from round {min(own.taking_part)} on, expected the number from round 1 on"
+            raise ConfigError(("research", "taking_part"), found)
+        for since, wanted in own.taking_part.items():
+            if wanted > count:
+                found = f"found {wanted}, expected at most the number of replicas, {count}"
+                raise ConfigError(("research", "taking_part", since), found)
+        if own.clusters is not None and own.clusters < count:
+            found = f"found {own.clusters}, expected at least one for each of {count} replicas"
+            raise ConfigError(("research", "clusters"), found)
+
+    def _not_together(self) -> Mapping[tuple[str, ...], Mapping[str, bool]]:
+        """Return what each key that is set cannot be combined with, and whether it is."""
+        own, outer, compression = self.research, self.outer, self.outer.compression
         ablations = own.ablations if any(isinstance(one, ParticipantsReplica) for one in self.replicas) else _NONE
-        gradients, overlaps, counts = outer.source == "gradient", outer.overlap > 0, len(outer.counts) > 0
-        moments = ("averages_moments",)
-        together: list[tuple[tuple[str, ...], bool, str]] = [
-            (("missed",), own.missed > 0 and gradients, "averaged gradients"),
-            (moments, own.averages_moments and gradients, "averaged gradients"),
-            (moments, own.averages_moments and overlaps, "`outer.overlap: 1`"),
-            (moments, own.averages_moments and counts, "`outer.taking_part` or `outer.pretraining`"),
-            (moments, own.averages_moments and own.missed > 0, "`research.missed`"),
-            (moments, own.averages_moments and self.inner.optimizer != "adamw", "an `inner.optimizer` but `adamw`"),
-            (moments, own.averages_moments and ablations.modified_adamw, "`modified_adamw`"),
-            (moments, own.averages_moments and ablations.embedding == "coefficients", "`embedding: coefficients`"),
-            (
-                ("ablations", "modified_adamw"),
-                ablations.modified_adamw and self.inner.optimizer != "adamw",
-                "an `inner.optimizer` but `adamw`",
+        gradients = {"averaged gradients": outer.source == "gradient"}
+        overlap = {"`outer.overlap: 1`": outer.overlap > 0}
+        counts = {"`taking_part` or `pretraining`": len(own.counts) > 0}
+        optimizer = {"an `inner.optimizer` but `adamw`": self.inner.optimizer != "adamw"}
+        stream = {"a streamed corpus": self.data.streamed is not None}
+        is_partly_sent = compression.density < 1 or compression.value_bits < 32
+        some = {**gradients, **overlap, "`outer.keep_local`": outer.keep_local}
+        all_keys: dict[tuple[str, ...], tuple[bool, dict[str, bool]]] = {
+            ("missed",): (own.missed > 0, gradients),
+            ("averages_moments",): (
+                own.averages_moments,
+                {
+                    **gradients,
+                    **overlap,
+                    **counts,
+                    "`research.missed`": own.missed > 0,
+                    **optimizer,
+                    "`modified_adamw`": ablations.modified_adamw,
+                    "`embedding: coefficients`": ablations.embedding == "coefficients",
+                },
             ),
-            (("ablations", "adaptation"), ablations.adaptation == "discarded" and overlaps, "`outer.overlap: 1`"),
-            (
-                ("ablations", "peer"),
-                ablations.peer is not None and counts,
-                "`outer.taking_part` or `outer.pretraining`",
+            ("taking_part",): (len(own.taking_part) > 0, some),
+            ("pretraining",): (
+                own.pretraining > 0,
+                {
+                    **some,
+                    "`density` below 1 or `value_bits` below 32": is_partly_sent,
+                    "`memory: momentum`": compression.memory == "momentum",
+                },
             ),
-            (
-                ("ablations", "grassmann_every"),
-                ablations.grassmann_every is not None and counts,
-                "`outer.taking_part` or `outer.pretraining`",
+            ("clusters",): (own.clusters is not None, stream),
+            ("weighs_examples",): (
+                own.weighs_examples,
+                {
+                    **gradients,
+                    "`outer.weights: tokens`": outer.weights == "tokens",
+                    "shards of equal size, without `research.clusters`": own.clusters is None,
+                },
             ),
-        ]
-        for key, is_so, other in together:
-            if is_so:
-                raise ConfigError(("research", *key), f"found this key with {other}, expected only one of them")
+            ("memory_drops",): (
+                own.memory_drops > 0,
+                {"`memory: error_feedback`": compression.memory == "error_feedback"},
+            ),
+            ("ablations", "modified_adamw"): (ablations.modified_adamw, optimizer),
+            ("ablations", "adaptation"): (ablations.adaptation == "discarded", overlap),
+            ("ablations", "peer"): (ablations.peer is not None, counts),
+            ("ablations", "grassmann_every"): (ablations.grassmann_every is not None, counts),
+        }
+        return {key: others for key, (is_set, others) in all_keys.items() if is_set}
 
 
 _NONE = AblationSettings()

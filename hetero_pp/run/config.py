@@ -135,11 +135,6 @@ class RunConfig(Settings):
             self._require_rounds_that_overlap()
         if self.outer.keep_local:
             self._require_whole_boundaries()
-        if self.outer.counts:
-            self._require_who_can_wait()
-        if self.data.clusters is not None and self.data.clusters < len(self.replicas):
-            found = f"found {self.data.clusters}, expected at least one for each of {len(self.replicas)} replicas"
-            raise ConfigError(("data", "clusters"), found)
 
     def _require_no_adamw(self) -> None:
         """Raise ConfigError for settings that only AdamW supports."""
@@ -166,13 +161,6 @@ class RunConfig(Settings):
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
                 here = ("replicas", index, "boundary", "rank")
                 raise ConfigError(here, f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`")
-
-    def _require_who_can_wait(self) -> None:
-        """Raise ConfigError for more replicas than exist."""
-        for since, count in self.outer.taking_part.items():
-            if count > len(self.replicas):
-                found = f"found {count}, expected at most the number of replicas, {len(self.replicas)}"
-                raise ConfigError(("outer", "taking_part", since), found)
 
     @property
     def states_every(self) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.core.files import whole
 from hetero_pp.core.tensor_files import read_at, save_tensors
 from hetero_pp.model.transformer import ModelShape, Shapes, Transformer, initialise, shapes_of
-from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.outer.step import parameter_of, parameter_sha256, parameters_sha256
 from hetero_pp.pipeline.subspace import random_basis
 
 BASIS = "subspace.basis"
@@ -173,6 +173,13 @@ class OpenSnapshot:
 def _kind(name: str) -> int:
     """Return 0 for a parameter, 1 for the basis, 2 for a momentum."""
     return 2 if name.startswith(MOMENTUM) else int(name == BASIS)
+
+
+def momentum_of(names: Sequence[str], parameters: Collection[str]) -> list[str]:
+    """Return the tensors of a run checkpoint that are the outer optimizer's states of these parameters."""
+    return [
+        name for name in names if name.startswith(MOMENTUM) and parameter_of(name.removeprefix(MOMENTUM)) in parameters
+    ]
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from hetero_pp.config.lines import LineSpec, line_specs
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.config.settings import NotPartOf, meaning
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSpec
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import Share
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
@@ -120,11 +119,6 @@ class RunSpec:
         self.config = config = first.model_copy(update={"replicas": latest.replicas})
         """Configuration at the start, with the current replicas."""
         self.changes = changes
-        if config.outer.counts and len(changes.replicas_since) > 1:
-            told = f"found other replicas from round {changes.replicas_since[1]} on, expected the same"
-            raise ConfigError(
-                ("replicas",), f"{told}: `outer.taking_part` and `outer.pretraining` refer to replicas by their order"
-            )
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
         """Settings that all hosts agree on, as JSON."""
@@ -163,39 +157,16 @@ class RunSpec:
     def share_of(self, replica: str, round_: int) -> Share:
         """Return the part of the text that a replica reads in a round.
 
-        Before it takes part, this is the part that it will read from its start. If shards are clusters, the first
-        replica reads all of the text while it trains alone (DiLoCo, section 3).
+        Before it takes part, this is the part that it will read from its start.
         """
         names = {since: [one.name for one in found] for since, found in self._replicas_since.items()}
         having = [since for since, found in names.items() if replica in found]
         since = max((one for one in having if one <= max(round_, 1)), default=min(having))
         index, count = names[since].index(replica), len(names[since])
-        rotation = _in_turns(self._replicas_since[since], index)
-        if self.config.data.clusters is not None:
-            rotation, alone = (), self.config.outer.pretraining
-            if round_ <= alone and index == 0:
-                count = 1
-            elif alone:
-                since = alone + 1
         if (steps := self.config.inner.steps) is None:
             return Share(index, count, (), since, None)
+        rotation = _in_turns(self._replicas_since[since], index)
         return Share(index, count, rotation, since, (min(since, max(round_, 1)) - 1) * steps)
-
-    @property
-    def shared_out_since(self) -> Sequence[int]:
-        """Rounds from which the text is divided anew, in order.
-
-        They are the first round, and those from which other replicas take part or replicas read clusters of their own.
-        """
-        pretraining = self.config.outer.pretraining if self.config.data.clusters is not None else 0
-        return sorted({*self._replicas_since, pretraining + 1})
-
-    def steps_on(self, share: Share) -> int:
-        """Return the number of steps of a replica on a share, from the share's first round to its last."""
-        alone = self.config.outer.pretraining
-        reads_all = self.config.data.clusters is not None and share.replicas == 1 and alone > 0
-        last = alone if reads_all else self.latest.outer.rounds
-        return (last - share.round + 1) * self.inner_steps
 
     @property
     def replicas_ever(self) -> Sequence[ReplicaSettings]:
@@ -208,8 +179,7 @@ class RunSpec:
 
     def replicas_in(self, round_: int) -> Sequence[ReplicaSettings]:
         """Return the replicas that take part in a round, if they are present."""
-        found = self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
-        return found[: self.config.outer.taking_part_in(round_)]
+        return self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
 
     def at(self, round_: int) -> RunConfig:
         """Return the configuration of a round."""

@@ -105,6 +105,10 @@ def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> Con
 _ONLY_IN_ROWS = {
     "missed": "the cell `research.missed`",
     "averages_moments": "the cell `research.averages_moments`",
+    "taking_part": "the cell `research.taking_part`",
+    "pretraining": "the cell `research.pretraining`",
+    "clusters": "the cell `research.clusters`",
+    "memory_drops": "the cell `research.memory_drops`",
     "ablations": "`ablations`",
     "research": "cells such as `research.missed`",
 }

@@ -20,7 +20,6 @@ import numpy as np
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
@@ -174,15 +173,9 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     `watch` maps the label of a replica to the callback that receives the spans of its members and links. Without
     `stage_links` messages between stages cost nothing, and only the exchange takes time.
 
-    Raises ConfigError for unknown hardware, for members whose part does not fit their memory, for published numbers of
-    unpredicted quantities, and for rounds in which not all replicas take part.
+    Raises ConfigError for unknown hardware, for members whose part does not fit their memory, and for published numbers
+    of unpredicted quantities.
     """
-    if spec.config.outer.counts:
-        cell = "taking_part" if spec.config.outer.taking_part else "pretraining"
-        raise ConfigError(
-            ("outer", cell),
-            "found rounds with only some of the replicas, expected all: predictions assume equal rounds",
-        )
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
     if not stage_links:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from functools import partial
 
 from hetero_pp.config.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
-from hetero_pp.data.sources import open_source
 from hetero_pp.messages.report_bounds import ReportBounds
-from hetero_pp.outer.exchange_service import AvailableStates
-from hetero_pp.run.batches import examples_in, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
@@ -27,7 +23,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.limits import contribution_limits, inner_steps
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
-from replica_groups.exchange.restart import Restart, find_restart, lasting, newest_sound
+from replica_groups.exchange.restart import Restart, find_restart, newest_sound
 from replica_groups.exchange.retention import Retention
 from replica_groups.protocol.rules import Rules, Window
 
@@ -53,9 +49,6 @@ def make_exchange(
     """
     agreement = Agreement(spec.first, spec.changes, resume or {})
     log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
-    rules, reads = rules_of(spec, lonely), ""
-    if spec.config.outer.weights == "examples":
-        reads = text_digest(spec, open_source(spec.config.data, folder.cache))
     return Exchange(
         spec.run,
         spec.roster,
@@ -63,12 +56,11 @@ def make_exchange(
         spec.config.outer,
         log,
         agreement=agreement,
-        rules=rules,
+        rules=rules_of(spec, lonely),
         goes_on=goes_on,
         tokens_a_step=tokens_a_step(spec),
         magnitudes=spec.config.exchange.magnitudes,
         text=folder.text,
-        reads=reads,
         bounds=bounds_of(spec),
     )
 
@@ -97,10 +89,6 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         steps=inner_steps(spec),
         overlap=spec.config.outer.overlap > 0,
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
-        due_since=tuple(
-            (since, frozenset(replica.name for replica in spec.replicas_in(since)))
-            for since in sorted(spec.config.outer.counts)
-        ),
     )
 
 
@@ -146,19 +134,10 @@ def begin_run(
         exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention, folder.path
     )
     auditor.start()
-    examples = _examples(spec, folder)
     limits = contribution_limits(spec)
-    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, examples, limits)
+    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, limits=limits)
     exchange.snapshots.kept(start.snapshot.round)
     return auditor
-
-
-def _examples(spec: RunSpec, folder: RunFolder) -> tuple[tuple[int, Mapping[str, int]], ...]:
-    """Return `Rules.examples_since`. The exchange counts the examples, as a member could claim any number."""
-    if spec.config.outer.weights != "examples":
-        return ()
-    source = open_source(spec.config.data, folder.cache)
-    return tuple((since, examples_in(spec, source, since)) for since in spec.shared_out_since)
 
 
 def _require_unchanged(wanted: Values) -> None:
@@ -225,14 +204,13 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     saved = any(states.rounds for states in available.values())
     if not saved and not exchange.log.last_record() and not exchange.log.snapshots():
         return Restart(first_snapshot(spec))  # it stopped before it had begun
-    last, due = exchange.log.last_record(), rules_of(spec).due
+    last = exchange.log.last_record()
     before = {replica.name for replica in spec.at(max(last, 1)).replicas}
-    known: dict[str, AvailableStates] = {}
-    for name, owner in ((name, member.replica.name) for name, member in spec.members.items()):
-        if owner in before and name in available:
-            known[name] = lasting(
-                available[name], [round_ for round_ in range(1, last + 1) if owner not in due(round_)]
-            )
+    known = {
+        name: available[name]
+        for name, member in spec.members.items()
+        if member.replica.name in before and name in available
+    }
     optimizer_for = partial(round_optimizer, spec)
     start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
     if start.snapshot.round > rounds:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,18 +30,6 @@ class Restart:
     """Last decided round, if it is later than the snapshot's."""
     note: str = ""
     """Data without which the run resumes."""
-
-
-def lasting(states: AvailableStates, waited: Sequence[int]) -> AvailableStates:
-    """Return the states with further rounds after which they were unchanged.
-
-    `waited`: the rounds, in order, in which the replica did not take part. It needs no state before its first round.
-    """
-    rounds = set(states.rounds)
-    for round_ in waited:
-        if round_ == 1 or round_ - 1 in rounds:
-            rounds.add(round_)
-    return replace(states, rounds=frozenset(rounds))
 
 
 def find_restart(

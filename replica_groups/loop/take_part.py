@@ -13,18 +13,17 @@ from hetero_pp.config.links import exchange_link_name, stage_link_name
 from hetero_pp.core.device import name_of, use
 from hetero_pp.core.errors import LinkClosed, Refused, Stopped
 from hetero_pp.core.files import keep_trying
-from hetero_pp.data.sources import Source, open_source
+from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.exchange_service import ExchangeService
-from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.snapshot import BASIS, MOMENTUM
+from hetero_pp.run.snapshot import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from replica_groups.loop.carried import CarriedExchange
@@ -39,12 +38,13 @@ from replica_groups.loop.shaped import ShapedExchange
 from replica_groups.loop.state_copies import StateCopies
 from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
-from replica_groups.loop.training_loop import TrainingLoop, momentum_of
+from replica_groups.loop.training_loop import TrainingLoop
 from replica_groups.loop.usable_states import newest_usable_state
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.outer_round import Carrier, OuterRound
+from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import ALONE, Ranks
+from replica_groups.outer.round_calls import Carrier
 
 
 class Connections(Protocol):
@@ -110,7 +110,7 @@ def take_part(
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
     source = keep_trying(lambda: open_source(config.data, folder.cache), say) if member.reads_data else None
-    run = exchange.agree(member.name, spec.agreed, text_digest(spec, source))
+    run = exchange.agree(member.name, spec.agreed, tokens_digest(source))
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
     available, address = states.find(), connections.listen()
@@ -150,7 +150,7 @@ def take_part(
             undoes=config.states.undo,
         )
         if saved is not None:
-            loop.load(states.path(saved))
+            loop.ahead.load(states.path(saved))
         stopping.listen()
         try:
             loop.run(holds, saved, spec)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
-from hetero_pp.data.shares import Share
 from hetero_pp.messages.messages_pb2 import AssignReply, MemberRound
-from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.outer.step import parameter_of
 from hetero_pp.rpc.memory import give_freed_memory_back
-from hetero_pp.run.snapshot import MOMENTUM
+from hetero_pp.run.snapshot import MOMENTUM, momentum_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
+from replica_groups.loop.ahead import Ahead, InnerLoop, Terms
 from replica_groups.loop.gate import Gate
 from replica_groups.loop.reporter import Reporter
 from replica_groups.loop.round_length import RoundLength
@@ -33,8 +28,6 @@ from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
-
-_TERMS = "terms.json"
 
 _SECONDS_TO_REPORT = 2.0
 """Time that a member that was asked to stop waits for the delivery of its reports."""
@@ -49,15 +42,6 @@ class _Position(Enum):
     """Theta, moments and error feedback are those after round `holds`."""
     IN_ROUND = auto()
     """The next round has begun; `undo` returns to its start."""
-
-
-@dataclass(frozen=True)
-class _InnerLoop:
-    """An inner loop that this process has trained."""
-
-    steps: int
-    compute_seconds: float
-    wait_seconds: float
 
 
 class TrainingLoop:
@@ -95,13 +79,7 @@ class TrainingLoop:
         self._has_started = False
         """Whether a round was reached since this process started."""
         self._position = _Position.CATCHING_UP
-        self._ahead: _InnerLoop | None = None
-        """Inner loop of the round trained ahead, if this process trained it and can undo it."""
-        self._trained_with: dict[int, str] = {}
-        """Round -> learning rates and share with which it was trained, for the last two rounds.
-
-        They may have changed since.
-        """
+        self.ahead = Ahead()
 
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds` and the member checkpoint after round `saved`."""
@@ -117,7 +95,7 @@ class TrainingLoop:
         self.reporter.send(over)
 
     def _train_rounds(self, spec: RunSpec) -> None:
-        while (work := self.seat.ask(self.holds, self.outer.trained_beyond(self.holds))).round:
+        while (work := self.seat.ask(self.holds, self.outer.own.beyond(self.holds))).round:
             try:
                 if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
@@ -154,7 +132,7 @@ class TrainingLoop:
         for round_ in missed:
             self.outer.catch_up(range(round_, round_ + 1), range(round_, round_ + 1))
             self.holds = round_
-            self.steps.catch_up(round_, lambda one: self.outer.exchange.record(one, self.outer.member))
+            self.steps.catch_up(round_, lambda one: self.outer.calls.record(one))
 
     def _closed_without_it(self) -> range:
         """Return the rounds that others may have finished and this member has not, as it was late.
@@ -181,7 +159,7 @@ class TrainingLoop:
         # A contribution restored to error feedback may have been included, if the incarnation ended before the reply.
         self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
         self.holds, self._saved = before, None
-        self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
+        self.steps.catch_up(before, lambda round_: self.outer.calls.record(round_))
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
@@ -235,7 +213,7 @@ class TrainingLoop:
         if self._position is _Position.IN_ROUND:
             self.outer.undo()
             self.member.undo(self.outer)
-            self._position, self._ahead = _Position.AT_START, None
+            self._position, self.ahead.loop = _Position.AT_START, None
 
     # ---- a round ----
 
@@ -245,7 +223,7 @@ class TrainingLoop:
             self.reporter.flush()
         self.faults.touch(self.outer.theta)
         loop = self._inner_loop_of(work, spec)
-        started, spent_ahead, self.outer.blocked = time.monotonic(), 0.0, 0.0
+        started, spent_ahead, self.outer.calls.blocked = time.monotonic(), 0.0, 0.0
 
         def contributed() -> None:
             nonlocal spent_ahead
@@ -268,23 +246,23 @@ class TrainingLoop:
             self.reporter.flush()  # a run that resumes from here has lost no report
             self._save_state(round_)
 
-    def _inner_loop_of(self, work: AssignReply, spec: RunSpec) -> _InnerLoop:
+    def _inner_loop_of(self, work: AssignReply, spec: RunSpec) -> InnerLoop:
         """Return the inner loop of the assigned round: the one trained ahead if it is valid, else a new one.
 
         The loop trained ahead is valid if all members of the replica have it, with the learning rates and share that
         apply now.
         """
-        round_, ahead, terms = work.round, self._ahead, self._terms(work.round, spec)
-        self._ahead = None
-        if work.trained == round_ and self._trained_with.get(round_) == repr(terms):
+        round_, ahead, terms = work.round, self.ahead.loop, self._terms(work.round, spec)
+        self.ahead.loop = None
+        if work.trained == round_ and self.ahead.is_valid(round_, terms):
             if ahead is None:  # it came from a member checkpoint, or the member returned to it: nothing was remembered
                 self.member.remember(ahead=True)
             self._position = _Position.IN_ROUND
             self.seat.pulse.trains(round_, work.epoch)
-            return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
+            return ahead or InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
         if ahead is not None:
             self.member.undo(self.outer)
-        self.outer.trained.clear()
+        self.outer.own.trained.clear()
         self.outer.start_local(round_, work.trained)
         self.member.remember()
         self._position = _Position.IN_ROUND
@@ -303,14 +281,14 @@ class TrainingLoop:
         self.outer.start_ahead()
         loop = self._train(round_ + 1, round_, self._terms(round_ + 1, spec))
         self.outer.end_inner_loop(round_ + 1)
-        self._ahead = loop
+        self.ahead.loop = loop
 
-    def _terms(self, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
+    def _terms(self, round_: int, spec: RunSpec) -> Terms:
         """Return the learning rates and the share of a round, as far as they are known."""
         first = self.steps.before(round_)
         return spec.rates_in(round_, first, self.steps.last), spec.share_of(self.replica, round_)
 
-    def _train(self, round_: int, under_way: int, terms: tuple[LearningRates, Share]) -> _InnerLoop:
+    def _train(self, round_: int, under_way: int, terms: Terms) -> InnerLoop:
         """Train the inner steps of `round_` while `under_way`, the same round or the one before, is in progress."""
         rates, share = terms
         first = self.steps.before(round_)
@@ -321,9 +299,8 @@ class TrainingLoop:
         with self.seat.pulse.computing(self.member.activity), self._allowed_to_stop(ahead_of):
             steps = self._take_steps(round_, first, under_way)
         self._give_memory_back()
-        self._trained_with = {before: one for before, one in self._trained_with.items() if before == round_ - 1}
-        self._trained_with[round_] = repr(terms)
-        return _InnerLoop(steps, *self.member.timing())
+        self.ahead.trained(round_, terms)
+        return InnerLoop(steps, *self.member.timing())
 
     def _give_memory_back(self) -> None:
         """Return what the outer round, or the inner loop, has freed: the other one needs other sizes.
@@ -366,7 +343,7 @@ class TrainingLoop:
             self._evaluate(round_)
         except LinkError as error:
             self._return(error)
-        times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.blocked
+        times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.calls.blocked
         times.evaluation_seconds = time.monotonic() - synchronised
         report = self.reporter.new()
         report.member_round.CopyFrom(times)
@@ -393,15 +370,8 @@ class TrainingLoop:
         self.faults.reached(Phase.SAVING, round_)
         self.outer.save(folder)
         self.steps.save(folder)
-        if self.outer.trained:
-            (folder / _TERMS).write_text(json.dumps(self._trained_with), encoding="utf-8")
-
-    def load(self, folder: Path) -> None:
-        """Restore the learning rates and shares of rounds that were trained ahead of a member checkpoint."""
-        if (folder / _TERMS).exists():
-            self._trained_with = {
-                int(number): one for number, one in json.loads((folder / _TERMS).read_text(encoding="utf-8")).items()
-            }
+        if self.outer.own.trained:
+            self.ahead.save(folder)
 
     def _evaluate(self, round_: int) -> None:
         with self._allowed_to_stop(), computing("evaluation", self.outer.ranks.device):
@@ -430,14 +400,3 @@ class TrainingLoop:
             use.messages, use.busy_seconds = count.messages, count.busy_seconds
             use.payload_bytes, use.wire_bytes = count.payload_bytes, count.wire_bytes
             self.reporter.send(report)
-
-
-def momentum_of(names: Sequence[str], parameters: Collection[str]) -> list[str]:
-    """Return the tensors of a run checkpoint that are the outer optimizer's states of these parameters."""
-    found = (name for name in names if name.startswith(MOMENTUM))
-    return [name for name in found if any(_is_of(name.removeprefix(MOMENTUM), one) for one in parameters)]
-
-
-def _is_of(state: str, parameter: str) -> bool:
-    """Return whether an optimizer state belongs to a parameter: its name equals the parameter's or extends it."""
-    return parameter_of(state) == parameter

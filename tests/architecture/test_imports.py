@@ -9,10 +9,14 @@ import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 import hetero_pp
+from hetero_pp.research.settings import ResearchConfig
+from hetero_pp.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
@@ -80,6 +84,30 @@ def test_the_product_imports_research_only_in_the_function_of_reproduce() -> Non
 def _research_imports(tree: ast.AST) -> list[str]:
     imports = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return [name for name in imports if name.startswith(RESEARCH)]
+
+
+def test_no_setting_of_a_run_is_one_that_only_tables_need() -> None:
+    """Keys of `research` and of its ablations are no keys of any section that `launch` reads."""
+    runs = {key for model in _sections(RunConfig) for key in model.model_fields}
+    tables = {key for model in _sections(ResearchConfig) - _sections(RunConfig) for key in model.model_fields}
+    assert {"missed", "taking_part", "clusters", "peer", "grassmann_every"} <= tables
+    shared = RunConfig.model_fields.keys() | {"embedding", "method"}  # other settings with the same name
+    assert (tables & runs) - shared == set()
+
+
+def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+    """Return a section and all sections in it."""
+    found, waiting = set(), [model]
+    while waiting:
+        one = waiting.pop()
+        found.add(one)
+        parts: list[Any] = [field.annotation for field in one.model_fields.values()]
+        while parts:
+            part = parts.pop()
+            parts += get_args(part)
+            if isinstance(part, type) and issubclass(part, BaseModel) and part not in found:
+                waiting.append(part)
+    return found
 
 
 def _arrows_between(folder: tuple[str, ...]) -> dict[str, set[str]]:

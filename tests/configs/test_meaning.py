@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from hetero_pp.config.settings import AddedLater, NotPartOf, Settings, meaning
 from hetero_pp.run.config import RunConfig
@@ -191,3 +192,17 @@ def test_sections_in_lists_and_mappings_mean_as_much() -> None:
     many = _Many(listed=[plain, other], named={"plain": plain, "other": other})
     said = {"plain": {"size": 1}, "other": {"size": 2, "rate": 1.0}}
     assert meaning(many, NotPartOf.RUN, defaults=False) == {"listed": [*said.values()], "named": said}
+
+
+class _Smaller(_Before):
+    """The same section after a field was removed."""
+
+    former: ClassVar[Mapping[str, Any]] = {"clusters": None}
+
+
+def test_a_field_that_was_removed_is_read_with_its_default_and_stays_part_of_the_identity() -> None:
+    assert _Smaller.model_validate({"size": 1, "clusters": None}) == _Smaller(size=1)
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        _Smaller.model_validate({"size": 1, "clusters": 2})
+    assert meaning(_Smaller(size=1), NotPartOf.RUN) == {"size": 1, "rate": 0.5, "clusters": None}
+    assert meaning(_Smaller(size=1), NotPartOf.RUN, defaults=False) == {"size": 1}

@@ -72,7 +72,7 @@ KEYS = [
     *_keys(RunConfig),
     *_keys(DatacenterReplica, "replicas.0."),
     *_keys(ParticipantsReplica, "replicas.1."),
-    *("lines.dsl.up", "lines.dsl.jitter", "replicas.1.link.0", "replicas.2.stages.0.layers", "outer.taking_part.1"),
+    *("lines.dsl.up", "lines.dsl.jitter", "replicas.1.link.0", "replicas.2.stages.0.layers"),
 ]
 VALUES = [
     *("4", "0", "-1", "1.5", "1e-3", "1/8", "12.5 %", "full", "true", "null", "", "20 ms", "5 min", "100 Mbit/s"),

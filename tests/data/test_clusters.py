@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-import hetero_pp.data.clusters as of_windows
+import hetero_pp.research.clusters as of_windows
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches
-from hetero_pp.data.clusters import Clusters, find_clusters
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.run.batches import examples_in, replica_batches, text_digest
-from hetero_pp.run.config import RunConfig
+from hetero_pp.research.clusters import Clusters, find_clusters
+from hetero_pp.research.participation import ClusteredBatches, Weights, share_of, table_batches
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.spec import RunSpec
 
 TOPICS = ("abcdef", "ghijkl", "mnopqr")
@@ -45,15 +44,17 @@ def store(text: Path, tmp_path: Path) -> TokenStore:
     return prepare_tokens(DataSettings(corpus=str(text), validation_share=0.1), tmp_path)
 
 
-def _config(text: Path, **cells: Any) -> RunConfig:
+def _config(text: Path, **cells: Any) -> ResearchConfig:
     replicas = cells.pop("replicas", 3)
+    research = {"clusters": cells.pop("clusters", 3), "pretraining": cells.pop("pretraining", 0)}
     data = {"corpus": str(text), "sequence_length": LENGTH, "validation_share": 0.1, "validation_sequences": 4}
-    return RunConfig.model_validate(
+    return ResearchConfig.model_validate(
         {
             "name": "t",
             "seed": 2,
             "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
-            "data": data | {"clusters": cells.pop("clusters", 3)},
+            "data": data,
+            "research": research | cells.pop("research", {}),
             "inner": {"steps": 2, "warmup_steps": 0},
             "outer": {"rounds": 6, **cells},
             "replicas": [{"name": f"r{i}", "kind": "datacenter", "batch_size": 4} for i in range(replicas)],
@@ -110,7 +111,7 @@ def test_another_seed_another_length_or_number_are_other_clusters(store: TokenSt
 @pytest.mark.parametrize("said", ["OPENBLAS_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=2", "OPENBLAS_CORETYPE=Prescott"])
 def test_other_processes_find_the_same(said: str, text: Path, store: TokenStore, tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from hetero_pp.data.clusters import find_clusters; "
+        "import sys; from pathlib import Path; from hetero_pp.research.clusters import find_clusters; "
         "from hetero_pp.data.settings import DataSettings; from hetero_pp.data.tokens import prepare_tokens; "
         "data = DataSettings(corpus=sys.argv[1], validation_share=0.1); "
         f"print(find_clusters(prepare_tokens(data, Path(sys.argv[2])), {LENGTH}, 3, 1).digest)"
@@ -124,7 +125,7 @@ def test_other_processes_find_the_same(said: str, text: Path, store: TokenStore,
 def test_of_one_cluster_all_are_read_in_the_order_that_they_have_without(store: TokenStore) -> None:
     of: dict[str, Any] = {"store": store, "sequence_length": LENGTH, "seed": 5, "replica": 0, "replicas": 1}
     plain = StoreBatches(**of, batch_size=4)
-    whole = StoreBatches(**of, batch_size=4, clusters=find_clusters(store, LENGTH, 1, seed=1))
+    whole = ClusteredBatches(**of, batch_size=4, clusters=find_clusters(store, LENGTH, 1, seed=1))
     steps = range(2 * whole.shard_size // 4)
     assert all(np.array_equal(plain.windows(step), whole.windows(step)) for step in steps)
 
@@ -132,7 +133,7 @@ def test_of_one_cluster_all_are_read_in_the_order_that_they_have_without(store: 
 def test_an_epoch_reads_each_window_of_the_own_clusters_once(store: TokenStore) -> None:
     clusters = find_clusters(store, LENGTH, 3, seed=1)
     for replica in range(2):
-        batches = StoreBatches(
+        batches = ClusteredBatches(
             store=store, sequence_length=LENGTH, seed=5, replica=replica, replicas=2, batch_size=1, clusters=clusters
         )
         for epoch in range(2):
@@ -145,7 +146,7 @@ def test_a_shard_has_to_fill_a_batch(store: TokenStore) -> None:
     smallest = min(len(clusters.windows(share, 3)) for share in range(3))
     with pytest.raises(ConfigError, match=f"found {smallest} sequences in the clusters of replica . of 3") as error:
         for replica in range(3):
-            StoreBatches(
+            ClusteredBatches(
                 store=store,
                 sequence_length=LENGTH,
                 seed=5,
@@ -154,7 +155,7 @@ def test_a_shard_has_to_fill_a_batch(store: TokenStore) -> None:
                 batch_size=smallest + 1,
                 clusters=clusters,
             )
-    assert error.value.key == ("data", "clusters")
+    assert error.value.key == ("research", "clusters")
 
 
 def test_many_clusters_of_a_sample(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,13 +177,13 @@ def test_text_that_is_all_the_same_has_no_clusters(tmp_path: Path) -> None:
     store = prepare_tokens(DataSettings(corpus=str(tmp_path / "same.txt"), validation_share=0.1), tmp_path / "cache")
     with pytest.raises(ConfigError, match="found 2, expected at most the 1 distinct windows of text") as error:
         find_clusters(store, 7, 2, seed=1)
-    assert error.value.key == ("data", "clusters")
+    assert error.value.key == ("research", "clusters")
 
 
 def test_examples_are_the_windows_of_the_shards(text: Path, store: TokenStore) -> None:
-    spec = RunSpec(_config(text), 256)
+    spec = RunSpec(_config(text, research={"weighs_examples": True}), 256)
     clusters = find_clusters(store, LENGTH, 3, spec.config.seed)
-    found = examples_in(spec, store, 1)
+    found = Weights(spec, store).in_round(1)
     assert found == {f"r{i}": len(clusters.windows(i, 3)) for i in range(3)}
     assert max(found.values()) > 1.5 * min(found.values())
 
@@ -191,9 +192,9 @@ def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Pat
     spec = RunSpec(_config(text, method="diloco", pretraining=2), 256)
     clusters = find_clusters(store, LENGTH, 3, spec.config.seed)
     for index, member in enumerate(spec.members.values()):
-        batches, _ = replica_batches(spec, member, store)
+        batches, _ = table_batches(spec, member, store)
         for round_ in range(1, 6):
-            batches.take(spec.share_of(member.name, round_), (round_ - 1) * 2)
+            batches.take(share_of(spec, member.name, round_), (round_ - 1) * 2)
             if index == 0 or round_ > 2:
                 alone = index == 0 and round_ <= 2
                 share = (0, 1) if alone else (index, 3)
@@ -201,9 +202,9 @@ def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Pat
                 allowed = {rows[window].tobytes() for window in clusters.windows(*share)}
                 read = batches.train((round_ - 1) * 2).numpy().astype(store.train.dtype)
                 assert {row.tobytes() for row in read} <= allowed
-    assert spec.share_of("r0", 2).seed(9) == 9
-    assert spec.share_of("r0", 3).seed(9) != 9
-    assert {spec.share_of(name, 3).first_step for name in spec.members} == {4}
+    assert share_of(spec, "r0", 2).seed(9) == 9
+    assert share_of(spec, "r0", 3).seed(9) != 9
+    assert {share_of(spec, name, 3).first_step for name in spec.members} == {4}
 
 
 def test_what_a_replica_reads_once_the_others_join_has_to_be_enough_before_it_begins(
@@ -221,9 +222,9 @@ def test_what_a_replica_reads_once_the_others_join_has_to_be_enough_before_it_be
         raw["inner"]["steps"], raw["data"]["repeat"] = steps, repeat
         for replica in raw["replicas"]:
             replica["batch_size"] = size
-        spec = RunSpec(RunConfig.model_validate(raw), 256)
+        spec = RunSpec(ResearchConfig.model_validate(raw), 256)
         member = list(spec.members.values())[smallest]
-        replica_batches(spec, member, store)
+        table_batches(spec, member, store)
 
     steps = fits // 18
     assert windows > 20 * steps
@@ -235,28 +236,25 @@ def test_what_a_replica_reads_once_the_others_join_has_to_be_enough_before_it_be
         batches(1, fits + 1, repeat=True)
 
 
-def test_hosts_that_found_other_clusters_read_another_text(text: Path, store: TokenStore) -> None:
-    spec, plain = RunSpec(_config(text), 256), RunSpec(_config(text, clusters=None), 256)
-    digest = text_digest(spec, store)
-    assert text_digest(plain, store) == store.digest != digest
-    assert text_digest(spec, None) == ""
-    [path] = store.path.parent.glob("clusters-*")
-    labels = find_clusters(store, LENGTH, 3, spec.config.seed).labels.copy()
-    labels[7] = (labels[7] + 1) % 3
-    _keep(path, labels)
-    assert text_digest(spec, store) not in (digest, store.digest)
-
-
 def test_each_replica_needs_a_cluster(text: Path) -> None:
     _config(text, clusters=3).check()
     with pytest.raises(ConfigError, match="found 3, expected at least one for each of 4 replicas") as error:
         _config(text, clusters=3, replicas=4).check()
-    assert error.value.key == ("data", "clusters")
+    assert error.value.key == ("research", "clusters")
 
 
-def test_a_stream_has_no_clusters() -> None:
-    with pytest.raises(ValidationError, match="found `clusters` with hf:a/b, which is streamed, expected a corpus"):
-        DataSettings(corpus="hf:a/b", clusters=2)
+def test_a_stream_has_no_clusters(text: Path) -> None:
+    raw = _config(text).model_dump(mode="json")
+    raw["data"]["corpus"] = "hf:a/b"
+    with pytest.raises(ConfigError, match="found this key with a streamed corpus, expected only one") as error:
+        ResearchConfig.model_validate(raw).check()
+    assert error.value.key == ("research", "clusters")
+
+
+def test_weights_by_examples_need_shards_that_differ(text: Path) -> None:
+    with pytest.raises(ConfigError, match=r"found this key with shards of equal size") as error:
+        _config(text, clusters=None, research={"weighs_examples": True}).check()
+    assert error.value.key == ("research", "weighs_examples")
 
 
 def test_runs_with_clusters_have_another_name(text: Path) -> None:

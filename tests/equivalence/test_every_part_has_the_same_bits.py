@@ -30,7 +30,6 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=4", "data.validation_sequences=8"]),
     "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2}"]),
     "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2}"]),
-    "LOM-Sub-k": (HERE / "mixed.yaml", ["outer={method: diloco_lom_sub_k, rounds: 2}"]),
     "inner Muon": (HERE / "mixed.yaml", ["inner.optimizer=muon", "outer.compression.value_bits=2"]),
     "outer Adam": (HERE / "mixed.yaml", [f"outer={ADAM}"]),
     "DeMo": (
@@ -43,10 +42,6 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
             "outer={method: diloco_lom, rounds: 2}",
             *(f"replicas.{index}.{change}" for index in (0, 1) for change in ("precision=bf16", "recompute=layers")),
         ],
-    ),
-    "shards that differ": (
-        HERE / "mixed.yaml",
-        ["data.clusters=2", "outer={method: diloco, weights: examples, rounds: 2}"],
     ),
 }
 """A YAML for each run, with its changes apart from rounds and corpus."""

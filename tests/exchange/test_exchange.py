@@ -782,7 +782,7 @@ class _Member:
         for round_ in range(1, SETTINGS.rounds + 1):
             for parameter in self.parameters.values():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.1)
-            work = self._exchange.assign(self.outer.member, round_ - 1)
+            work = self._exchange.assign(self.outer.calls.member, round_ - 1)
             self.outer.synchronise(round_, work.epoch, steps=5)
 
 

@@ -201,7 +201,7 @@ def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
     stopped = Run(settings, middle, tmp_path / "stopped")
     stopped.load(tmp_path)
     outer = stopped.outer[name]
-    outer.exchange = _Disappearing(unbroken.exchange)
+    outer.calls.exchange = _Disappearing(unbroken.exchange)
     stopped._learn(name, 2)
     with pytest.raises(Stopped):
         outer.synchronise(2, generation)

@@ -130,8 +130,8 @@ def test_the_next_round_starts_less_what_is_presumed_and_is_measured_from_there(
     sent = member.far.sent(1)
     _assert_equal(started[0], {name: START[name] - 0.25 * sent[name] for name in START})
     _assert_equal(member.holds(), {name: START[name] - sent[name] for name in START})  # this replica alone, at rate 1
-    assert member.outer.trained.keys() == {2}
-    _assert_equal(member.outer.trained[2], trained[1])
+    assert member.outer.own.trained.keys() == {2}
+    _assert_equal(member.outer.own.trained[2], trained[1])
 
 
 @pytest.mark.parametrize("counts", ["own", "other"])
@@ -151,8 +151,8 @@ def test_broken_off_ahead_and_decided_meanwhile(counts: str) -> None:
     expected = _rest(member, trained, 0.0 if counts == "own" else SETTINGS.returned)
     for name, error in member.outer.error.items():
         torch.testing.assert_close(error, expected[name], atol=1e-7, rtol=0)
-    assert not member.outer.trained
-    _assert_equal(member.train(2), member.outer.trained[2])
+    assert not member.outer.own.trained
+    _assert_equal(member.train(2), member.outer.own.trained[2])
 
 
 def test_a_state_that_is_saved_in_the_next_round_is_that_before_the_contribution() -> None:
@@ -168,7 +168,7 @@ def test_a_state_that_is_saved_in_the_next_round_is_that_before_the_contribution
     assert any(bool(error.any()) for error in member.outer.error.values())
     member.outer.take_back_undecided()
     assert not any(bool(error.any()) for error in member.outer.error.values())
-    _assert_equal(member.outer.trained[1], trained)
+    _assert_equal(member.outer.own.trained[1], trained)
 
 
 def test_broken_off_and_contributed_again() -> None:
@@ -179,12 +179,12 @@ def test_broken_off_and_contributed_again() -> None:
     member.far.is_suspended = True
     with pytest.raises(Suspended):
         member.outer.synchronise(1, 1, 3, lambda: member.train_ahead(2))
-    assert member.outer.trained.keys() == {1, 2}
+    assert member.outer.own.trained.keys() == {1, 2}
     member.go_back()
-    assert member.outer.trained.keys() == {1}
+    assert member.outer.own.trained.keys() == {1}
     member.far.is_suspended = False
     for one in (member, undisturbed):
         one.outer.synchronise(1, 1, 3, lambda one=one: one.train_ahead(2))  # type: ignore[misc]
     _assert_equal(member.outer.error, undisturbed.outer.error)
     _assert_equal(member.holds(), undisturbed.holds())
-    _assert_equal(member.outer.trained[2], undisturbed.outer.trained[2])
+    _assert_equal(member.outer.own.trained[2], undisturbed.outer.own.trained[2])

@@ -28,7 +28,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import Restart, find_restart, lasting
+from replica_groups.exchange.restart import Restart, find_restart
 from replica_groups.exchange.retention import Retention
 from replica_groups.loop.saved_states import DIGESTS, SavedStates
 from replica_groups.loop.usable_states import newest_usable_state
@@ -402,19 +402,3 @@ def test_states_of_a_later_round_or_another_run_do_not_push_new_ones_out(tmp_pat
     assert {path.name for path in (tmp_path / "state" / "aside-1").iterdir()} == {"round-000002", "round-000040"}
     states.save(4, lambda folder: (folder / "new").write_text("state"))
     assert states.rounds() == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("saved", "waited", "as_good"),
-    [
-        ({2, 4}, [], {2, 4}),
-        ({2}, [3, 4, 5], {2, 3, 4, 5}),
-        ({2}, [4, 5], {2}),
-        ({6}, [1, 2, 5], {1, 2, 6}),
-        (set(), [1, 2, 3], {1, 2, 3}),
-    ],
-)
-def test_a_state_is_good_for_as_long_as_its_replica_waits(
-    saved: set[int], waited: list[int], as_good: set[int]
-) -> None:
-    assert lasting(AvailableStates(frozenset(saved)), waited).rounds == as_good

@@ -179,16 +179,16 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
     _assert_equal(b.errors(), before)
     _assert_equal(b.holds(), a.holds())
     for _ in range(2):
-        b.outer.start_local(3, b.outer.trained_beyond(2))
+        b.outer.start_local(3, b.outer.own.beyond(2))
         _assert_equal(b.holds(), way)
         b.outer.undo()
         b.outer.restore()
         _assert_equal(b.holds(), a.holds())
     b.outer.save(tmp_path)
-    b.outer.local = None
+    b.outer.own.local = None
     b.outer.load(tmp_path, 2)
     run.assign(2)
-    b.outer.start_local(3, b.outer.trained_beyond(2))
+    b.outer.start_local(3, b.outer.own.beyond(2))
     _assert_equal(b.holds(), way)
     moved = b.train(3)
     a.train(3)
@@ -199,7 +199,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
     for key, error in b.errors().items():
         torch.testing.assert_close(error, DECAY * before[key] + moved[key] - sent[key], rtol=0, atol=1e-7, msg=key)
     _assert_equal(b.holds(), a.holds())
-    b.outer.start_local(4, b.outer.trained_beyond(3))
+    b.outer.start_local(4, b.outer.own.beyond(3))
     _assert_equal(b.holds(), a.holds())
 
 
@@ -210,9 +210,9 @@ def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: 
     _round(3, a, b)
     late = Member(run, "b", keep_local=True)
     late.outer.load(tmp_path, 2, snapshot=0)
-    assert late.outer.local is not None and late.outer.local.rows.keys() == late.start.keys()
+    assert late.outer.own.local is not None and late.outer.own.local.rows.keys() == late.start.keys()
     late.outer.catch_up(range(1, 4), range(3, 4))
-    assert late.outer.trained_beyond(3) == 0
+    assert late.outer.own.beyond(3) == 0
     late.outer.start_local(4, 2)
     _assert_equal(late.holds(), a.holds())
 
@@ -224,7 +224,7 @@ def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: 
     back.outer.load(tmp_path, 2, snapshot=0)
     back.outer.catch_up(range(1, 3), range(3, 3))
     _assert_equal(back.holds(), a.holds())
-    assert back.outer.trained_beyond(2) == 2
+    assert back.outer.own.beyond(2) == 2
     back.outer.start_local(3, 2)
     _assert_equal(back.holds(), way)
 
@@ -242,7 +242,7 @@ def test_its_own_parameters_are_void_if_its_group_has_others_or_they_are_old(
     a, b, way = _saved_uncounted(run, tmp_path)
     b.outer.start_local(round_, trained)
     _assert_equal(b.holds(), way if is_of_use else a.holds())
-    assert b.outer.trained_beyond(2) == (2 if is_of_use else 0)
+    assert b.outer.own.beyond(2) == (2 if is_of_use else 0)
 
 
 def test_a_round_that_is_undone_and_trained_again_has_the_same_bits(run: Run) -> None:
@@ -368,14 +368,16 @@ def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> N
     run.assign(0)
     a.train(1)
     b.train(1)
-    own = b.outer.contribute(1, 1, 7)
+    b.outer.contribute(1, 1, 7)
     a.outer.synchronise(1, 1)
     record, other = run.exchange.record(1), RoundRecord()
     other.CopyFrom(record)
     (counted,) = (one for one in other.contributions if one.replica == "b")
     counted.blobs[0].sha256 = bytes(32)
-    assert b.outer._take_back_uncounted(record, own, 1)
-    assert not b.outer._take_back_uncounted(other, own, 1)
+    sent = b.outer.feedback.sent
+    assert sent is not None
+    assert sent.is_named_by(b.outer.calls.entry(record))
+    assert not sent.is_named_by(b.outer.calls.entry(other))
 
 
 # ---- recovery, and late joins ----

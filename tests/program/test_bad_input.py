@@ -242,6 +242,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("outer.rounds", "expected KEY=VALUE"),
         ("outer.round=3", "did you mean `rounds`?"),
         ("outer.missed=0.3", "only `hetero-pp reproduce` reads, expected it in the cell `research.missed` of"),
+        ("data.clusters=2", "only `hetero-pp reproduce` reads, expected it in the cell `research.clusters` of"),
         ("replicas.1.boundary.ablations={modified_adamw: true}", "expected it in `ablations` of a table's row"),
         ("research={missed: 0.3}", "expected it in cells such as `research.missed` of a table's row (docs/"),
         ("replicas.7.name=x", "found no entry `7` in `replicas`, expected one of 0 (dc), 1 (home)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -49,16 +48,3 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
     assert "per step over all replicas. " in timed
     assert "`a round` and `takes` are without them." in timed
-
-
-def test_it_says_how_much_text_each_shard_has(yaml: Path) -> None:
-    said = _check(yaml, "--set", "data.clusters=2")
-    sizes = re.search(
-        r"Shards: 2 clusters of similar sequences; sequences per shard: dc ([\d,]+), home ([\d,]+)\.", said
-    )
-    tokens = re.search(r"([\d,]+) tokens to train on", said)
-    assert sizes is not None
-    assert tokens is not None
-    windows = sum(int(size.replace(",", "")) for size in sizes.groups())
-    assert windows == int(tokens[1].replace(",", "")) // 17
-    assert "Shards" not in _check(yaml)

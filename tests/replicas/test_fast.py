@@ -37,7 +37,7 @@ METHODS: dict[str, Sequence[dict[str, object]]] = {
     "diloco": ({"method": "diloco"}, {"rank": "1/4"}),
     "sparseloco_paper": ({"method": "sparseloco_paper"}, {"rank": "1/4"}),
     "diloco_lom": ({"method": "diloco_lom"}, {"rank": "1/4"}),
-    "diloco_lom_sub_k": ({"method": "diloco_lom_sub_k"}, {"rank": "1/4"}),
+    "diloco_lom_sub_k": ({"method": "diloco_lom", "memory_drops": 0.25}, {"rank": "1/4"}),
     "demo": ({"method": "demo"}, {"rank": "1/4"}, {"optimizer": "sgd", "learning_rate": 1.0, "warmup_steps": 0}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {"rank": "1/4"}),
     "outer adam of signs": (

@@ -1,27 +1,19 @@
-"""Rounds in which some replicas take part and others wait.
-
-The vectorized trainer is compared with explicit formulas, and the run in process with the vectorized trainer.
-"""
+"""Rounds of a table in which some replicas take part and others wait, compared with explicit formulas."""
 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from started import run_program
 from table_config import table_config
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.research.experiments.facts import facts, token_count
 from hetero_pp.research.experiments.supply import tokens_read
 from hetero_pp.research.settings import ResearchConfig
@@ -29,10 +21,7 @@ from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.prediction import predict
-from replica_groups.exchange.host import rules_of
 
 NAMES = ["a", "b", "c"]
 BATCHES = {"a": 2, "b": 2, "c": 3}
@@ -110,56 +99,6 @@ def test_rounds_are_those_written_out(weights: str, corpus: Path, tmp_path: Path
             assert all(replica.parameters[name].equal(group.theta[name]) for name in theta)
 
 
-@pytest.mark.parametrize("outer", [SPARSE, {"method": "diloco"}, {}])
-def test_it_has_the_bits_of_the_run_in_process(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
-    """In the run in process, a waiting replica asks for work until a round is to include it."""
-    config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
-    spec = RunSpec(config, 256)
-    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
-    reports: list[Report] = []
-    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
-    closed = {one.round_closed.round: one.round_closed for one in reports if one.HasField("round_closed")}
-    assert [[one.replica for one in closed[r].contributions] for r in sorted(closed)] == [NAMES[:n] for n in COUNTS]
-    assert not any(one.late for one in closed.values())
-    told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round > 0]
-    losses = [
-        sum(one.loss for one in told if one.round == round_) / count for round_, count in enumerate(COUNTS, start=1)
-    ]
-    assert fast.validation_loss == losses
-    assert fast.tokens == sum(one.tokens for record in closed.values() for one in record.contributions)
-
-
-@pytest.mark.starts_processes
-def test_it_has_the_same_bits_over_the_network(corpus: Path, tmp_path: Path) -> None:
-    """This includes replicas that stop before the end."""
-    outer = {"method": "diloco", "taking_part": {1: 3, 4: 2}, "pretraining": 2, "rounds": 5}
-    config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
-    fast = train_fast(RunSpec(config, 256), prepare_tokens(config.data, tmp_path))
-    (tmp_path / "run.yaml").write_text(config.model_dump_json())
-    done = run_program("launch", str(tmp_path / "run.yaml"), "--runs", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All replicas hold the same weights" in done.stdout
-    told = map(json.loads, (tmp_path / "t" / "metrics.jsonl").read_text().splitlines())
-    losses = {(one["round"], one["replica"]): one["loss"] for one in told if one["event"] == "evaluation"}
-    taking_part = [NAMES[:1], NAMES[:1], NAMES, NAMES[:2], NAMES[:2]]
-    due = [(round_, name) for round_, names in enumerate(taking_part, start=1) for name in names]
-    assert {key: loss for key, loss in losses.items() if key[0] > 0} == {
-        (round_, name): fast.validation_loss[round_ - 1] for round_, name in due
-    }
-
-
-def test_who_has_waited_for_long_needs_no_rounds_that_the_log_has_forgotten(corpus: Path, tmp_path: Path) -> None:
-    """The replica loads a newer snapshot and has the same bits."""
-    config = _config(corpus, {"taking_part": {1: 3, 2: 1, 6: 3}}, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
-    kept = {"store": {"history": "recent"}, "snapshots": {"every": 1, "keep": 2}}
-    spec = RunSpec(RunConfig.model_validate(config.model_dump(mode="json") | kept), 256)
-    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
-    reports: list[Report] = []
-    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
-    told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round == ROUNDS]
-    assert [one.loss for one in told] == 3 * [fast.validation_loss[-1]]
-
-
 ADAM = {"optimizer": "adam", "learning_rate": 0.3, "momentum": 0.0, "nesterov": False}
 BY_ROUND = {"final_learning_rate_share": 0.5, "warmup_rounds": 2}
 
@@ -196,19 +135,6 @@ def test_pretraining_is_the_first_replica_alone_and_the_outer_optimizer_begins_a
             torch.testing.assert_close(found, before[name], rtol=0, atol=2e-5)
 
 
-def test_pretraining_has_the_bits_of_the_run_in_process(corpus: Path, tmp_path: Path) -> None:
-    outer = {"method": "diloco", "taking_part": {1: 3, 5: 2}, "pretraining": 3}
-    config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
-    spec = RunSpec(config, 256)
-    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
-    reports: list[Report] = []
-    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
-    closed = [one.round_closed for one in reports if one.HasField("round_closed")]
-    assert [len(one.contributions) for one in closed] == [1, 1, 1, 3, 2, 2]
-    told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round == ROUNDS]
-    assert [one.loss for one in told] == 2 * [fast.validation_loss[-1]]
-
-
 def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: Path) -> None:
     spec = RunSpec(_config(corpus, SPARSE), 256)
     store = prepare_tokens(spec.config.data, tmp_path)
@@ -242,54 +168,38 @@ def test_what_is_sent_is_what_those_that_take_part_send(corpus: Path) -> None:
     assert "M = 1 to 3," in facts([some.config], 256)
 
 
-def test_a_quorum_is_of_those_that_are_due(corpus: Path) -> None:
-    rules = rules_of(RunSpec(_config(corpus, {}, {"quorum": 0.6}), 256))
-    assert [sorted(rules.due(round_)) for round_ in range(1, ROUNDS + 1)] == [NAMES[:count] for count in COUNTS]
-    assert [rules.needed_of((), round_) for round_ in range(1, ROUNDS + 1)] == [2, 2, 1, 1, 2, 2]
-    assert [rules.is_lost_without([name]) for name in NAMES] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("outer", "told"),
-    [
-        ({"method": "adamw_ddp"}, "adamw_ddp: found averaged gradients with `taking_part`"),
-        ({"overlap": 1}, "sparseloco: found `overlap: 1` with `taking_part`"),
-        ({"keep_local": True}, "sparseloco: found `keep_local` with `taking_part`"),
-        (
-            {"taking_part": {3: 1}},
-            "found `taking_part` from round 3 on, expected the number of replicas from round 1 on",
-        ),
-        ({"taking_part": {1: 0}}, "greater than 0"),
-        ({"taking_part": {}, "pretraining": 1, "method": "adamw_ddp"}, "averaged gradients with `pretraining`"),
-        ({"pretraining": 1}, r"found density 0\.03125, value_bits 1, memory error_feedback with `pretraining`"),
-        ({"pretraining": 1, "method": "diloco_lom"}, "found density 1.0, value_bits 32, memory momentum with"),
-    ],
-)
-def test_what_does_not_fit_is_refused(outer: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        OuterSettings.model_validate({"rounds": 1, "taking_part": {1: 1}, **outer})
-
-
-def test_no_more_replicas_take_part_than_there_are(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="found 4, expected at most the number of replicas, 3") as error:
-        _config(corpus, {"taking_part": {1: 1, 2: 4}}).check()
-    assert error.value.key == ("outer", "taking_part", 2)
-
-
 @pytest.mark.parametrize("ablation", [{"peer": {"method": "resbm"}}, {"grassmann_every": 2}])
 def test_what_all_replicas_keep_equal_needs_all_of_them(ablation: dict[str, Any], corpus: Path) -> None:
     config = _config(corpus, {}).model_dump(mode="json")
     config["model"]["layers"] = 2
     config["replicas"][1] = {"name": "b", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
-    config["research"] = {"ablations": ablation}
-    with pytest.raises(ConfigError, match=r"found this key with `outer\.taking_part` or .*, expected only") as error:
+    config["research"]["ablations"] = ablation
+    with pytest.raises(ConfigError, match="found this key with `taking_part` or `pretraining`, expected only") as error:
         ResearchConfig.model_validate(config).check()
     assert error.value.key == ("research", "ablations", next(iter(ablation)))
 
 
-def test_a_bias_and_a_prediction_are_of_all_replicas(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"method": "adamw_ddp"}, "found this key with averaged gradients, expected only one of them"),
+        ({"overlap": 1}, "found this key with `outer.overlap: 1`, expected only one of them"),
+        ({"keep_local": True}, "found this key with `outer.keep_local`, expected only one of them"),
+        ({"taking_part": {3: 1}}, "found `taking_part` from round 3 on, expected the number from round 1 on"),
+        ({"taking_part": {}, "pretraining": 1, "method": "adamw_ddp"}, "found this key with averaged gradients"),
+        ({"pretraining": 1}, "found this key with `density` below 1 or `value_bits` below 32"),
+        ({"pretraining": 1, "method": "diloco_lom"}, "found this key with `memory: momentum`"),
+        ({"taking_part": {1: 1, 2: 4}}, "found 4, expected at most the number of replicas, 3"),
+        ({"memory_drops": 0.5}, "found this key with `memory: error_feedback`"),
+    ],
+)
+def test_what_does_not_fit_is_refused(outer: dict[str, Any], told: str, corpus: Path) -> None:
+    with pytest.raises(ConfigError, match=told) as error:
+        _config(corpus, outer).check()
+    assert error.value.key[0] == "research"
+
+
+def test_a_bias_is_of_all_replicas(corpus: Path, tmp_path: Path) -> None:
     spec = RunSpec(_config(corpus, {}), 256)
     with pytest.raises(ConfigError, match="`bias_every` compares all"):
         AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), bias_every=1)
-    with pytest.raises(ConfigError, match="predictions assume equal rounds"):
-        predict(spec)

@@ -10,6 +10,7 @@ from hetero_pp.config.links import RELAYED
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver, TooMuch
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.data.sources import tokens_digest
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
@@ -22,7 +23,6 @@ from hetero_pp.rpc.admission_client import give
 from hetero_pp.rpc.credentials import InvitedKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.tickets import Ticket
-from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import in_words
 from hetero_pp.run.folder import RunFolder
@@ -115,7 +115,7 @@ def _require_same_text(membership: Membership, prepared: Prepared) -> None:
 
     An exchange that does not answer now is no error: the member's process asks it again.
     """
-    tokens = text_digest(prepared.spec, prepared.source)
+    tokens = tokens_digest(prepared.source)
     if not tokens:
         return
     client = ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK)

@@ -19,7 +19,7 @@ from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
-from hetero_pp.run.batches import examples_in, replica_batches
+from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.first_snapshot import require_weights
@@ -139,14 +139,11 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
 
 
 def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: OnProgress) -> Source | None:
-    """Encode or open the corpus if a member started here reads it, or if the exchange weighs replicas by examples."""
+    """Encode or open the corpus if a member started here reads it."""
     readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
-    weighs = EXCHANGE in names and spec.config.outer.weights == "examples"
-    if not readers and not weighs:
+    if not readers:
         return None
     source = open_source(spec.config.data, cache, on_progress)
-    if weighs:
-        examples_in(spec, source, 1)
     for member in readers:
         replica_batches(spec, member, source)
     return source

@@ -49,8 +49,7 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     if not members:
         token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
         return f"resume with (on other hosts, repeat their commands): {shlex.join([*resuming, *token])}"
-    suffice = any if prepared.spec.config.outer.counts else all  # a member that has only waited has nothing to save
-    if suffice(_states(prepared, folder, member) for member in members):
+    if all(_states(prepared, folder, member) for member in members):
         return f"resume with: {shlex.join(resuming)}"
     every = format_count(prepared.spec.latest.states_every, "round")
     saved = f"no state has been saved yet (states are saved every {every})"

@@ -9,6 +9,8 @@ from fractions import Fraction
 from hetero_pp.core.units import format_number
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.research.participation import replicas_in
+from hetero_pp.research.settings import research_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -40,7 +42,7 @@ def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
 
 
 def _replicas(config: RunConfig) -> str:
-    counts = list(dict.fromkeys(count or len(config.replicas) for count in config.outer.counts.values()))
+    counts = list(dict.fromkeys(count or len(config.replicas) for count in research_of(config).counts.values()))
     counts = counts or [len(config.replicas)]
     return str(counts[0]) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
@@ -63,7 +65,7 @@ def parameter_count(spec: RunSpec) -> int:
 def token_count(spec: RunSpec) -> int:
     """Return the number of training tokens of all replicas together."""
     rounds = range(1, spec.latest.outer.rounds + 1)
-    sequences = sum(replica.batch_size for round_ in rounds for replica in spec.replicas_in(round_))
+    sequences = sum(replica.batch_size for round_ in rounds for replica in replicas_in(spec.config, round_))
     return sequences * spec.config.data.sequence_length * spec.inner_steps
 
 

@@ -26,6 +26,7 @@ from hetero_pp.research.experiments.supply import counted
 from hetero_pp.research.experiments.trends import trend_results
 from hetero_pp.research.experiments.varied import lines_of
 from hetero_pp.research.experiments.verdict import Values
+from hetero_pp.research.participation import replicas_in
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.volumes import expected_volume
 
@@ -121,7 +122,7 @@ def _volume_by_formula(setting: Setting, row: Row) -> dict[str, float]:
     """Return the megabytes that a replica sends over the run with each collective, from the settings alone."""
     spec = RunSpec(setting.config(row), setting.scale.vocabulary)
     rounds = range(1, spec.config.outer.rounds + 1)
-    sent = [ways_of(expected_volume(spec, len(spec.replicas_in(round_)))) for round_ in rounds]
+    sent = [ways_of(expected_volume(spec, len(replicas_in(spec.config, round_)))) for round_ in rounds]
     return {way: sum(one[way] for one in sent) / 1e6 for way in sent[0]}
 
 

@@ -13,6 +13,7 @@ from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, require_tokenizer
 from hetero_pp.research.experiments.facts import rounded
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.participation import replicas_in
 from hetero_pp.run.config import RunConfig
 
 MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"
@@ -23,8 +24,8 @@ SURE = 1.25
 def tokens_read(config: RunConfig) -> int:
     """Return the number of tokens that a run reads, including the last token of each row of a batch."""
     steps = config.inner.require_steps("rows are compared after equal numbers of steps")
-    counts = [config.outer.taking_part_in(round_) for round_ in range(1, config.outer.rounds + 1)]
-    sequences = sum(replica.batch_size for count in counts for replica in config.replicas[:count])
+    rounds = range(1, config.outer.rounds + 1)
+    sequences = sum(replica.batch_size for round_ in rounds for replica in replicas_in(config, round_))
     return steps * (config.data.sequence_length + 1) * sequences
 
 

@@ -6,7 +6,7 @@ Weights, optimizer state and error feedback are held once per replica. theta at 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,36 +14,28 @@ from torch import Tensor
 
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.model.compiler import can_compile, compile_layers
-from hetero_pp.model.transformer import EMBEDDING, build_filled
+from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.overlap import start_before_mean
-from hetero_pp.outer.step import OuterOptimizer, WeightedMean
-from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from hetero_pp.pseudo_gradient.error_feedback import give_back, select
-from hetero_pp.pseudo_gradient.random_k import generator_of
-from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step, with_ablations
+from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step
+from hetero_pp.research.outer import PretrainedOptimizer
+from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
 from hetero_pp.research.peers.mapl import Mapl
-from hetero_pp.research.peers.peer import peer_of
 from hetero_pp.research.peers.resbm import ResBM
-from hetero_pp.research.settings import AblationSettings, ablations_of, research_of
+from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.bias import BiasMeter
+from hetero_pp.research.vectorized.build import build_whole, can_stack, forward_of
+from hetero_pp.research.vectorized.contributions import Contributions
 from hetero_pp.research.vectorized.measured import Measured
-from hetero_pp.research.vectorized.missed import missed_in
 from hetero_pp.research.vectorized.moments import average_moments
-from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.research.vectorized.stack import Stack, is_faster
-from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
-from hetero_pp.run.snapshot import Snapshot
-from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.whole import WholeReplica
 from replica_groups.outer.ranks import ALONE, CPU, Ranks
-from stages.anchors import Anchors, anchors_of
-from stages.boundary import boundary_of
-from stages.own_parameters import OwnParameters
 
 
 class AllReplicas:
@@ -61,9 +53,10 @@ class AllReplicas:
         similarity_every: int | None = None,
         volume_every: int | None = None,
     ) -> None:
-        self.spec = spec
+        if bias_every is not None:
+            _require_rounds_together(spec)
+        self.spec, self.ranks, self.bias_every = spec, ranks, bias_every
         self.research = research_of(spec.config)
-        self.ranks = ranks
         self.count = len(spec.config.replicas)
         """Number of replicas on all ranks."""
         self.indices = ranks.mine(self.count)
@@ -73,74 +66,60 @@ class AllReplicas:
         everyone = [firsts[replica.name] for replica in spec.config.replicas]
         members = [everyone[index] for index in self.indices]
         self.settings: list[ReplicaSettings] = [member.replica for member in members]
-        self.batches: list[SharedBatches] = [replica_batches(spec, member, source)[0] for member in members]
-        self.validation = [tokens.to(device) for tokens in replica_batches(spec, everyone[0], source)[1]]
+        self.batches: list[SharedBatches] = [table_batches(spec, member, source)[0] for member in members]
+        self.validation = [tokens.to(device) for tokens in table_batches(spec, everyone[0], source)[1]]
         self.replicas = [build_whole(spec, member, snapshot, device) for member in members]
-        self.is_compiled = compiles and can_compile(device)
-        if self.is_compiled:
-            compile_layers(replica.module for replica in self.replicas)
-        self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
-        self.errors = [{name: torch.zeros_like(tensor) for name, tensor in self.theta.items()} for _ in members]
-        self.outer = OuterOptimizer(spec.config.outer)
-        self.bias_every = bias_every
-        self.bias: list[tuple[int, float]] = []
-        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world)
-        self.ahead: list[dict[str, Tensor]] = []
-        """With overlap, between rounds: the pseudo-gradient of the round that each replica has already trained."""
-        self.local: dict[int, dict[str, Tensor]] = {}
-        """With keep_local, between rounds: the parameters of each replica here that the last round excluded."""
-        if bias_every is not None and spec.config.outer.overlap:
-            raise ConfigError(
-                ("outer", "overlap"), "found 1, expected 0: `bias_every` compares replicas that start a round together"
-            )
-        if bias_every is not None and spec.config.outer.keep_local:
-            told = "found true, expected false: `bias_every` compares replicas that start a round together"
-            raise ConfigError(("outer", "keep_local"), told)
-        self.own_embeddings: dict[int, Tensor] = {}
-        """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
-        self.inner_steps = spec.config.inner.require_steps("the vectorized trainer has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(
                 ("research", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
             )
-        if bias_every is not None and spec.config.outer.counts:
-            raise ConfigError(
-                ("outer", "taking_part"),
-                "found rounds with only some of the replicas, expected all: `bias_every` compares all",
-            )
-        self.tokens = {
-            replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
-            for replica in spec.config.replicas
-        }
-        """Training tokens of a round by replica, on all ranks."""
-        is_weighed = spec.config.outer.weights == "examples"
-        self._examples = [(since, examples_in(spec, source, since)) for since in spec.shared_out_since if is_weighed]
-        self.weights = self._weights_in(1)
-        """Weight of every replica, by name, in the current or last round."""
-        self.taking_part = self._taking_part_in(1)
-        """Indices of the replicas here that take part in the current or last round."""
+        self.is_compiled = compiles and can_compile(device)
+        if self.is_compiled:
+            compile_layers(replica.module for replica in self.replicas)
+        self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
+        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world)
+        names = [own.name for own in self.settings]
+        self.contributions = Contributions(spec, names, self.theta, ranks, self.measured)
+        outer, pretraining = spec.config.outer, self.research.pretraining
+        self.outer = PretrainedOptimizer(outer, pretraining) if pretraining else OuterOptimizer(outer)
+        self.bias: list[tuple[int, float]] = []
+        self.ahead: list[dict[str, Tensor]] = []
+        """With overlap, between rounds: the pseudo-gradient of the round that each replica has already trained."""
+        self.local: dict[int, dict[str, Tensor]] = {}
+        """With keep_local, between rounds: the parameters of each replica here that the last round excluded."""
+        self.own_embeddings: dict[int, Tensor] = {}
+        """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
+        self.inner_steps = spec.config.inner.require_steps("the vectorized trainer has no clock")
+        self._weights = Weights(spec, source)
+        self._enter(1)
         self.stacks: list[Stack] = []
         self.loose = list(range(len(self.replicas)))
         """Indices of replicas in no stack, which take their steps one after the other."""
         self._split()
-        outer = spec.config.outer
-        is_one_by_one = spec.config.inner.optimizer == "muon" or outer.counts or self.research.averages_moments
+        is_one_by_one = spec.config.inner.optimizer == "muon" or self.research.counts or self.research.averages_moments
         if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 
-    def _taking_part_in(self, round_: int) -> list[int]:
-        names = {replica.name for replica in self.spec.replicas_in(round_)}
-        return [index for index, own in enumerate(self.settings) if own.name in names]
+    def _enter(self, round_: int) -> None:
+        """Set which replicas take part in a round, and their weights."""
+        self.taking_part = self._taking_part_in(round_)
+        """Indices of the replicas here that take part in the current or last round."""
+        self.weights = self._weights.in_round(round_)
+        """Weight of every replica, by name, in the current or last round."""
 
-    def _weights_in(self, round_: int) -> dict[str, float]:
-        examples = [sizes for since, sizes in self._examples if since <= round_][-1] if self._examples else {}
-        weight = self.spec.config.outer.weight
-        return {name: weight(tokens, examples.get(name, 0)) for name, tokens in self.tokens.items()}
+    def _taking_part_in(self, round_: int) -> list[int]:
+        names = {replica.name for replica in replicas_in(self.spec.config, round_)}
+        return [index for index, own in enumerate(self.settings) if own.name in names]
 
     def tokens_in(self, rounds: int) -> int:
         """Return the training tokens of all replicas, on all ranks, in the first `rounds` rounds."""
-        counted = (self.spec.replicas_in(round_) for round_ in range(1, rounds + 1))
-        return sum(self.tokens[replica.name] for replicas in counted for replica in replicas)
+        counted = (replicas_in(self.spec.config, round_) for round_ in range(1, rounds + 1))
+        return sum(self._weights.tokens[replica.name] for replicas in counted for replica in replicas)
+
+    @property
+    def errors(self) -> list[dict[str, Tensor]]:
+        """Error feedback of each replica here, by parameter."""
+        return self.contributions.errors
 
     @property
     def is_stacked(self) -> bool:
@@ -151,7 +130,7 @@ class AllReplicas:
         kinds: dict[object, list[int]] = {}
         for index, settings in enumerate(self.settings):
             if can_stack(settings, self.research.ablations):
-                kinds.setdefault((settings.batch_size, settings.micro_batches, _forward_of(settings)), []).append(index)
+                kinds.setdefault((settings.batch_size, settings.micro_batches, forward_of(settings)), []).append(index)
         groups = [indices for indices in kinds.values() if len(indices) > 1]
         stacks = [
             Stack([self.replicas[i] for i in indices], [self.batches[i] for i in indices], self.is_compiled)
@@ -192,10 +171,10 @@ class AllReplicas:
         if self.outer.settings.overlap:
             return self._overlapped_round(round_)
         steps = self._steps(round_)
-        self.taking_part, self.weights = self._taking_part_in(round_), self._weights_in(round_)
+        self._enter(round_)
         for index in self.taking_part:
             self.replicas[index].enter_round(round_)
-            self.batches[index].take(self.spec.share_of(self.settings[index].name, round_), steps.start)
+            self.batches[index].take(share_of(self.spec, self.settings[index].name, round_), steps.start)
         for index, local in self.local.items():
             _copy(local, self.replicas[index].parameters)
         self.local = {}
@@ -250,18 +229,14 @@ class AllReplicas:
     @torch.no_grad()
     def _contribute(self, round_: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         """Return the means of the contributions trained ahead, and each replica's start of the next round."""
-        missed, counted = self._missed_in(round_)
+        self.contributions.begin(round_, self.weights)
         outer, means = self.outer.settings, {}
-        self.measured.begin(round_)
         starts: list[dict[str, Tensor]] = [{} for _ in self.replicas]
         for name, theta in self.theta.items():
-            mean = WeightedMean(tuple(theta.shape), outer.divides_by, theta.device)
-            sent = [self._send(round_, i, name, own[name], mean, missed) for i, own in enumerate(self.ahead)]
+            means[name], sent = self.contributions.mean(name, enumerate(own[name] for own in self.ahead))
             for start, own in zip(starts, sent, strict=True):
                 start[name] = start_before_mean(theta, own, outer)
-            self.measured.parameter(name, sent)
-            means[name] = self._finish(mean, counted)
-        self.measured.finish()
+        self.contributions.finish()
         return means, starts
 
     def _meter(self, steps: range) -> BiasMeter:
@@ -286,57 +261,26 @@ class AllReplicas:
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
         """Run the outer round, parameter by parameter."""
-        outer = self.outer.settings
-        missed, counted = self._missed_in(round_)
-        self.measured.begin(round_)
+        self.contributions.begin(round_, self.weights)
         self.outer.begin(round_)
-        apart = [i for i, own in enumerate(self.settings) if outer.keep_local and own.name in missed]
+        missed = self.contributions.missed if self.outer.settings.keep_local else frozenset()
+        apart = [i for i, own in enumerate(self.settings) if own.name in missed]
         self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
         for name, start in self.theta.items():
-            mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
-            sent = []
-            for index in self.taking_part:
-                if index in self.local:
-                    continue
-                replica = self.replicas[index]
-                own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
-                delta = own_start - replica.parameters[name]
-                sent.append(self._send(round_, index, name, delta, mean, missed))
-            self.measured.parameter(name, sent)
-            del sent
-            self.outer.take(self.theta, name, self._finish(mean, counted))
+            mean = self.contributions.mean(name, self._deltas(name))[0]
+            self.outer.take(self.theta, name, mean)
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
-        self.measured.finish()
+        self.contributions.finish()
         self._average_peers()
 
-    def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
-        """Return the replicas that a round excludes, and the total weight of the others."""
-        names = [replica.name for replica in self.spec.replicas_in(round_)]
-        missed = missed_in(round_, names, self.research.missed, self.spec.config.seed)
-        return missed, sum(self.weights[name] for name in names if name not in missed)
-
-    def _send(
-        self, round_: int, index: int, name: str, delta: Tensor, mean: WeightedMean, missed: Collection[str]
-    ) -> DecodedTensor:
-        """Return a replica's contribution of one parameter; add it to the mean, or restore it if it is excluded."""
-        outer, replica, error = self.outer.settings, self.settings[index].name, self.errors[index][name]
-        generator = generator_of(self.spec.run, round_, replica, name)
-        selection = select(error, delta, outer.compression, generator=generator)
-        self.measured.contribution(replica, name, selection)
-        sent = DecodedTensor(selection.indices, selection.values)
-        if replica in missed:
-            give_back(error, sent.indices, sent.values, outer.given_back)
-        else:
-            mean.add(sent, self.weights[replica])
-        return sent
-
-    def _finish(self, mean: WeightedMean, counted: float) -> Tensor:
-        """Return the mean over all ranks."""
-        self.ranks.sum(mean.total)
-        if mean.sent is not None:
-            self.ranks.sum(mean.sent)
-        return mean.finish(counted)
+    def _deltas(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pseudo-gradients of one parameter, of all replicas here that contribute, by index."""
+        for index in self.taking_part:
+            if index not in self.local:
+                is_own = name == EMBEDDING and index in self.own_embeddings
+                start = self.own_embeddings[index] if is_own else self.theta[name]
+                yield index, start - self.replicas[index].parameters[name]
 
     def _average_peers(self) -> None:
         """Average the parameters that peers' boundaries have learned, because they belong to the model."""
@@ -464,7 +408,7 @@ class AllReplicas:
         losses: dict[object, float] = {}
         own = []
         for index in self.taking_part:
-            key = _forward_of(self.settings[index])
+            key = forward_of(self.settings[index])
             if key not in losses:
                 losses[key] = self.replicas[index].evaluate(rows or self.validation)
             own.append(losses[key])
@@ -506,67 +450,6 @@ class AllReplicas:
         ]
 
 
-def _forward_of(replica: ReplicaSettings) -> object:
-    """Return a key that is equal for replicas with equal forwards."""
-    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
-        return replica.precision
-    owner = replica.name if replica.boundary.anchors is not None else None
-    return replica.boundary.model_dump_json(), str(replica.stages), owner, replica.precision
-
-
-def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
-    """Return whether replicas with these settings can take their steps together."""
-    if replica.precision == "bf16":
-        return False
-    if not isinstance(replica, ParticipantsReplica):
-        return True
-    return replica.boundary.bits is None and replica.boundary.anchors is None and ablations == AblationSettings()
-
-
-def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:
-    """Build the whole replica to which `member` belongs, with the snapshot's parameters."""
-    replica, inner = member.replica, spec.config.inner
-    dtype = torch.bfloat16 if replica.precision == "bf16" else None  # `auto` is fp32 in tables, on every device
-    module = build_filled(
-        spec.shape, snapshot.parameters, device=device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
-    )
-    boundary, cuts, ablations = None, [], ablations_of(spec.config, replica)
-    anchors: list[Anchors] = []
-    peer = None
-    if isinstance(replica, ParticipantsReplica):
-        basis = None if snapshot.basis is None else snapshot.basis.to(device)
-        boundary = boundary_of(replica.boundary, spec.shape.width, basis)
-        cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
-        if ablations != AblationSettings():
-            boundary = with_ablations(boundary, ablations)
-        for hop in range(len(cuts)):
-            of, own, rounds = (spec.config.seed, replica.name, hop), replica.boundary.anchors, spec.config.outer.rounds
-            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, rounds, *of)) is not None:
-                one.to(device)
-                anchors.append(one)
-        seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep the peers equal
-        peer = peer_of(
-            ablations.peer, replica.boundary, spec.shape, len(cuts), spec.config.inner, spec.total_steps, seed
-        )
-        if isinstance(peer, OwnParameters):
-            peer.to(device)
-    whole = TableReplica(
-        replica.name,
-        module,
-        inner,
-        spec.total_steps,
-        replica.micro_batches,
-        boundary=boundary,
-        cuts=cuts,
-        seed=spec.config.seed,
-        anchors=anchors,
-        peer=peer,
-    )
-    if isinstance(boundary, AblatedBoundary) and boundary.basis is not None:
-        whole.optimizer = AblatedOptimizer(whole.parameters, inner, spec.total_steps, boundary.basis, ablations)
-    return whole
-
-
 def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in parameters.items()}
 
@@ -575,3 +458,15 @@ def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     for name, tensor in target.items():
         tensor.copy_(source[name])
+
+
+def _require_rounds_together(spec: RunSpec) -> None:
+    """Raise ConfigError unless all replicas start every round together, as measuring the bias needs."""
+    told = "`bias_every` compares replicas that start a round together"
+    if spec.config.outer.overlap:
+        raise ConfigError(("outer", "overlap"), f"found 1, expected 0: {told}")
+    if spec.config.outer.keep_local:
+        raise ConfigError(("outer", "keep_local"), f"found true, expected false: {told}")
+    if research_of(spec.config).counts:
+        found = "found rounds with only some of the replicas, expected all: `bias_every` compares all"
+        raise ConfigError(("research", "taking_part"), found)

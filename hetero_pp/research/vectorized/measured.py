@@ -14,6 +14,7 @@ from hetero_pp.model.transformer import block_of
 from hetero_pp.outer.volume import RoundVolume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection
+from hetero_pp.research.participation import replicas_in
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.run.spec import RunSpec
@@ -105,7 +106,7 @@ def contribution_bytes(spec: RunSpec, rounds: int) -> int:
     averages = research_of(spec.config).averages_moments
     moments = 8 * sum(map(math.prod, spec.parameter_shapes.values())) if averages else 0
     sizes = {replica: sum(blobs.values()) + moments for replica, blobs in blob_sizes(spec).items()}
-    return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in spec.replicas_in(round_))
+    return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in replicas_in(spec.config, round_))
 
 
 def _is_due(every: int | None, round_: int) -> bool:

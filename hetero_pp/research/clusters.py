@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _DIGEST = hashlib.sha256().digest_size
-_KEY = ("data", "clusters")
+_KEY = ("research", "clusters")
 _SAMPLED, _TOKENS = 20_000, 8 << 20
 """Largest number of windows, and of tokens in them, that determine the centers.
 

@@ -1,0 +1,135 @@
+"""Which replicas of a row train in a round, which text each of them reads, and how much each counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.data.batches import StoreBatches
+from hetero_pp.data.shares import Share, SharedBatches
+from hetero_pp.data.sources import Source
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.research.clusters import Clusters, find_clusters
+from hetero_pp.research.settings import research_of
+from hetero_pp.run.batches import replica_batches, validation_rows
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import MemberSpec, RunSpec
+
+
+def replicas_in(config: RunConfig, round_: int) -> Sequence[ReplicaSettings]:
+    """Return the replicas that take part in a round."""
+    counts = research_of(config).counts
+    count = counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
+    return config.replicas[:count]
+
+
+def share_of(spec: RunSpec, replica: str, round_: int) -> Share:
+    """Return the part of the text that a replica reads in a round.
+
+    If shards are clusters, the first replica reads all of the text while it trains alone (DiLoCo, section 3).
+    """
+    own = research_of(spec.config)
+    if own.clusters is None:
+        return spec.share_of(replica, round_)
+    names = [one.name for one in spec.config.replicas]
+    index, count, alone = names.index(replica), len(names), own.pretraining
+    if round_ <= alone and index == 0:
+        return Share(0, 1)
+    return Share(index, count, (), alone + 1, (min(alone + 1, max(round_, 1)) - 1) * spec.inner_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteredBatches(StoreBatches):
+    """Batches of a shard that consists of the windows of a replica's own clusters. Such shards do not rotate."""
+
+    clusters: Clusters
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_size < self.batch_size:
+            raise ConfigError(
+                ("research", "clusters"),
+                f"found {self.shard_size} sequences in the clusters of replica {self.replica} of "
+                f"{self.replicas}, expected at least {self.batch_size} for one batch; use fewer clusters, "
+                "or more text",
+            )
+
+    @cached_property
+    def _own(self) -> np.ndarray:
+        return self.clusters.windows(self.replica, self.replicas)
+
+    @property
+    def shard_size(self) -> int:
+        """Number of windows in the replica's clusters."""
+        return len(self._own)
+
+    def _windows_at(self, positions: np.ndarray, shard: int) -> np.ndarray:
+        return self._own[positions]
+
+
+def table_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[SharedBatches, list[Tensor]]:
+    """Return what `replica_batches` does, from clusters if the row has them.
+
+    Raises ConfigError if some share of the replica is too small, also a share that it reads later.
+    """
+    if research_of(spec.config).clusters is None:
+        return replica_batches(spec, member, source)
+    assert isinstance(source, TokenStore)
+    replica, alone = member.replica.name, research_of(spec.config).pretraining
+
+    def batches_of(share: Share) -> ClusteredBatches:
+        batches = _clustered(spec, source, share, member.replica.batch_size)
+        if not spec.config.data.repeat:
+            last = alone if share.replicas == 1 and alone else spec.config.outer.rounds
+            batches.require_one_epoch((last - share.round + 1) * spec.inner_steps)
+        return batches
+
+    batches_of(share_of(spec, replica, alone + 1))
+    return SharedBatches(share_of(spec, replica, 1), batches_of), validation_rows(spec, member, source)
+
+
+def _clustered(spec: RunSpec, source: TokenStore, share: Share, size: int) -> ClusteredBatches:
+    data, seed, count = spec.config.data, spec.config.seed, research_of(spec.config).clusters
+    assert count is not None
+    return ClusteredBatches(
+        store=source,
+        sequence_length=data.sequence_length,
+        seed=share.seed(seed),
+        replica=share.replica,
+        replicas=share.replicas,
+        batch_size=size,
+        clusters=find_clusters(source, data.sequence_length, count, seed),
+    )
+
+
+class Weights:
+    """Weights of contributions by replica: equal, by tokens, or by the sequences in a replica's shard."""
+
+    def __init__(self, spec: RunSpec, source: Source) -> None:
+        self.tokens = {
+            replica.name: spec.inner_steps * replica.batch_size * spec.config.data.sequence_length
+            for replica in spec.config.replicas
+        }
+        """Training tokens of a round by replica."""
+        weight, research = spec.config.outer.weight, research_of(spec.config)
+        self._by_tokens = {name: weight(tokens) for name, tokens in self.tokens.items()}
+        since = {1, research.pretraining + 1} if research.weighs_examples else set[int]()
+        self._examples = [(round_, _examples_in(spec, source, round_)) for round_ in sorted(since)]
+
+    def in_round(self, round_: int) -> dict[str, float]:
+        """Return the weight of every replica in a round."""
+        found = [examples for since, examples in self._examples if since <= round_]
+        return found[-1] if found else self._by_tokens
+
+
+def _examples_in(spec: RunSpec, source: Source, round_: int) -> dict[str, float]:
+    """Return the number of sequences in each replica's shard of clusters in a round."""
+    assert isinstance(source, TokenStore)
+    shares = {replica.name: share_of(spec, replica.name, round_) for replica in spec.config.replicas}
+    return {name: float(_clustered(spec, source, share, 1).shard_size) for name, share in shares.items()}

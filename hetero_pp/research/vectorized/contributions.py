@@ -1,0 +1,77 @@
+"""Contributions of the replicas on this rank to an outer round, and their mean over all ranks, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_pp.outer.step import WeightedMean
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.error_feedback import give_back, select
+from hetero_pp.pseudo_gradient.random_k import generator_of
+from hetero_pp.research.outer import drop_largest
+from hetero_pp.research.participation import replicas_in
+from hetero_pp.research.settings import research_of
+from hetero_pp.research.vectorized.measured import Measured
+from hetero_pp.research.vectorized.missed import missed_in
+from hetero_pp.run.spec import RunSpec
+from replica_groups.outer.ranks import Ranks
+
+
+class Contributions:
+    """Error feedback of the replicas here, named `names`, and what they send."""
+
+    def __init__(
+        self, spec: RunSpec, names: Sequence[str], theta: Mapping[str, Tensor], ranks: Ranks, measured: Measured
+    ) -> None:
+        self.errors = [{name: torch.zeros_like(tensor) for name, tensor in theta.items()} for _ in names]
+        self.missed: frozenset[str] = frozenset()
+        """Replicas, on all ranks, that the current round excludes."""
+        self._spec, self._names, self._ranks, self._measured = spec, names, ranks, measured
+        self._device = next(iter(theta.values())).device
+        self._weights: Mapping[str, float] = {}
+        self._round, self._counted = 0, 0.0
+
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        """Begin a round; `weights` are those of all replicas, by name."""
+        names = [replica.name for replica in replicas_in(self._spec.config, round_)]
+        self.missed = missed_in(round_, names, research_of(self._spec.config).missed, self._spec.config.seed)
+        self._round, self._weights = round_, weights
+        self._counted = sum(weights[name] for name in names if name not in self.missed)
+        self._measured.begin(round_)
+
+    def mean(self, name: str, deltas: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[DecodedTensor]]:
+        """Return the mean of a parameter's contributions, and what each replica sends.
+
+        `deltas` are the pseudo-gradients of replicas here, by their index.
+        """
+        shape, divides_by = self._spec.parameter_shapes[name], self._spec.config.outer.divides_by
+        mean = WeightedMean(shape, divides_by, self._device)
+        sent = [self._send(index, name, delta, mean) for index, delta in deltas]
+        self._measured.parameter(name, sent)
+        self._ranks.sum(mean.total)
+        if mean.sent is not None:
+            self._ranks.sum(mean.sent)
+        return mean.finish(self._counted), sent
+
+    def _send(self, index: int, name: str, delta: Tensor, mean: WeightedMean) -> DecodedTensor:
+        """Add a replica's contribution to the mean, or restore it to error feedback if the round excludes it."""
+        outer, replica, error = self._spec.config.outer, self._names[index], self.errors[index][name]
+        selection = select(
+            error, delta, outer.compression, generator=generator_of(self._spec.run, self._round, replica, name)
+        )
+        if drops := research_of(self._spec.config).memory_drops:
+            drop_largest(error, drops, outer.compression)
+        self._measured.contribution(replica, name, selection)
+        sent = DecodedTensor(selection.indices, selection.values)
+        if replica in self.missed:
+            give_back(error, sent.indices, sent.values, outer.given_back)
+        else:
+            mean.add(sent, self._weights[replica])
+        return sent
+
+    def finish(self) -> None:
+        """End the round."""
+        self._measured.finish()
