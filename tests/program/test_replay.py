@@ -64,7 +64,7 @@ def test_the_log_alone_gives_what_the_run_came_to(run: Path, tmp_path: Path) -> 
     assert (code, errors) == (0, "")
     lines = told.splitlines()
     assert len(lines) == ROUNDS + 2
-    assert lines[2].startswith("round 2: counted dc, home; sha256 ") and lines[2].endswith(
+    assert lines[2].startswith("round 2: included dc, home; sha256 ") and lines[2].endswith(
         "; equal to the audit; equal to the snapshot"
     )
     assert lines[-1] == f"mixed after round 4: sha256 {last}, written to {tmp_path / 'last'}"
