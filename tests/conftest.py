@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from rendering import RENDERER, save_placeholder
 
 # A deadline is a timing assertion, which fails at random on shared machines.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -111,3 +112,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         order = random.Random(number)
         (folder / f"{number:02d}.txt").write_text(" ".join(order.choice(words) for _ in range(600)))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write placeholders in place of the pictures of runs, unless the test has the mark `renders`."""
+    if request.node.get_closest_marker("renders") is None:
+        monkeypatch.setattr(RENDERER, save_placeholder)

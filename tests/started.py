@@ -23,14 +23,21 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from rendering import save_placeholder
 from torch.distributed import TCPStore
 
 from hetero_pp.program.launch.fork_server import PRELOADED, UNHEARD
+from hetero_pp.program.report import pictures
 
 TIMEOUT = 240.0
 """Seconds in which a program of a test ends, even on a busy machine."""
 
-LAUNCHERS = ["hetero_pp.program.launch.command", "tensorboard.summary.writer.record_writer", "matplotlib.figure"]
+LAUNCHERS = [
+    "hetero_pp.program.cli",
+    "hetero_pp.program.launch.command",
+    "tensorboard.summary.writer.record_writer",
+    "matplotlib.figure",
+]
 """Further modules that a launcher imports, at its start or to record and draw."""
 
 
@@ -154,6 +161,7 @@ def _main(
     server.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
     os.environ.update(environment)
+    pictures.save_figure = save_placeholder
     try:
         if isinstance(what, Path):
             sys.path.insert(0, str(what.parent))

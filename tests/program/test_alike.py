@@ -213,6 +213,7 @@ def test_a_trace_shows_one_group_of_each_kind(tmp_path: Path, corpus: Path) -> N
     assert sorted(processes) == ["dc", "home-1 .. home-12 (12 groups x 2 stages)"]
 
 
+@pytest.mark.renders
 def test_pictures_of_a_run_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = _texts(monkeypatch)
     homes = {"kind": "participants", "name": "home", "count": 40, "stages": 2}

@@ -22,6 +22,8 @@ from test_run_state import (
 from hetero_pp.program.report.pictures import draw_links, draw_losses, training_losses
 from hetero_pp.program.report.state import RunState
 
+pytestmark = pytest.mark.renders
+
 
 def pixels(path: Path) -> np.ndarray:
     from matplotlib.image import imread

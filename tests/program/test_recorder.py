@@ -175,6 +175,7 @@ def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 1
 
 
+@pytest.mark.renders
 def test_a_run_that_failed_half_way(tmp_path: Path) -> None:
     record(tmp_path, list(made_up_round(1)), failed="home.0 was killed by SIGKILL")
     summary = json.loads((tmp_path / "summary.json").read_text())
