@@ -18,7 +18,8 @@ from fault_injection.schedule import missed, schedule_of
 from fault_injection.settings import FaultFile
 from fault_injection.supervisor import FaultyCrew
 
-from hetero_pp.program.cli import ConfigPath, Overrides, RunsFolder, StartNew, readable_errors
+from hetero_pp.program.commands.errors import readable_errors
+from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder, StartNew
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.in_process import run_in_process
