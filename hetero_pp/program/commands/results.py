@@ -11,20 +11,29 @@ import typer
 from hetero_pp.program.commands.errors import readable_errors
 from hetero_pp.program.commands.options import RunsFolder
 
+Experiments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[EXPERIMENT]...", help="Names of experiments, such as `het-pp/table2`; by default all."),
+]
+ScaleName = Annotated[
+    str | None, typer.Option(help="Choose the size of the models: micro (the default), small or paper.")
+]
+RowPatterns = Annotated[
+    list[str], typer.Option(metavar="PATTERN", help="Train only rows with matching names, such as `128,*`.")
+]
+OwnText = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and the name of a dataset to stream."),
+]
+OwnTokenizer = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json, or the folder that holds it.")
+]
+
 
 def reproduce(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[EXPERIMENT]...", help="Names of experiments, such as `het-pp/table2`; by default all."
-        ),
-    ] = None,
-    scale: Annotated[
-        str | None, typer.Option(help="Choose the size of the models: micro (the default), small or paper.")
-    ] = None,
-    rows: Annotated[
-        list[str], typer.Option(metavar="PATTERN", help="Train only rows with matching names, such as `128,*`.")
-    ] = [],  # noqa: B006 (typer copies it)
+    names: Experiments = None,
+    scale: ScaleName = None,
+    rows: RowPatterns = [],  # noqa: B006 (typer copies it)
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train each row with N seeds.")] = 3,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at a time, with one core each.")] = 1,
     show_list: Annotated[
@@ -36,13 +45,8 @@ def reproduce(
     sweep: Annotated[
         list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row at several values, such as `rank=1/8,1/32`.")
     ] = [],  # noqa: B006 (typer copies it)
-    corpus: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and the name of a dataset to stream."),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json, or the folder that holds it.")
-    ] = None,
+    corpus: OwnText = None,
+    tokenizer: OwnTokenizer = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus more than once if it is too small.")] = False,
     device: Annotated[
         str, typer.Option(help="Choose cpu, cuda or auto (the scale's device if this machine has it).")
