@@ -16,13 +16,14 @@ import typer
 from fault_injection.file import read_faults
 from fault_injection.schedule import missed, schedule_of
 from fault_injection.settings import FaultFile
-from fault_injection.supervisor import FaultyCrew
+from fault_injection.supervisor import FaultySupervisor
 
-from hetero_pp.program.cli import ConfigPath, Overrides, RunsFolder, StartNew, readable_errors
+from hetero_pp.program.commands.errors import readable_errors
+from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder, StartNew
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.recorded import Start
+from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -54,7 +55,7 @@ def launch_with_faults(
     with readable_errors():
         spec = RunSpec(ConfigFile(config, overrides).config, vocabulary=256)  # faults do not depend on the vocabulary
         found = read_faults(faults, spec, in_process)
-        start: Start = partial(launch, make_crew=partial(FaultyCrew, schedule_of(found, spec)))
+        start: Start = partial(launch, make_supervisor=partial(FaultySupervisor, schedule_of(found, spec)))
         if in_process:
             start = partial(run_in_process, missed=missed(found))
         run_topology(config, overrides, runs, in_process, resume, [sys.executable, *sys.argv], new, start=start)

@@ -22,9 +22,9 @@ from fault_injection.wire import Wire
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import reports_of, tell_died
@@ -172,17 +172,18 @@ class LiveRun:
         honest = [member for member in self.spec.members if member not in GUESTS]
         try:
             keys = SecretKeys(SECRET_OF_THE_RUN, encrypted=True)
-            with Crew(self.spec, self._folder, self._on_report, LAUNCHER, keys) as crew:
-                crew.start([EXCHANGE, *honest])
-                self.address = crew.open_exchange()
-                watcher = Watcher(partial(reports_of, self.address, crew.credentials, crew.on_silence), crew.on_report)
+            with Supervisor(self.spec, self._folder, self._on_report, LAUNCHER, keys) as supervisor:
+                supervisor.start([EXCHANGE, *honest])
+                self.address = supervisor.open_exchange()
+                told = partial(reports_of, self.address, supervisor.credentials, supervisor.on_silence)
+                watcher = Watcher(told, supervisor.on_report)
                 if self._relayed:
                     self._wire = Wire(self.address)
-                    crew.join_exchange([UPSTREAM], self._wire.address)
+                    supervisor.join_exchange([UPSTREAM], self._wire.address)
                     honest.remove(UPSTREAM)
-                crew.join_exchange(honest, self.address)
+                supervisor.join_exchange(honest, self.address)
                 self._listens.set()
-                crew.wait()
+                supervisor.wait()
                 watcher.join()
         except Exception as error:  # noqa: BLE001 (told with the end of the run)
             self.failure = f"{type(error).__name__}: {error}"

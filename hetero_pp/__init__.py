@@ -22,8 +22,8 @@ Path of the data, and the module of each step:
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 
-hetero_pp.program.launch.crew starts a process for each member; hetero_pp.program.launch.in_process starts a thread for
-each. Every member of the run (hetero_pp.run.spec) runs replica_groups.loop.take_part. In a notebook, use
+hetero_pp.program.launch.supervisor starts a process for each member; hetero_pp.program.launch.in_process starts a
+thread for each. Every member of the run (hetero_pp.run.spec) runs replica_groups.loop.take_part. In a notebook, use
 `from hetero_pp import Run` (hetero_pp.program.notebook).
 """
 

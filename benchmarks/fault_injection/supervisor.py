@@ -8,19 +8,19 @@ from typing import Any
 from fault_injection.director import Director
 from fault_injection.schedule import Schedule
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.crew import Crew
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
 
 
-class FaultyCrew(Crew):
+class FaultySupervisor(Supervisor):
     """A supervisor that injects the faults of a schedule into the processes that it starts."""
 
     def __init__(
         self, schedule: Schedule, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], *more: Any
     ) -> None:
-        """`more`: the other arguments of `Crew`."""
+        """`more`: the other arguments of `Supervisor`."""
         super().__init__(spec, folder, on_report, *more)
         self._director = Director(schedule, folder, on_report)
 

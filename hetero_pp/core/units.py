@@ -103,6 +103,15 @@ def format_percent(value: float) -> str:
     return f"{round(value, 3) + 0.0:.1%}"
 
 
+def format_share(share: float | None) -> str:
+    """Format a share: 0.4567 -> "46 %", 0.0123 -> "1.2 %", 1e-5 -> "<0.1 %", None -> "–"."""
+    if share is None:
+        return "–"
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
+
+
 def format_ratio(value: float) -> str:
     """Format a ratio: 0.03125 -> "1/32"; 1e-5 -> "1/100000"."""
     is_small = 0 < abs(value) < 1 / 4096

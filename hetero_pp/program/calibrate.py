@@ -20,8 +20,7 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.costs import forward_flops
-from hetero_pp.simulator.parts import part_of
+from hetero_pp.simulator.costs import forward_flops, part_of
 from replica_groups.loop.measure import measure_all, median_seconds
 
 

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that interrupt a command. Slurm sends SIGUSR1 some time before a job's limit: `--signal=USR1@120`."""
 
-_COMMANDS = "hetero_pp.program.cli"
+_COMMANDS = "hetero_pp.program.commands."
 _SECONDS_FOR_THE_END = 5.0
 """Seconds after an interrupt in which another one has no effect, because Ctrl-C is often pressed twice."""
 _SECONDS_UNTIL_AGAIN = 0.1
@@ -93,7 +93,7 @@ def _is_importing(frame: FrameType | None) -> bool:
     """
     inner = ""
     while frame is not None:
-        if frame.f_globals.get("__name__") == _COMMANDS and inner.startswith("<frozen importlib"):
+        if frame.f_globals.get("__name__", "").startswith(_COMMANDS) and inner.startswith("<frozen importlib"):
             return True
         inner, frame = frame.f_code.co_filename, frame.f_back
     return False

@@ -9,12 +9,14 @@ another width than D / N, D in attention is the width of all heads together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hetero_pp.config.engine_settings import Checkpointing
-from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ReplicaSettings
-from hetero_pp.model.transformer import ModelShape
+from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
+from hetero_pp.run.spec import MemberSpec, RunSpec
 
 UPDATE_BYTES = 28
 """Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""
@@ -123,3 +125,14 @@ def cost_on(
     outer = OUTER_BYTES / 2 * part.parameters * per_byte
     update = UPDATE_BYTES * (part.parameters + part.beside.anchors) * per_byte
     return Cost(forward, backward, update, outer, outer)
+
+
+def part_of(spec: RunSpec, member: MemberSpec) -> Part:
+    """Return the part of the model that a member owns."""
+    parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
+    layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
+    predicts = any(name.startswith("lm_head") for name in member.owned)
+    own = NOTHING
+    if member.stage is not None and member.stage.count > 1 and isinstance(member.replica, ParticipantsReplica):
+        own = beside(spec.shape, member.replica.boundary, member.stage.is_first)
+    return Part(layers, EMBEDDING in member.owned, predicts, parameters, own)

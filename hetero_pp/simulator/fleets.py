@@ -25,11 +25,10 @@ from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import checkpointing_of, cost_on
+from hetero_pp.simulator.costs import checkpointing_of, cost_on, part_of
 from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import hardware_of
 from hetero_pp.simulator.memory import Memory, memory_of_member
-from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
 from hetero_pp.simulator.too_little_memory import require_memory
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of

@@ -27,9 +27,8 @@ from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import Part, checkpointing_of
+from hetero_pp.simulator.costs import Part, checkpointing_of, part_of
 from hetero_pp.simulator.loads import blob_sizes
-from hetero_pp.simulator.parts import part_of
 
 Place = Literal["host", "device"]
 """The memory of the machine, or that of the accelerator on which a member computes."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
-from hetero_pp.config.lines import LineSpec, Way
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, limited_lines
-from hetero_pp.simulator.fluid import Network, Path, Run, Stream, Wires, Work
-from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, Array, GroupClock, Hops, step_programs
+from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, Array, GroupClock, Timed, step_programs, time_events
 
 
 def inner_loops(
@@ -29,8 +25,9 @@ def inner_loops(
         if len(cluster) == 1:
             found[cluster[0]] = clocks[cluster[0]].inner_loop(steps[cluster[0]])
         else:
-            together = _Together(spec, [fleets[one].replica.name for one in cluster], [clocks[one] for one in cluster])
-            found |= zip(cluster, together.inner_loops([steps[one] for one in cluster]), strict=True)
+            names = [fleets[one].replica.name for one in cluster]
+            ends = _together(spec, names, [clocks[one] for one in cluster], [steps[one] for one in cluster])
+            found |= zip(cluster, ends, strict=True)
     return [found[index] for index in range(len(clocks))]
 
 
@@ -49,111 +46,36 @@ def _clusters(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupCloc
     return [members for _, members in found]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """One of several groups that are timed together, with its stages numbered after those of the groups before."""
-
-    clock: GroupClock
-    lines: Sequence[tuple[LineSpec, Way]]
-    """Lines in the order of the group's capacities."""
-    offset: int
-
-    def streams(self) -> Iterator[tuple[Stream, str, int, Hops]]:
-        """Yield each stream numbered among all groups, then its kind, hop and `Hops` within the group."""
-        groups = self.clock.groups
-        for kind, hops in (("activation", groups.activations), ("gradient", groups.gradients)):
-            for hop in range(groups.stages - 1):
-                yield (kind, self.offset + hop), kind, hop, hops
-
-
-class _Together:
-    """Several groups, one from each fleet, timed as one."""
-
-    def __init__(self, spec: RunSpec, names: Sequence[str], clocks: Sequence[GroupClock]) -> None:
-        offsets = [0, *accumulate(clock.groups.stages for clock in clocks)]
-        replicas = {replica.name: replica for replica in spec.config.replicas}
-        self._groups = [
-            _Group(clock, limited_lines(spec, replicas[name]), offset)
-            for name, clock, offset in zip(names, clocks, offsets, strict=False)
-        ]
-        self._offsets = offsets[:-1]
-        every = {(line.name, way): line.bandwidth(way) or np.inf for one in self._groups for line, way in one.lines}
-        self._places = {name: place for place, name in enumerate(every)}
-        self._capacities = list(every.values())
-
-    def inner_loops(self, steps: Sequence[int]) -> list[list[Array]]:
-        """Time the inner loops of these groups. Returns the ends of optimizer steps by group."""
-        timed = min(*steps, DRAWN_WITH_LINES)
-        run = self._run(timed)
-        run.to_the_end()
-        found = []
-        for group, own_steps in zip(self._groups, steps, strict=True):
-            clock, own = group.clock, slice(group.offset, group.offset + group.clock.groups.stages)
-            clock.free[:, 0] = run.free[own]
-            for stream, kind, hop, _ in group.streams():
-                clock.link_free[kind][hop, 0] = run.left[stream]
-            ends = run.step_ends[group.offset]
-            mean = (ends[-1] - ends[0]) / (timed - 1) if timed > 1 else 0.0
-            ends += [ends[-1] + mean * (step + 1) for step in range(own_steps - timed)]
-            clock.free[0] = ends[-1]
-            clock.flush()
-            found.append([np.array([end]) for end in ends])
-        return found
-
-    def _run(self, steps: int) -> Run:
-        clocks = [group.clock for group in self._groups]
-        streams = {
-            stream: (group, kind, hop, hops) for group in self._groups for stream, kind, hop, hops in group.streams()
-        }
-        paths = {stream: self._path(group, hops, hop) for stream, (group, _, hop, hops) in streams.items()}
-        shapes = [(one.groups.stages, one.groups.micro_batches, one.groups.extra_in_flight) for one in clocks]
-        work = Work(
-            [program for shape in shapes for program in step_programs(*shape)],
-            [float(seconds) for one in clocks for seconds in one.groups.forward[:, 0]],
-            [float(seconds) for one in clocks for seconds in one.groups.backward[:, 0]],
-            [float(seconds) for one in clocks for seconds in one.groups.update[:, 0]],
-            frozenset(),
-            steps,
-            frozenset(self._offsets),
+def _together(
+    spec: RunSpec, names: Sequence[str], clocks: Sequence[GroupClock], steps: Sequence[int]
+) -> list[list[Array]]:
+    """Time the inner loops of several groups, one from each fleet. Returns the ends of optimizer steps by group."""
+    replicas = {replica.name: replica for replica in spec.config.replicas}
+    lines = [limited_lines(spec, replicas[name]) for name in names]
+    every = {(line.name, way): line.bandwidth(way) or np.inf for own in lines for line, way in own}
+    place_of = {name: place for place, name in enumerate(every)}
+    offsets = [0, *accumulate(clock.groups.stages for clock in clocks)]
+    groups = [
+        Timed(
+            clock,
+            0,
+            clock.groups.forward,
+            {"activation": clock.groups.activations, "gradient": clock.groups.gradients},
+            offset,
+            [place_of[line.name, way] for line, way in own],
         )
-        return Run(
-            work,
-            Wires(
-                Network(self._capacities, paths),
-                {stream: hops.bits for stream, (_, _, _, hops) in streams.items()},
-                clocks[0].random,
-                self._on_flow(),
-            ),
-            [float(free) for one in clocks for free in one.free[:, 0]],
-            {stream: float(group.clock.link_free[kind][hop, 0]) for stream, (group, kind, hop, _) in streams.items()},
-            self._on_compute(),
-        )
-
-    def _path(self, group: _Group, hops: Hops, hop: int) -> Path:
-        """Return the path of a hop, with line indices among the lines of all groups."""
-        path = hops.path(hop, 0)
-        names = [(group.lines[place][0].name, group.lines[place][1]) for place in path.lines]
-        return replace(path, lines=tuple(self._places[name] for name in names))
-
-    def _on_flow(self) -> Callable[[Stream, int, float, float], None] | None:
-        if all(group.clock.on_span is None for group in self._groups):
-            return None
-
-        def on_flow(stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
-            group = self._group_of(stream[1])
-            group.clock.tell_flow((stream[0], stream[1] - group.offset), micro_batch, starts, ends)
-
-        return on_flow
-
-    def _on_compute(self) -> Callable[[int, str, int, float, float], None] | None:
-        if all(group.clock.on_span is None for group in self._groups):
-            return None
-
-        def on_compute(stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
-            group = self._group_of(stage)
-            group.clock.tell_computation(stage - group.offset, what, micro_batch, starts, ends)
-
-        return on_compute
-
-    def _group_of(self, stage: int) -> _Group:
-        return self._groups[bisect(self._offsets, stage) - 1]
+        for clock, own, offset in zip(clocks, lines, offsets, strict=False)
+    ]
+    shapes = [(one.groups.stages, one.groups.micro_batches, one.groups.extra_in_flight) for one in clocks]
+    programs = [program for shape in shapes for program in step_programs(*shape)]
+    timed = min(*steps, DRAWN_WITH_LINES)
+    run = time_events(groups, list(every.values()), programs, steps=timed, first=offsets[:-1])
+    found = []
+    for group, own_steps in zip(groups, steps, strict=True):
+        ends = run.step_ends[group.offset]
+        mean = (ends[-1] - ends[0]) / (timed - 1) if timed > 1 else 0.0
+        ends += [ends[-1] + mean * (step + 1) for step in range(own_steps - timed)]
+        group.clock.free[0] = ends[-1]
+        group.clock.flush()
+        found.append([np.array([end]) for end in ends])
+    return found

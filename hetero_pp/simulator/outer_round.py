@@ -2,7 +2,7 @@
 
 A member's own links transfer one message after the other. Lines that several members share (of a site, or of the
 exchange) are never idle while a member could use them. So the round closes exactly when the last byte has arrived
-(simulator.sharing). Latency is the exception: it adds the longest one of those that share.
+(`all_sent`). Latency is the exception: it adds the longest one of those that share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.pipeline import Array, GroupClock
-from hetero_pp.simulator.sharing import all_sent, fair_ends
 from hetero_pp.simulator.volumes import Crossing, exchange_bandwidth, is_ring, site_bandwidths
 
 Fleets = Sequence[tuple[Fleet, GroupClock]]
@@ -164,3 +163,29 @@ def _flat(fleets: Fleets, values: Sequence[Array], of: Sequence[Array]) -> Array
         whole = own if own.ndim == 2 else np.repeat(own[:, None], fleet.count, axis=1)
         rows.append(whole[at].ravel())
     return np.concatenate(rows)
+
+
+def all_sent(starts: Array, n_bytes: Array, bandwidth: float) -> float:
+    """Return the seconds when the last one is done, in whatever order they send.
+
+    Args: starts [n]: when each begins to send; n_bytes [n]; bandwidth in bits per second.
+
+    It is the largest of (start + all bytes that start then or later), as the link works without a pause from some start
+    on.
+    """
+    order = np.argsort(-starts)
+    return float((starts[order] + np.cumsum(n_bytes[order]) * 8 / bandwidth).max())
+
+
+def fair_ends(n_bytes: Array, bandwidth: float) -> Array:
+    """Return the seconds [n] until each has its bytes, if all begin together and share the link evenly.
+
+    While the smallest is in transit, all get as much as it does: end_i = sum_j min(bytes_i, bytes_j) over the
+    bandwidth.
+    """
+    order = np.argsort(n_bytes)
+    ascending = n_bytes[order]
+    later = np.arange(len(ascending) - 1, -1, -1)
+    ends = np.empty(len(ascending))
+    ends[order] = (np.cumsum(ascending) + later * ascending) * 8 / bandwidth
+    return ends

@@ -13,7 +13,8 @@ separately, event by event (hetero_pp.simulator.fluid).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -259,36 +260,8 @@ class GroupClock:
                     for rows in (self.free, *self.link_free.values()):
                         rows[:, column] = rows[:, same]
                     continue
-            self._run_column(column, programs, forward, kinds)
+            time_events([Timed(self, column, forward, kinds)], self.groups.capacities, programs, due=self._updates_due)
         self._updates_due = set()
-
-    def _run_column(
-        self, column: int, programs: Sequence[Sequence[Event]], forward: Array, kinds: Mapping[str, Hops]
-    ) -> None:
-        """Run one group by itself."""
-        groups = self.groups
-        hops = range(groups.stages - 1)
-        streams: list[Stream] = [(kind, hop) for kind in kinds for hop in hops]
-        network = Network(groups.capacities, {one: kinds[one[0]].path(one[1], column) for one in streams})
-        bits = {one: kinds[one[0]].bits for one in streams}
-        is_told = self.on_span is not None and column == 0
-        run = Run(
-            Work(
-                programs,
-                forward[:, column].tolist(),
-                groups.backward[:, column].tolist(),
-                groups.update[:, column].tolist(),
-                frozenset(self._updates_due),
-            ),
-            Wires(network, bits, self.random, self.tell_flow if is_told else None),
-            self.free[:, column].tolist(),
-            {(kind, hop): float(self.link_free[kind][hop, column]) for kind, hop in streams},
-            self.tell_computation if is_told else None,
-        )
-        run.to_the_end()
-        self.free[:, column] = run.free
-        for kind, hop in streams:
-            self.link_free[kind][hop, column] = run.left[kind, hop]
 
     def _run(self, stage: int, event: Event, forward: Array, activations: Hops) -> None:
         match event.action:
@@ -347,13 +320,84 @@ class GroupClock:
     def _receive(self, kind: str, stage: int, hop: int, micro_batch: int) -> None:
         np.maximum(self.free[stage], self._arrivals.pop((kind, hop, micro_batch)), out=self.free[stage])
 
-    def tell_flow(self, stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
-        """Report a message of the first group to `on_span`."""
-        kind, hop = stream
+    def tell(self, track: str, what: str, micro_batch: int, starts: float, ends: float) -> None:
+        """Report a span of the first group to `on_span`."""
         if self.on_span is not None:
-            self.on_span(f"hop {hop} {kind}", kind, micro_batch, np.array([starts]), np.array([ends]))
+            self.on_span(track, what, micro_batch, np.array([starts]), np.array([ends]))
 
-    def tell_computation(self, stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
-        """Report a computation of the first group to `on_span`."""
-        if self.on_span is not None:
-            self.on_span(f"stage {stage}", what, micro_batch, np.array([starts]), np.array([ends]))
+
+@dataclass(frozen=True)
+class Timed:
+    """One group of a clock that is timed event by event, perhaps together with groups of other clocks."""
+
+    clock: GroupClock
+    column: int
+    """Number of the group within its clock."""
+    forward: Array
+    """Seconds of one micro-batch, [S, G]."""
+    hops: Mapping[str, Hops]
+    """Hops by kind of message."""
+    offset: int = 0
+    """Number of its first stage among the stages of all groups."""
+    lines: Sequence[int] | None = None
+    """Index of each of its lines among the lines of all groups; None if there is no other group."""
+
+    def path(self, kind: str, hop: int) -> Path:
+        """Return the path of a hop."""
+        path = self.hops[kind].path(hop, self.column)
+        return path if self.lines is None else replace(path, lines=tuple(self.lines[place] for place in path.lines))
+
+
+def time_events(
+    groups: Sequence[Timed],
+    capacities: Sequence[float],
+    programs: Sequence[Sequence[Event]],
+    due: Collection[int] = (),
+    steps: int = 1,
+    first: Collection[int] = (),
+) -> Run:
+    """Advance the clocks of groups that share lines by some runs of their programs. The arguments are as in `Work`."""
+    offsets = [one.offset for one in groups]
+    streams: dict[Stream, tuple[Timed, str, int]] = {
+        (kind, one.offset + hop): (one, kind, hop)
+        for one in groups
+        for kind in one.hops
+        for hop in range(one.clock.groups.stages - 1)
+    }
+
+    def seconds(rows_of: Callable[[Timed], Array]) -> list[float]:
+        return [float(value) for one in groups for value in rows_of(one)[:, one.column]]
+
+    def on_flow(stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
+        one, kind, hop = streams[stream]
+        one.clock.tell(f"hop {hop} {kind}", kind, micro_batch, starts, ends)
+
+    def on_compute(stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
+        one = groups[bisect(offsets, stage) - 1]
+        one.clock.tell(f"stage {stage - one.offset}", what, micro_batch, starts, ends)
+
+    is_told = any(one.clock.on_span is not None and one.column == 0 for one in groups)
+    work = Work(
+        programs,
+        seconds(lambda one: one.forward),
+        seconds(lambda one: one.clock.groups.backward),
+        seconds(lambda one: one.clock.groups.update),
+        frozenset(due),
+        steps,
+        frozenset(first),
+    )
+    network = Network(capacities, {stream: one.path(kind, hop) for stream, (one, kind, hop) in streams.items()})
+    bits = {stream: one.hops[kind].bits for stream, (one, kind, _) in streams.items()}
+    run = Run(
+        work,
+        Wires(network, bits, groups[0].clock.random, on_flow if is_told else None),
+        seconds(lambda one: one.clock.free),
+        {stream: float(one.clock.link_free[kind][hop, one.column]) for stream, (one, kind, hop) in streams.items()},
+        on_compute if is_told else None,
+    )
+    run.to_the_end()
+    for one in groups:
+        one.clock.free[:, one.column] = run.free[one.offset : one.offset + one.clock.groups.stages]
+    for stream, (one, kind, hop) in streams.items():
+        one.clock.link_free[kind][hop, one.column] = run.left[stream]
+    return run

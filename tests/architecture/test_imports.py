@@ -24,7 +24,7 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 SERVERS = {"replica_groups.exchange.server", "replica_groups.exchange.admission"}
 """Modules outside of hetero_pp.rpc that answer gRPC calls."""
 RESEARCH = "hetero_pp.research"
-COMMAND_LINE = "hetero_pp.program.cli"
+COMMAND_LINE = "hetero_pp.program.commands.results"
 FACES = {"hetero_pp.__main__", "hetero_pp.__init__", "hetero_pp.Run"}
 """Modules of the package that belong to the program: its start, and its interface for notebooks."""
 HEAVY_EXTRAS = {"torchtitan", "deepspeed", "torchx", "obstore", "numba", "transformers", "datasets"}
@@ -76,7 +76,7 @@ def test_the_product_imports_research_only_in_the_function_of_reproduce() -> Non
     """`reproduce` imports it when it runs, so no other command loads it."""
     users = {_module(path) for path in FILES for name in _imports(path) if name.startswith(RESEARCH)}
     assert {user for user in users if not user.startswith(RESEARCH)} == {COMMAND_LINE}
-    tree = _tree(ROOT / "hetero_pp" / "program" / "cli.py")
+    tree = _tree(ROOT / "hetero_pp" / "program" / "commands" / "results.py")
     [reproduce] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "reproduce"]
     assert _research_imports(tree) == _research_imports(reproduce)
 

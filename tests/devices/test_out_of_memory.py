@@ -16,9 +16,9 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.device import CPU, computing
 from hetero_pp.core.errors import OutOfMemory, RunFailed
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Report
-from hetero_pp.program.launch import crew as crew_module
-from hetero_pp.program.launch.crew import Crew
+from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.job import GONE
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -115,16 +115,16 @@ class _Ended:
 
 def _ends(members: list[str], spec: RunSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
     """Let a supervisor find that the processes of these members have ended; return its reports."""
-    monkeypatch.setattr(crew_module, "tell_died", lambda *_: None)
+    monkeypatch.setattr(supervisor_module, "tell_died", lambda *_: None)
     reports: list[Report] = []
     keys = SecretKeys(Secret("s" * 32), encrypted=False)
-    with Crew(spec, RunFolder(folder), reports.append, LAUNCHER, keys) as crew:
-        crew.join_exchange([], "127.0.0.1:1")
+    with Supervisor(spec, RunFolder(folder), reports.append, LAUNCHER, keys) as supervisor:
+        supervisor.join_exchange([], "127.0.0.1:1")
         ended: dict[str, Any] = {member: _Ended() for member in members}
-        crew._processes |= ended
-        crew._connections |= ended
-        crew.start(["a"])
-        crew._replace("b")
+        supervisor._processes |= ended
+        supervisor._connections |= ended
+        supervisor.start(["a"])
+        supervisor._replace("b")
     return reports
 
 

@@ -29,15 +29,12 @@ from test_standings import standing
 
 from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
-from hetero_pp.program.report.display import (
-    LOSS_SECONDS,
-    LiveDisplay,
-    earlier_line,
-    live_view,
-    print_result,
-    waiting_line,
-)
+from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay
+from hetero_pp.program.report.live_view import live_view
+from hetero_pp.program.report.result import print_result
+from hetero_pp.program.report.round_lines import earlier_line, waiting_line
 from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -328,7 +325,7 @@ def test_on_a_terminal_the_view_goes_away_at_a_good_end() -> None:
 
 def test_result() -> None:
     console, out = plain_console()
-    print_result(console, state_of(made_up_reports()).summary(), Path("/runs/made-up"))
+    print_result(console, summary_of(state_of(made_up_reports())), Path("/runs/made-up"))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     rows = [" ".join(line.split()) for line in text.splitlines()]
@@ -348,6 +345,6 @@ def test_result_of_a_run_that_failed_at_once() -> None:
     console, out = plain_console()
     state = RunState(made_up_spec())
     state.fail("no exchange")
-    print_result(console, state.summary(), Path("/runs/made-up"))
+    print_result(console, summary_of(state), Path("/runs/made-up"))
     assert "Failed: no exchange" in out.getvalue()
     assert "sha256" not in out.getvalue()

@@ -22,7 +22,7 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.sockets import socket_folder
 from hetero_pp.program import interrupts
 from hetero_pp.program.interrupts import interruptible
-from hetero_pp.program.launch import crew
+from hetero_pp.program.launch import supervisor
 from hetero_pp.program.launch.fork_server import unheard
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
@@ -153,7 +153,7 @@ def test_sockets_have_short_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.starts_processes
-def test_a_process_whose_start_is_interrupted_ends_with_the_crew(
+def test_a_process_whose_start_is_interrupted_ends_with_the_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal that arrives while a process starts takes effect as soon as it has started."""
@@ -164,11 +164,11 @@ def test_a_process_whose_start_is_interrupted_ends_with_the_crew(
             yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(crew, "unheard", interrupted)
+    monkeypatch.setattr(supervisor, "unheard", interrupted)
     before, keys = set(multiprocessing.active_children()), SecretKeys(Secret("0" * 32), encrypted=False)
     with (
         pytest.raises(KeyboardInterrupt),
-        crew.Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, keys) as started,
+        supervisor.Supervisor(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, keys) as started,
     ):
         started.start([EXCHANGE])
     assert set(multiprocessing.active_children()) == before

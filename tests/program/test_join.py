@@ -643,7 +643,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
         raise LinkClosed("the disk is full") if goes_on else NewRun(cause)
         yield
 
-    monkeypatch.setattr(hosts, "Crew", Ended)
+    monkeypatch.setattr(hosts, "Supervisor", Ended)
     monkeypatch.setattr(hosts, "reports_to_members", told)
     spec = RunSpec(_config(str(tmp_path)), 256)
     exchange = hosts.Exchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)

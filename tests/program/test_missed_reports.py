@@ -32,12 +32,16 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.recorded import begin_folder
-from hetero_pp.program.report.display import LiveDisplay, live_view, print_result, round_line
+from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.live_view import live_view
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.result import print_result
+from hetero_pp.program.report.round_lines import round_line
 from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -114,7 +118,7 @@ def _read_all(spec: RunSpec, reports: Sequence[Report]) -> RunState:
     for round_ in state.closed:
         round_line(state, round_)
     assert state.is_over in (True, False)
-    print_result(shown, state.summary(), Path("runs"))
+    print_result(shown, summary_of(state), Path("runs"))
     return state
 
 

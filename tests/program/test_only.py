@@ -20,10 +20,10 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.check import print_check
-from hetero_pp.program.launch import crew as crew_module
+from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
-from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
@@ -492,12 +492,12 @@ def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that waits for other nodes does not notice that one of them has failed."""
-    monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.0)
-    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, KEYS) as crew:
-        crew.start(["dc"])
-        crew.end_soon("nodeb: out of memory")
+    monkeypatch.setattr(supervisor_module, "_SECONDS_TO_NOTICE", 0.0)
+    with Supervisor(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, KEYS) as supervisor:
+        supervisor.start(["dc"])
+        supervisor.end_soon("nodeb: out of memory")
         with pytest.raises(RunFailed, match="dc: nodeb: out of memory"):
-            crew.wait()
+            supervisor.wait()
 
 
 def test_who_follows_a_run_hears_that_it_can_be_followed_no_more() -> None:

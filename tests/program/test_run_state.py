@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from hetero_pp.config.lines import LineSpec
+from hetero_pp.core.units import format_share
 from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, LinkUse, Report, RoundRecord
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
 from hetero_pp.program.report.replica_state import STILL_TOLD, ReplicaState
-from hetero_pp.program.report.state import RunState, format_share
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -261,7 +263,7 @@ def test_steps_of_rounds_that_are_time_are_numbered_on() -> None:
     assert (dc.steps_done, home.steps_done) == (8, 3)
     assert (dc.tokens, home.tokens) == (800, 300)
     assert (home.round_loss(2), home.last_round_loss()) == (5.5, 5.5)
-    assert [replica["steps"] for replica in state.summary()["replicas"]] == [[3, 5], [1, 2]]
+    assert [replica["steps"] for replica in summary_of(state)["replicas"]] == [[3, 5], [1, 2]]
 
 
 def test_steps_of_a_try_that_was_given_up_are_left_out() -> None:
@@ -276,7 +278,7 @@ def test_steps_of_a_try_that_was_given_up_are_left_out() -> None:
     state.apply(closed)
     dc, home = state.replicas["dc"], state.replicas["home"]
     assert (dc.steps_done, dc.tokens, home.steps_done, home.tokens) == (6, 600, 3, 300)
-    assert [replica["steps"] for replica in state.summary()["replicas"]] == [[3, 3], [1, 2]]
+    assert [replica["steps"] for replica in summary_of(state)["replicas"]] == [[3, 3], [1, 2]]
 
 
 def test_progress_of_a_round_that_is_time_is_time() -> None:
@@ -346,7 +348,7 @@ def test_pauses_count_in_no_time(whole: RunState) -> None:
     assert [state.round_seconds(round_) for round_ in (1, 2)] == [8.0, 10.0]
     assert (state.elapsed(), state.training_seconds()) == (22.0, 20.0)
     assert state.seconds_left(START + 1600) == 0
-    assert state.summary()["links"] == whole.summary()["links"]
+    assert summary_of(state)["links"] == summary_of(whole)["links"]
 
 
 def test_until_it_trains_again_a_run_that_goes_on_pauses() -> None:
@@ -374,7 +376,7 @@ def test_progress_is_that_of_the_slowest_replica() -> None:
 
 
 def test_summary_of_a_whole_run(whole: RunState) -> None:
-    summary = whole.summary()
+    summary = summary_of(whole)
     assert summary["rounds"] == 2
     assert summary["initial_validation_loss"] == pytest.approx(6.1)
     assert summary["validation_loss"] == pytest.approx([4.6, 3.6])
@@ -386,14 +388,14 @@ def test_summary_of_a_whole_run(whole: RunState) -> None:
 
 
 def test_summary_of_replicas(whole: RunState) -> None:
-    dc, home = whole.summary()["replicas"]
+    dc, home = summary_of(whole)["replicas"]
     assert (dc["name"], dc["kind"], dc["tokens"], dc["loss"]) == ("dc", "datacenter", 400, 4.0)
     assert (home["kind"], home["loss"]) == ("participants", 4.5)
     assert home["validation_loss"] == pytest.approx([4.7, 3.7])
 
 
 def test_summary_of_links(whole: RunState) -> None:
-    links = {link["name"]: link for link in whole.summary()["links"]}
+    links = {link["name"]: link for link in summary_of(whole)["links"]}
     assert list(links) == ["dc-exchange", "home.0-1", "home.0-exchange", "home.1-exchange"]
     link = links["home.0-1"]
     assert (link["from"], link["to"]) == ("home.0", "home.1")
@@ -414,13 +416,13 @@ def test_summary_of_links_in_a_long_run() -> None:
     for round_ in range(1, rounds + 1):
         reports.append(link_use(START + round_, "home.0-1", "forward", round_, round_))
         reports.append(round_closed(START + round_, round_))
-    links = {link["name"]: link for link in state_of(reports).summary()["links"]}
+    links = {link["name"]: link for link in summary_of(state_of(reports))["links"]}
     assert links["home.0-1"]["payload_bytes_per_round"]["forward"] == [77, *range(1, rounds + 1)]
 
 
 def test_summary_of_contributions(whole: RunState) -> None:
     one = {"bytes": 2000, "kept_values": 1000, "bits_per_value": 16.0}
-    assert whole.summary()["contributions"] == {
+    assert summary_of(whole)["contributions"] == {
         "bytes": 4000,
         "kept_values": 2000,
         "bits_per_value": 16.0,
@@ -429,7 +431,7 @@ def test_summary_of_contributions(whole: RunState) -> None:
 
 
 def test_summary_of_nothing() -> None:
-    summary = RunState(made_up_spec()).summary()
+    summary = summary_of(RunState(made_up_spec()))
     assert (summary["rounds"], summary["validation_loss"], summary["parameters_sha256"]) == (0, [], {})
     assert summary["initial_validation_loss"] is summary["contributions"]["bits_per_value"] is None
     assert summary["wall_seconds"] == summary["tokens_per_second"] == 0
@@ -440,12 +442,12 @@ def test_a_failed_run_says_what_is_known() -> None:
     state.apply(failure(START + 16, "home.1", "lost its link", consequence=True))
     state.apply(failure(START + 16, "home.0", "out of memory"))
     state.apply(failure(START + 17, "exchange", "a later one"))
-    summary = state.summary()
+    summary = summary_of(state)
     assert summary["failed"] == "home.0: out of memory"
     assert summary["validation_loss"] == pytest.approx([4.6])
     assert summary["parameters_sha256"] == {"dc": "01" * 32, "home": "01" * 32}
     state.fail("the launcher knows better")
-    assert state.summary()["failed"] == "the launcher knows better"
+    assert summary_of(state)["failed"] == "the launcher knows better"
 
 
 def test_reports_that_name_nothing_of_this_run_change_nothing() -> None:
@@ -460,27 +462,27 @@ def test_reports_that_name_nothing_of_this_run_change_nothing() -> None:
         verified(START, "x", 1, b"x"),
         Report(time=START, member="x"),
     ]
-    assert state_of(strangers).summary() == state_of([Report(time=START, member="x")]).summary()
+    assert summary_of(state_of(strangers)) == summary_of(state_of([Report(time=START, member="x")]))
 
 
 def test_refusals_are_counted() -> None:
     refusal = Report(time=START, member="exchange")
     refusal.refusal.reason = "a stranger"
-    assert state_of([refusal, refusal]).summary()["refusals"] == 2
+    assert summary_of(state_of([refusal, refusal]))["refusals"] == 2
 
 
 def test_refusals_are_counted_by_kind_and_no_member_makes_one_up() -> None:
     many, made_up = (Report(time=START, member="home.0") for _ in range(2))
     many.refusal.kind, many.refusal.count = Kind.STRANGER, 100
     made_up.refusal.kind = "made up"
-    summary = state_of([many, made_up]).summary()
+    summary = summary_of(state_of([many, made_up]))
     assert summary["refusals"] == 101
     assert summary["refusals_by_kind"] == {Kind.STRANGER: 100, Kind.UNEXPECTED: 1}
 
 
 def test_a_loss_that_is_not_finite_is_kept_as_it_is() -> None:
     state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=math.nan)])
-    assert math.isnan(state.summary()["replicas"][0]["loss"])
+    assert math.isnan(summary_of(state)["replicas"][0]["loss"])
 
 
 @pytest.mark.parametrize(
@@ -511,17 +513,17 @@ def test_summary_of_lines() -> None:
         link_use(START + 10, "dc-exchange", "backward", 2, 190),
     ):
         state.apply(report)
-    house, own = state.summary()["lines"]
+    house, own = summary_of(state)["lines"]
     assert (house["name"], house["kind"], house["members"]) == ("house", "dsl", ["dc", "home.1"])
     assert house["bandwidth_bits_per_second"] == {"up": 1e3, "down": 4e3}
     assert house["payload_bytes"] == {"up": 230, "down": 240 + 190 + 990}
     assert house["wire_bytes"] == {"up": 250, "down": 250 + 200 + 1000}
     assert house["busy_share"] == {"up": 250 * 8 / 1e3 / 10, "down": 450 * 8 / 4e3 / 10}
     assert (own["name"], own["wire_bytes"]) == ("home.0", {"up": 250, "down": 100})
-    links = {link["name"]: link["lines"] for link in state.summary()["links"]}
+    links = {link["name"]: link["lines"] for link in summary_of(state)["links"]}
     assert links["home.0-1"] == {"from": "home.0", "to": "house"}
     assert links["dc-exchange"] == {"from": "house", "to": None}
 
 
 def test_a_run_without_lines_has_none(whole: RunState) -> None:
-    assert whole.summary()["lines"] == []
+    assert summary_of(whole)["lines"] == []

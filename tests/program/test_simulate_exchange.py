@@ -31,8 +31,8 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import blob_sizes, exchange_link_loads, snapshot_bytes
+from hetero_pp.simulator.outer_round import all_sent, fair_ends
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.simulator.sharing import all_sent, fair_ends
 from hetero_pp.simulator.volumes import aggregate_bytes, expected_volume
 
 ROOT = Path(__file__).parents[2]

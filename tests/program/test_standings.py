@@ -41,12 +41,15 @@ from hetero_pp.messages.messages_pb2 import (
     Over,
     Report,
 )
-from hetero_pp.program.report.display import live_view, print_result, round_line
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.live_view import live_view
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.recorder import flat_lines, to_json
+from hetero_pp.program.report.result import print_result
+from hetero_pp.program.report.round_lines import round_line
 from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
@@ -109,7 +112,7 @@ def text_of(renderable: object) -> str:
 
 def result_of(state: RunState) -> list[str]:
     out = io.StringIO()
-    print_result(Console(file=out, width=160), state.summary(), Path("/runs/made-up"))
+    print_result(Console(file=out, width=160), summary_of(state), Path("/runs/made-up"))
     return out.getvalue().splitlines()
 
 
@@ -118,7 +121,7 @@ def test_nothing_is_shown_if_nothing_happened() -> None:
     state = state_of(reports)
     assert said(reports) == []
     assert round_line(state, 2).endswith("home 4.5000, 10 s")
-    found = state.summary()["standings"]
+    found = summary_of(state)["standings"]
     assert found.pop("participation") == 1.0
     assert not any(found.values())
     assert not any("Participation" in line or "joined" in line for line in result_of(state))
@@ -149,7 +152,7 @@ def test_a_member_that_joins_for_the_first_time_has_not_joined_again() -> None:
 def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
     reports = [joined(START, "dc", 5), begun(START, 3)]
     assert said(reports) == []
-    assert state_of(reports).summary()["standings"]["members"] == {}
+    assert summary_of(state_of(reports))["standings"]["members"] == {}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     ]
     reports += [one for one in made_up_round(2) if one.HasField("inner_step")]
     state = state_of(reports)
-    found = state.summary()
+    found = summary_of(state)
     assert found["standings"]["participation"] == 3 / 4
     assert found["standings"]["not_counted"] == [{"round": 2, "replica": "home", "cause": "home did not take part"}]
     assert found["standings"]["suspended"] == {"home": 1}

@@ -16,11 +16,11 @@ from test_run_state import made_up_spec
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunOver
 from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Over, Report
-from hetero_pp.program.launch import crew as crew_module
+from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.recorded import Beginnings
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret, SecretKeys
@@ -194,12 +194,12 @@ def test_members_that_have_nothing_left_to_train_are_ended_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They end without a failure of the run wherever they wait, here for the launcher's first message."""
-    monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.1)
+    monkeypatch.setattr(supervisor_module, "_SECONDS_TO_NOTICE", 0.1)
     reports: list[Report] = []
     keys = SecretKeys(SECRET, encrypted=False)
-    with Crew(made_up_spec(), RunFolder(tmp_path), reports.append, "home", keys) as crew:
-        crew.start(["home.0", "home.1"])
+    with Supervisor(made_up_spec(), RunFolder(tmp_path), reports.append, "home", keys) as supervisor:
+        supervisor.start(["home.0", "home.1"])
         over = Report(time=5.0, member=EXCHANGE, over=Over(round=9, rounds=9, finishing=["dc"]))
-        crew.on_report(over)
-        crew.wait()
+        supervisor.on_report(over)
+        supervisor.wait()
     assert reports == [over]

@@ -10,7 +10,7 @@ import pytest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import fleets_of
-from hetero_pp.simulator.neighbours import _Together, inner_loops
+from hetero_pp.simulator.neighbours import _together, inner_loops
 from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, GroupClock
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.timeline import Timeline
@@ -79,7 +79,7 @@ def test_groups_that_share_nothing_are_timed_together_as_alone(steps: int) -> No
 
     alone, together = clocks(), clocks()
     expected = [clock.inner_loop(steps) for clock in alone]
-    found = _Together(spec, ["a", "b"], together).inner_loops([steps] * 2)
+    found = _together(spec, ["a", "b"], together, [steps] * 2)
     for one, other in zip(found, expected, strict=True):
         assert np.array(one) == pytest.approx(np.array(other))
     for clock, own in zip(together, alone, strict=True):

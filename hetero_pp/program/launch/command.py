@@ -14,7 +14,6 @@ from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.program.launch.claim import claim, claim_store
-from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import (
     Exchange,
     commands,
@@ -29,6 +28,7 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import ResumeHint
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
+from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import decide_to_resume
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds

@@ -20,8 +20,8 @@ from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
-from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.over import keep_over
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
@@ -114,11 +114,11 @@ def launch_exchange(
 ) -> None:
     """Run the exchange until the run is over. Raises RunFailed with the first cause on any host if the run fails."""
     keys = SecretKeys(secret, encrypted=not spec.config.exchange.insecure)
-    with Crew(spec, folder, on_report, EXCHANGE, keys, resume) as crew:
-        crew.start([EXCHANGE])
-        told = partial(reports_of, crew.open_exchange(), crew.credentials, crew.on_silence)
-        watcher = Watcher(told, crew.on_report)
-        crew.wait()
+    with Supervisor(spec, folder, on_report, EXCHANGE, keys, resume) as supervisor:
+        supervisor.start([EXCHANGE])
+        told = partial(reports_of, supervisor.open_exchange(), supervisor.credentials, supervisor.on_silence)
+        watcher = Watcher(told, supervisor.on_report)
+        supervisor.wait()
         watcher.join()
 
 
@@ -169,22 +169,22 @@ def launch_members(
         if report.HasField("over"):
             keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
         if rounds.failed is not None:
-            crew.end_soon(rounds.failed)
+            supervisor.end_soon(rounds.failed)
 
-    with Crew(spec, folder, on_report, only, exchange.keys) as crew:
-        crew.start(members)
-        crew.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
+    with Supervisor(spec, folder, on_report, only, exchange.keys) as supervisor:
+        supervisor.start(members)
+        supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
 
         def told() -> Iterator[Report]:
             waiting = (exchange.timeout, on_wait, on_refused)
             try:
-                yield from reports_to_members(exchange.address, crew.credentials, members, *waiting)
+                yield from reports_to_members(exchange.address, supervisor.credentials, members, *waiting)
             except RunOver:
-                crew.end_idle()
+                supervisor.end_idle()
 
-        watcher = Watcher(told, crew.on_report, crew.end_soon)
+        watcher = Watcher(told, supervisor.on_report, supervisor.end_soon)
         try:
-            crew.wait()
+            supervisor.wait()
         except RunFailed as error:
             if refused and refused in str(error):
                 raise ConfigError((), refused) from None

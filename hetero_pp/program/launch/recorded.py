@@ -14,12 +14,15 @@ from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
-from hetero_pp.program.report.display import LiveDisplay, earlier_line, print_result
+from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
+from hetero_pp.program.report.result import print_result
+from hetero_pp.program.report.round_lines import earlier_line
 from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.membership import described, require_known_basis
 from hetero_pp.run.same import Agreement
@@ -95,7 +98,7 @@ def run_and_record(
         raise
     finally:
         recorder.close(on_stopped if is_stopped else None)
-    print_result(console, state.summary(), folder.path)
+    print_result(console, summary_of(state), folder.path)
 
 
 def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:

@@ -18,10 +18,9 @@ from hetero_pp.core.units import format_bytes, format_count, format_duration, fo
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import forward_flops
+from hetero_pp.simulator.costs import forward_flops, part_of
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import LAUNCHER_BYTES, Memory, memory_of_member
-from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0

@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from hetero_pp.config.links import LinkSpec
+from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import RunOver
 from hetero_pp.core.units import format_bytes, format_seconds
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
-from hetero_pp.program.report.display import joined_line, waiting_line
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.reading import now_and_then
-from hetero_pp.program.report.state import DIRECTIONS, RunState
+from hetero_pp.program.report.round_lines import joined_line, waiting_line
+from hetero_pp.program.report.state import RunState
 from hetero_pp.run.spec import RunSpec
 
 

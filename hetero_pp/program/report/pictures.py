@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, Direction
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_share
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.state import RunState, format_share
+from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.run.alike import lines_alike, links_alike, range_of
 

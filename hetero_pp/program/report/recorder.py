@@ -20,6 +20,7 @@ from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, Happened, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import config_text
@@ -154,7 +155,7 @@ class Recorder:
                 self._complain(f"{folder.path / name} {became}; the run itself is not affected: {complaint(unwritten)}")
 
     def _summary(self) -> bytes:
-        return (to_json(self._state.summary(), indent=2) + "\n").encode()
+        return (to_json(summary_of(self._state), indent=2) + "\n").encode()
 
     def _last(self, do: Callable[[], object], became: str) -> OSError | None:
         """Call a function once, and complain if it fails. Return why the disk does not take it, if so."""

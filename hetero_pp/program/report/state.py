@@ -12,10 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from hetero_pp.config.changed_keys import Changes
-from hetero_pp.config.lines import WAYS, LineSpec
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     Begun,
@@ -33,7 +31,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint
-from hetero_pp.program.report.carried import DirectionState, LineState, LinkState, lines_of
+from hetero_pp.program.report.carried import DirectionState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standings import Standings
@@ -387,100 +385,3 @@ class RunState:
         there = {name: replica for name, replica in self.replicas.items() if name not in gone} or self.replicas
         common = set.intersection(*(set(replica.sha256) for replica in there.values())) if there else set()
         return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}
-
-    def summary(self) -> dict[str, Any]:
-        """Return the run in numbers, for JSON. For a failed run: what is known, and the cause under `failed`."""
-        with self.lock:
-            means = self.mean_validation_losses()
-            return {
-                "name": self.spec.config.name,
-                "rounds": self.rounds,
-                "initial_validation_loss": means.get(0),
-                "validation_loss": _from_first_round(means),
-                "replicas": [_replica_summary(replica) for replica in self.replicas.values()],
-                "links": [self._link_summary(link) for link in self.links.values()],
-                "lines": [self._line_summary(line) for line in self.lines.values()],
-                "contributions": self._contributions(),
-                "parameters_sha256": self.final_sha256(),
-                "wall_seconds": self.elapsed(),
-                "training_seconds": self.training_seconds(),
-                "tokens_per_second": self.tokens_per_second(),
-                "goodput": dict(zip(("tokens_per_second", "share"), self.goodput(), strict=True)),
-                "standings": self.standings.summary(),
-                "refusals": self.refusals.total(),
-                "refusals_by_kind": dict(sorted(self.refusals.items())),
-                "refusals_told_by": dict(sorted(self.refusals_told.items())),
-                "changes": self.changes.history,
-            } | ({} if self.failed is None else {"failed": self.failed})
-
-    def _link_summary(self, link: LinkState) -> dict[str, Any]:
-        seconds, rounds = self.training_seconds(), range(self.rounds + 1)
-        ways = link.directions.items()
-        return {
-            "name": link.spec.name,
-            "from": link.spec.source,
-            "to": link.spec.target,
-            "lines": {"from": _name(link.spec.source_line), "to": _name(link.spec.target_line)},
-            "bandwidth_bits_per_second": {way: state.bandwidth for way, state in ways},
-            "payload_bytes": {way: state.payload_bytes for way, state in ways},
-            "wire_bytes": {way: state.wire_bytes for way, state in ways},
-            "busy_share": {way: state.busy_share(seconds) for way, state in ways},
-            "payload_bytes_per_round": {
-                way: [state.payload_bytes_of_round(round_) for round_ in rounds] for way, state in ways
-            },
-        }
-
-    def _line_summary(self, line: LineState) -> dict[str, Any]:
-        seconds, rounds = self.training_seconds(), range(self.rounds + 1)
-        return {
-            "name": line.spec.name,
-            "kind": line.spec.kind,
-            "members": list(line.spec.members),
-            "bandwidth_bits_per_second": {way: line.spec.bandwidth(way) for way in WAYS},
-            "payload_bytes": {way: line.payload_bytes(way) for way in WAYS},
-            "wire_bytes": {way: line.wire_bytes(way) for way in WAYS},
-            "busy_share": {way: line.busy_share(way, seconds) for way in WAYS},
-            "wire_bytes_per_round": {way: [line.wire_bytes_of_round(way, round_) for round_ in rounds] for way in WAYS},
-        }
-
-    def _contributions(self) -> dict[str, Any]:
-        closed = [self.closed[round_] for round_ in sorted(self.closed)]
-        whole = _contribution_sizes(sum(one.bytes for one in closed), sum(one.kept_values for one in closed))
-        rounds = [{"round": one.round} | _contribution_sizes(one.bytes, one.kept_values) for one in closed]
-        return whole | {"per_round": rounds}
-
-
-def _name(line: LineSpec | None) -> str | None:
-    return None if line is None else line.name
-
-
-def format_share(share: float | None) -> str:
-    """Format a share: 0.4567 -> "46 %", 0.0123 -> "1.2 %", 1e-5 -> "<0.1 %", None -> "–"."""
-    if share is None:
-        return "–"
-    if 0 < share < 0.001:
-        return "<0.1 %"
-    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
-
-
-def _contribution_sizes(size: int, kept_values: int) -> dict[str, Any]:
-    bits = 8 * size / kept_values if kept_values else None
-    return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
-
-
-def _from_first_round(losses: Mapping[int, float]) -> list[float | None]:
-    """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
-    last = max(losses, default=0)
-    return [losses.get(round_) for round_ in range(1, last + 1)]
-
-
-def _replica_summary(replica: ReplicaState) -> dict[str, Any]:
-    return {
-        "name": replica.name,
-        "kind": replica.kind,
-        "tokens": replica.tokens,
-        "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
-        "loss": replica.last_round_loss(),
-        "initial_validation_loss": replica.validation_loss.get(0),
-        "validation_loss": _from_first_round(replica.validation_loss),
-    }

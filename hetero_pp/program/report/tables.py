@@ -170,3 +170,8 @@ def format_two(there: float | None, back: float | None) -> str:
         return first
     number, _, unit = first.partition(" ")
     return f"{number if unit and second.endswith(f' {unit}') else first} / {second}"
+
+
+def format_loss(loss: float | None) -> str:
+    """Format a loss; None (not known) is a dash."""
+    return "–" if loss is None else f"{loss:.4f}"

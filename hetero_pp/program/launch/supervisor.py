@@ -59,25 +59,26 @@ def launch(
     folder: RunFolder,
     on_report: Callable[[Report], None],
     resume: Values | None = None,
-    make_crew: Callable[..., Crew] | None = None,
+    make_supervisor: Callable[..., Supervisor] | None = None,
 ) -> None:
     """Run the whole topology over gRPC, with one process per member. `folder` holds the resolved configuration.
 
-    `resume`: None for a new run, else the keys that change from here on as the run in the folder resumes. `make_crew`:
-    another supervisor, such as one that injects faults. Processes that die are restarted, as often as the configuration
-    allows.
+    `resume`: None for a new run, else the keys that change from here on as the run in the folder resumes.
+    `make_supervisor`: makes another supervisor, such as one that injects faults. Processes that die are restarted, as
+    often as the configuration allows.
 
     Raises RunFailed with the first cause if the run cannot continue, or if reports could not be followed. All processes
     have ended when this function does, however it ends.
     """
     encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
     keys = SecretKeys(Secret(new_secret()), encrypted)
-    with (make_crew or Crew)(spec, folder, on_report, LAUNCHER, keys, resume) as crew:
-        crew.start([EXCHANGE, *spec.needed])
-        address = crew.open_exchange()
-        watcher = Watcher(partial(reports_of, address, crew.credentials, crew.on_silence), crew.on_report)
-        crew.join_exchange(list(spec.needed), address)
-        crew.wait()
+    with (make_supervisor or Supervisor)(spec, folder, on_report, LAUNCHER, keys, resume) as supervisor:
+        supervisor.start([EXCHANGE, *spec.needed])
+        address = supervisor.open_exchange()
+        told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
+        watcher = Watcher(told, supervisor.on_report)
+        supervisor.join_exchange(list(spec.needed), address)
+        supervisor.wait()
         watcher.join()
 
 
@@ -97,7 +98,7 @@ def require_open_files(processes: int) -> None:
     raise ConfigError((), f"{told}; raise it with: ulimit -n {needed}")
 
 
-class Crew:
+class Supervisor:
     """Supervisor of the processes of one run. Its connection to each process is also the process's lifeline."""
 
     def __init__(
@@ -138,7 +139,7 @@ class Crew:
         self._told = ""
         self._is_interrupted = False
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,0 +1,93 @@
+"""Commands that check, predict and plan runs, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hetero_pp.program.commands.errors import readable_errors
+from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder
+
+
+def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overrides = []) -> None:  # noqa: B006
+    """Validate a YAML; print its topology, parameters per stage, and bytes per link, step and round."""
+    with readable_errors():
+        from hetero_pp.program.check import print_check
+
+        print_check(config, overrides, runs)
+
+
+def simulate(
+    config: ConfigPath,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to this file.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw a picture of the round (.png).")] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=A..B", help="Predict at several values, such as `links.home.bandwidth=10Mbit/s..10Gbit/s`."
+        ),
+    ] = None,
+    curves: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=A,B",
+            help="With --sweep: repeat the sweep at each of these values, such as `inner.steps=10,50`.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Predict times, utilization, bytes and memory of a run, without training."""
+    with readable_errors():
+        from hetero_pp.program.calibrate import load_calibration
+        from hetero_pp.program.simulate import Outputs
+        from hetero_pp.program.simulate import simulate as predict_and_print
+        from hetero_pp.run.changes import Given, Override
+
+        outputs = Outputs(json_path, timeline, chart)
+        measured = {} if calibration is None else load_calibration(calibration)
+        shown = f"--calibration {calibration}"
+        costs = (Override(("simulate", key), value, shown) for key, value in measured.items())
+        settings: list[Given] = [*overrides, *costs]
+        predict_and_print(config, settings, sweep, curves, outputs)
+
+
+def plan(
+    config: ConfigPath,
+    target: Annotated[
+        str,
+        typer.Option("--target-utilization", help="Reach this share of the utilization with free links."),
+    ] = "0.97",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
+    with readable_errors():
+        from hetero_pp.program.plan import plan as search_and_write
+
+        search_and_write(config, overrides, target, json_path, write)
+
+
+def calibrate(
+    config: ConfigPath,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the costs to this file, for `simulate --calibration`.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Measure on this machine the time and memory of each member, and the machine's speed."""
+    with readable_errors():
+        from hetero_pp.program.calibrate import calibrate as measure
+
+        measure(config, overrides, write)

@@ -1,0 +1,177 @@
+"""Commands that make tables of experiments, and that read, compare and export runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hetero_pp.program.commands.errors import readable_errors
+from hetero_pp.program.commands.options import RunsFolder
+
+Experiments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[EXPERIMENT]...", help="Names of experiments, such as `het-pp/table2`; by default all."),
+]
+ScaleName = Annotated[
+    str | None, typer.Option(help="Choose the size of the models: micro (the default), small or paper.")
+]
+RowPatterns = Annotated[
+    list[str], typer.Option(metavar="PATTERN", help="Train only rows with matching names, such as `128,*`.")
+]
+OwnText = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and the name of a dataset to stream."),
+]
+OwnTokenizer = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json, or the folder that holds it.")
+]
+
+
+def reproduce(
+    names: Experiments = None,
+    scale: ScaleName = None,
+    rows: RowPatterns = [],  # noqa: B006 (typer copies it)
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train each row with N seeds.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at a time, with one core each.")] = 1,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="List the experiments with their claims and states.")
+    ] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to this file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row and print its cost.")] = False,
+    train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes tables.")] = True,
+    sweep: Annotated[
+        list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row at several values, such as `rank=1/8,1/32`.")
+    ] = [],  # noqa: B006 (typer copies it)
+    corpus: OwnText = None,
+    tokenizer: OwnTokenizer = None,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus more than once if it is too small.")] = False,
+    device: Annotated[
+        str, typer.Option(help="Choose cpu, cuda or auto (the scale's device if this machine has it).")
+    ] = "auto",
+    compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile where it works.")] = True,
+    runs: RunsFolder = Path("runs"),
+    results: Annotated[Path, typer.Option(help="Write the tables to this folder.")] = Path("benchmarks/results"),
+    experiments: Annotated[Path, typer.Option(help="Read experiments from this folder.")] = Path("configs/experiments"),
+    docs: Annotated[Path | None, typer.Option(help="Write an overview of all results to this file.")] = None,
+) -> None:
+    """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
+
+    Rows that are trained are not trained again, so this can be stopped and restarted at any time.
+    """
+    with readable_errors():
+        from hetero_pp.research.experiments.catalog import Catalog
+        from hetero_pp.research.experiments.command import reproduce as train_and_write
+        from hetero_pp.research.experiments.jobs import Training
+        from hetero_pp.research.experiments.listing import dry_run as print_costs
+        from hetero_pp.research.experiments.listing import list_experiments
+        from hetero_pp.research.experiments.overview import write_overview
+        from hetero_pp.research.experiments.request import Request, scale_of, with_device
+
+        catalog = Catalog(experiments)
+        request = Request(
+            catalog=catalog,
+            names=names or [],
+            scale=scale or scale_of(catalog, names or []),
+            rows=rows,
+            seeds=seeds,
+            workers=workers,
+            corpus=corpus,
+            tokenizer=tokenizer,
+            repeat=repeat,
+            sweeps=sweep,
+            runs=runs,
+            results=results,
+            trains=train,
+            training=Training(compiles=compiles),
+        )
+        if show_list or json_path is not None:
+            list_experiments(request, json_path)
+        elif dry_run:
+            print_costs(with_device(request, device))
+        else:
+            train_and_write(with_device(request, device))
+        if docs is not None:
+            write_overview(results, docs, experiments)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/quickstart.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the files to this new or empty folder.")],
+    format_: Annotated[
+        Literal["hf"], typer.Option("--format", help="Choose the format: `hf` is for transformers, vLLM and llama.cpp.")
+    ] = "hf",
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Choose the data type of the weights.")] = "fp32",
+    round_: Annotated[
+        int | None,
+        typer.Option("--round", min=0, help="Export the model after this round; by default, the newest snapshot."),
+    ] = None,
+) -> None:
+    """Export a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
+    with readable_errors():
+        from hetero_pp.program.export import export as write_checkpoint
+
+        write_checkpoint(run, to, dtype, round_)
+
+
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
+    round_: Annotated[
+        int | None,
+        typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed round."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the snapshot after the last replayed round to this file.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Rebuild a run's parameters from its log, and verify every file in the log."""
+    with readable_errors():
+        from hetero_pp.program.replay import replay_run
+
+        replay_run(run, round_, json_path, to)
+
+
+def compare(
+    named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs in runs/, or run folders.")],
+    chart: Annotated[Path, typer.Option(help="Draw a picture of the losses in this file (.png).")] = Path(
+        "compare.png"
+    ),
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Compare runs: print the keys that differ and what each run reached, and draw their validation losses."""
+    with readable_errors():
+        from hetero_pp.program.compare import compare as print_and_draw
+
+        print_and_draw(runs, named, chart)
+
+
+def volume(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the bytes of each round to this file.")
+    ] = None,
+) -> None:
+    """Measure the bytes that a run's contributions would take with each collective: all-gather, or a ring."""
+    with readable_errors():
+        from hetero_pp.program.volume import print_volume
+
+        print_volume(run, json_path)
+
+
+def methods() -> None:
+    """Print the table of methods: the parts of each, with paper and section."""
+    with readable_errors():
+        from hetero_pp.program.methods import print_methods
+
+        print_methods()
+
+
+def schema() -> None:
+    """Print the JSON schema of a run's YAML, for editors."""
+    with readable_errors():
+        from hetero_pp.run.config import RunConfig
+
+        print(json.dumps(RunConfig.model_json_schema(), indent=2))

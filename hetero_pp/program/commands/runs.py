@@ -1,0 +1,239 @@
+"""Commands that start runs, join them and show their state."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hetero_pp.program.commands.errors import readable_errors
+from hetero_pp.program.commands.options import ConfigPath, Overrides, RunName, RunsFolder, StartNew
+
+
+def launch(
+    config: ConfigPath,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Train in one process, without a network, to the same bits.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume runs/<name> from the newest round that all members saved.")
+    ] = False,
+    new: StartNew = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`."),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage."),
+    ] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option("--exchange", metavar="HOST:PORT", help="With --only: dial the exchange at this address."),
+    ] = None,
+    token: Annotated[
+        Path | None, typer.Option("--token-file", help="With --only: read the run's token from this file.")
+    ] = None,
+    commands: Annotated[
+        bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
+    ] = False,
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Train a run on this machine: start a process for each stage, each datacenter replica and the exchange.
+
+    With --only, start the part of the run that this host carries (docs/hosts.md).
+
+    The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
+    """
+    with readable_errors():
+        from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+        from hetero_pp.run.changes import Given, Override
+
+        shown = shlex.join(["--from", str(weights)])
+        from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), shown)]
+        settings: list[Given] = [*overrides, *from_weights]
+        if commands:
+            print_commands(config, settings)
+        elif only is not None:
+            host = Host(only, _address("--exchange", exchange), token)
+            run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new=new, since=_started())
+        else:
+            run_topology(config, settings, runs, in_process, resume, typed(), new=new, since=_started())
+
+
+def serve(
+    config: ConfigPath,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume runs/<name>; hosts that were admitted stay admitted.")
+    ] = False,
+    new: StartNew = False,
+    token: Annotated[
+        Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Serve a run's exchange on this host, and admit other hosts by tickets (docs/hosts.md)."""
+    with readable_errors():
+        from hetero_pp.config.links import EXCHANGE
+        from hetero_pp.program.launch.command import Host, run_on_this_host
+
+        host = Host(EXCHANGE, token=token)
+        run_on_this_host(config, overrides, runs, host, False, resume, typed(), new=new, since=_started())
+
+
+def invite(
+    run: RunName,
+    place: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SLOT",
+            help="Reserve this datacenter replica or stage (home.2); by default, admit to any stage of a group.",
+        ),
+    ] = None,
+    expires: Annotated[
+        str, typer.Option(metavar="DURATION", help="Set the validity of the ticket, such as `24h`.")
+    ] = "24h",
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Set the exchange's address for other hosts, if the YAML has none."),
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Print a ticket that admits one process to a run that this host serves."""
+    with readable_errors():
+        from hetero_pp.program.join.invite import invite as print_ticket
+        from hetero_pp.program.join.invite import seconds_of
+
+        print_ticket(runs, run, place, seconds_of(expires), _address("--address", address))
+
+
+def revoke(
+    run: RunName,
+    what: Annotated[
+        str, typer.Argument(metavar="SLOT", help="Name of the replica or stage, such as home.2, or id of a ticket.")
+    ],
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Revoke a member's slot and its unused tickets."""
+    with readable_errors():
+        from hetero_pp.program.join.invite import revoke as take_back
+
+        take_back(runs, run, what)
+
+
+def join(
+    ticket: Annotated[
+        str,
+        typer.Argument(
+            metavar="TICKET", help="Ticket that `hetero-pp invite` printed; `-` reads it from standard input."
+        ),
+    ],
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Read the run's text from this path, if this member needs it.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Read the run's tokenizer.json from this path, if it is too large to be sent."
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Listen here for the neighbouring stages (port 0: any free port); by default, dial them.",
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ..."),
+    ] = "auto",
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the slot."""
+    with readable_errors():
+        from hetero_pp.config.topology import parse_device
+        from hetero_pp.program.join.command import Here
+        from hetero_pp.program.join.command import join as take_part
+        from hetero_pp.rpc.tickets import MOST_CHARACTERS
+
+        take_part(
+            sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket,
+            Here(runs, data, tokenizer, _address("--listen", listen), _parsed("--device", parse_device, device)),
+        )
+
+
+def leave(
+    run: RunName,
+    place: Annotated[
+        str | None, typer.Option(metavar="SLOT", help="Choose the slot, if several members joined from this host.")
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Leave a run that this host has joined, and free its slot, as Ctrl-C does in `join`."""
+    with readable_errors():
+        from hetero_pp.program.join.leave import leave as end_join
+
+        end_join(runs, run, place)
+
+
+def status(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket."),
+    ],
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address instead of the known one."),
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the table to this file.")] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Show the round or the end of a run, its slots and members, hosts that wait for a group, and open tickets.
+
+    Works on every host that started, serves or joined the run, or that waits for a group. For a ticket: print the slot
+    that it is for, its expiry, and whether it was used.
+    """
+    with readable_errors():
+        from hetero_pp.program.join.status import status as ask_and_print
+
+        ask_and_print(runs, run, _address("--address", address), json_path)
+
+
+def _started() -> float:
+    """Return when the user started the command, in seconds since the epoch: imports alone may take seconds."""
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+def typed() -> list[str]:
+    """Return the command as the user can type it again in the same folder."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return [sys.executable, "-m", "hetero_pp", *sys.argv[1:]]
+    return [program.name if shutil.which(program.name) == str(program) else str(program), *sys.argv[1:]]
+
+
+def _address(option: str, text: str | None) -> str | None:
+    """Return HOST:PORT as an option gave it, None if the option is absent. Raises ConfigError for any other text."""
+    from hetero_pp.config.topology import parse_address
+
+    return None if text is None else _parsed(option, parse_address, text)
+
+
+def _parsed(option: str, parse: Callable[[str], str], text: str) -> str:
+    """Return the value of an option. Raises ConfigError with the option's name if it is not valid."""
+    from hetero_pp.core.errors import ConfigError
+
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError((), f"{option}: {error}") from None

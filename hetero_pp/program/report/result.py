@@ -1,0 +1,145 @@
+"""Tables and lines at the end of a run, from its summary."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hetero_pp.config.lines import WAYS
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.core.units import (
+    format_bits_per_second,
+    format_bytes,
+    format_count,
+    format_number,
+    format_seconds,
+    format_share,
+    format_times,
+)
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_loss
+from replica_groups.exchange.patience import listed
+
+
+def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the results of a run from its summary. `folder`: where the run's files are."""
+    console.print(_result_replicas(summary))
+    console.print(_result_links(summary))
+    if summary["lines"]:
+        console.print(_result_access_lines(summary))
+    for line in _result_lines(summary, folder):
+        say(console, line)
+
+
+def _result_replicas(summary: Mapping[str, Any]) -> PlainTable:
+    """Return a table of the replicas, with validation losses before training and after the first and last round."""
+    rounds = sorted({1, summary["rounds"]} - {0})
+    validation = ["validation initial", *(f"validation round {round_}" for round_ in rounds)]
+    table = PlainTable(["replica", "kind"], ["tokens", "training loss", *validation])
+    replicas = summary["replicas"]
+    whole = {"name": "mean", "kind": "", "tokens": sum(replica["tokens"] for replica in replicas), "loss": None}
+    for replica in [*replicas, dict(summary) | whole] if len(replicas) > 1 else replicas:
+        losses = replica["validation_loss"]
+        table.add_row(
+            replica["name"],
+            replica["kind"],
+            f"{replica['tokens']:,}",
+            format_loss(replica["loss"]),
+            format_loss(replica["initial_validation_loss"]),
+            *(format_loss(losses[round_ - 1] if round_ <= len(losses) else None) for round_ in rounds),
+        )
+    return table
+
+
+def _result_links(summary: Mapping[str, Any]) -> PlainTable:
+    table = PlainTable(["link", ""], ["bandwidth", "payload", "wire", "busy"])
+    for link in summary["links"]:
+        limits = link["bandwidth_bits_per_second"]
+        table.add_both(
+            link["name"],
+            DIRECTIONS,
+            [format_bandwidth(limits[way], any(link["lines"].values())) for way in DIRECTIONS],
+            [format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS],
+            [format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS],
+            [format_share(link["busy_share"][way]) for way in DIRECTIONS],
+        )
+    return table
+
+
+def _result_access_lines(summary: Mapping[str, Any]) -> PlainTable:
+    """Return a table of what each line carried in a run, from its summary."""
+    table = PlainTable(["line", ""], ["bandwidth", "payload", "wire", "busy"])
+    for line in summary["lines"]:
+        table.add_both(
+            line["name"],
+            WAYS,
+            [format_bits_per_second(line["bandwidth_bits_per_second"][way]) for way in WAYS],
+            [format_bytes(line["payload_bytes"][way]) for way in WAYS],
+            [format_bytes(line["wire_bytes"][way]) for way in WAYS],
+            [format_share(line["busy_share"][way]) for way in WAYS],
+        )
+    return table
+
+
+def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    first = sum(sum(rounds[0] for rounds in link["payload_bytes_per_round"].values()) for link in summary["links"])
+    if first:
+        yield (
+            "The first snapshot and the evaluation of the initial weights account for "
+            f"{format_bytes(first)} of the payload."
+        )
+    contributions = summary["contributions"]
+    bits = contributions["bits_per_value"]
+    if bits is not None:
+        yield (
+            f"Contributions: {format_bytes(contributions['bytes'])} in total, "
+            f"{contributions['kept_values']:,} values kept, {format_number(bits)} bits per kept value."
+        )
+    hashes = set(summary["parameters_sha256"].values())
+    if len(hashes) == 1:
+        yield f"All replicas hold the same weights: sha256 {hashes.pop()[:16]}…"
+    elif hashes:
+        yield "The replicas do not hold the same weights."
+    yield from _membership_events(summary)
+    if summary["refusals"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())
+        told = summary.get("refusals_told_by", {}).items()
+        words = ", ".join(f"{member} reports {count}" for member, count in told if member != EXCHANGE)
+        yield f"Refused messages: {kinds}{words and f'; of these {words}'} (see metrics.jsonl)."
+    yield (
+        f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."
+    )
+    if "failed" in summary:
+        yield f"Failed: {summary['failed']}"
+    yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, links.png, tensorboard/)"
+
+
+_TIMES = {"restarts": "restarted", "taken_again": "joined again", "healed": "recovered from the log"}
+
+
+def _membership_events(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about the membership events in a run's summary and their cost; none if there were no events."""
+    found, goodput = summary["standings"], summary["goodput"]
+    for name, one in found["members"].items():
+        times = [f"{what} {format_times(one[key])}" for key, what in _TIMES.items() if one[key]]
+        yield f"{name}: {', '.join([*times, *([one['gone']] if one['gone'] else [])])}."
+    for replica, count in found["suspended"].items():
+        yield f"{replica}: returned to the start of a round {format_times(count)}."
+    by_replica: defaultdict[str, list[str]] = defaultdict(list)
+    for one in found["not_counted"]:
+        by_replica[one["replica"]].append(str(one["round"]))
+    for replica, rounds in by_replica.items():
+        yield f"{replica}: excluded from {format_count(len(rounds), 'round')} ({listed(rounds)})."
+    if found["pauses"]:
+        seconds = sum(one["seconds"] or 0.0 for one in found["pauses"])
+        yield f"Below quorum: {format_count(len(found['pauses']), 'pause')}, {format_seconds(seconds)} in total."
+    if (found["members"] or by_replica or found["suspended"]) and goodput["share"] is not None:
+        counted = (
+            f"{goodput['tokens_per_second']:,.0f} tokens/s, {format_share(goodput['share'])} of the trained tokens"
+        )
+        yield f"Participation {format_share(found['participation'])}; included contributions: {counted}."
