@@ -98,7 +98,6 @@ _DETAILS_MAX = 2_000
 
 
 def call_path(service: ServiceDescriptor, call: str) -> str:
-    """Return the path of a call."""
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
 
 

@@ -116,20 +116,6 @@ class StageLinkDialer:
         )
 
 
-def open_stage_link(
-    address: str,
-    spec: LinkSpec,
-    credentials: LinkCredentials,
-    member: str,
-    seed: int,
-    timeout: float,
-    lines: Lines | None = None,
-    epoch: int = 0,
-) -> GrpcLinkEnd:
-    """Open one link to the downstream neighbour, for callers that need no later one (StageLinkDialer)."""
-    return StageLinkDialer(spec, credentials, member, seed, lines).dial(address, epoch, timeout)
-
-
 class StageLinkServer:
     """Serves the link to one neighbour, the stage before unless it sends forward, and refuses everybody else.
 
