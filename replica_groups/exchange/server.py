@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -35,9 +35,8 @@ from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
 from hetero_pp.rpc.stalled import StreamWatch
-from replica_groups.exchange.admission import Admission, Told
+from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
 
 MOST_UNREAD = 50_000
@@ -72,17 +71,6 @@ MOST_OF_AN_ADDRESS = 300
 """Characters of an address; a host name has at most 253."""
 
 
-@dataclass(frozen=True)
-class OpenHouse:
-    """Parts of a run that ticket holders may join."""
-
-    host: Memberships
-    told: Told
-    lobby: Lobby
-    unnamed: Collection[str] | None = None
-    """Slots that a ticket without a slot may take; None: all."""
-
-
 def serve_exchange(
     exchange: Exchange,
     secret: Secret,
@@ -106,16 +94,7 @@ def serve_exchange(
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
-        admission = Admission(
-            open_house.host,
-            secret.authority,
-            servicer.callers,
-            exchange,
-            open_house.told,
-            open_house.lobby,
-            relay.carried_for,
-            open_house.unnamed,
-        )
+        admission = Admission(open_house, secret.authority, servicer.callers, exchange, relay.carried_for)
         of_tickets = {call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose is Whose.TICKET}
         threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
         handlers.append(service_handler(ADMISSION_SERVICE, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
