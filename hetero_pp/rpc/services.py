@@ -43,6 +43,12 @@ LONGEST_WAIT = 20.0
 """Seconds after which a call that waits ends; the caller repeats it."""
 
 
+class IncomingFrames(Iterator[bytes], Protocol):
+    """Frames that are received on a stream."""
+
+    def cancel(self) -> bool: ...
+
+
 class Door(Protocol):
     """Admission of callers to a service."""
 
