@@ -96,7 +96,7 @@ class Exchange(ExchangeService):
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
-        # Of these parts the server needs more than the answers to requests (WatchedExchange, Places).
+        # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
         self.uploaded = self.deposits.uploaded
         self.stored, self.dialled, self.wake = self.decided.stored, self.addresses.dialled, self.decisions.wake
