@@ -44,7 +44,7 @@ from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import service_handler
-from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import Roster
 
 HOST = "127.0.0.1"
@@ -259,7 +259,8 @@ def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Itera
     """Open a link to a port or to an address."""
     spec = spec_of(shape)
     own = SECRET.credentials("home.0", [spec], encrypted).of_link(spec.name)
-    end = open_stage_link(f"{HOST}:{at}" if isinstance(at, int) else at, spec, own, "home.0", seed=0, timeout=SECONDS)
+    address = f"{HOST}:{at}" if isinstance(at, int) else at
+    end = StageLinkDialer(spec, own, "home.0", seed=0).dial(address, 0, SECONDS)
     yield end
     end.close()
 

@@ -20,15 +20,12 @@ class LinkEnds:
 
     @property
     def both(self) -> list[LinkEnd]:
-        """Return the existing ends."""
         return [end for end in (self.upstream, self.downstream) if end is not None]
 
     def close(self) -> None:
-        """Close the existing ends."""
         for end in self.both:
             end.close()
 
     def abort(self, cause: str) -> None:
-        """Abort the existing ends."""
         for end in self.both:
             end.abort(cause)

@@ -11,6 +11,7 @@ import grpc
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import Refused, WrongToken
+from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.certificates import Shown, read_certificate
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.tickets import ticket_of
@@ -24,20 +25,14 @@ _STRANGER = "the exchange was started with another token"
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Caller of one call."""
+class RemoteCaller(Caller):
+    """Caller over the network. Its name is proved; it claims its incarnation and its run."""
 
-    name: str
-    """Name of a member, or of the launcher of members."""
-    members: frozenset[str]
+    members: frozenset[str] = frozenset()
     """Members whose processes it has started, or that it is."""
-    is_member: bool
-    term: int | None
-    """Incarnation of its slot that it claims."""
-    run: str | None
+    is_member: bool = False
+    run: str | None = None
     """Name of the run that it claims."""
-    holder: int = 0
-    """Number of the invitation by which it holds its slot; 0 if it was started with the run's secret."""
     ticket: str | None = None
     """Ticket that it shows; it holds no slot yet."""
 
@@ -68,7 +63,7 @@ class Callers:
         """Return the number of possible callers."""
         return len(self._members)
 
-    def let_in(self, context: grpc.ServicerContext) -> Caller:
+    def let_in(self, context: grpc.ServicerContext) -> RemoteCaller:
         """Return the caller of a new call.
 
         Raises WrongToken for a caller without credentials, Refused for a ticket holder that is no longer admitted.
@@ -78,7 +73,7 @@ class Callers:
             self._require_invited(caller)
         return caller
 
-    def of(self, context: grpc.ServicerContext) -> Caller:
+    def of(self, context: grpc.ServicerContext) -> RemoteCaller:
         """Return the caller of a call that was admitted.
 
         Raises WrongToken for a caller without credentials, Refused for one whose slot the run no longer has.
@@ -92,9 +87,17 @@ class Callers:
             raise WrongToken(_STRANGER)
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
-        return Caller(found.name, members, is_member, number, told.get(_RUN), found.holder, ticket)
+        return RemoteCaller(
+            found.name,
+            number,
+            found.holder,
+            members=members,
+            is_member=is_member,
+            run=told.get(_RUN),
+            ticket=ticket,
+        )
 
-    def _require_invited(self, caller: Caller) -> None:
+    def _require_invited(self, caller: RemoteCaller) -> None:
         if self._guests is None:
             raise WrongToken(_STRANGER)
         if caller.ticket is not None:

@@ -163,12 +163,10 @@ def certified_key(pem: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def digest_of(key: ec.EllipticCurvePublicKey) -> bytes:
-    """Return the digest of a public key."""
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """Return a new private key."""
     return ec.generate_private_key(_CURVE)
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
 
 import grpc
 
@@ -20,7 +19,7 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
-from hetero_pp.rpc.services import calls_of
+from hetero_pp.rpc.services import IncomingFrames, calls_of
 
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 PART_SECONDS = 0.5
@@ -30,12 +29,6 @@ AGAIN_SECONDS = 0.1
 
 _BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 """Status codes of streams that end because their connection was cut."""
-
-
-class _Call(Iterator[bytes], Protocol):
-    """Frames that are received on a stream."""
-
-    def cancel(self) -> bool: ...
 
 
 class Dialling:
@@ -130,7 +123,7 @@ class Dialling:
             return LinkClosed(reason)
         return self._end.accuse(reason)
 
-    def _call(self) -> tuple[LinkStream, _Call]:
+    def _call(self) -> tuple[LinkStream, IncomingFrames]:
         """Begin a stream. Raises LinkClosed if the end is over."""
         with self._lock:
             if self._end.over is not None:

@@ -181,7 +181,7 @@ class ReceivedMessage(Message):
 
 
 class Decoder:
-    """Assembles messages from frames. Not thread-safe, except `recycle`."""
+    """Assembles messages from frames. Not thread-safe."""
 
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES, buffers: BufferPool | None = None) -> None:
         self._max = max_message_bytes
@@ -206,10 +206,6 @@ class Decoder:
             return None
         message, self._message, self._payload = self._message, None, None
         return message
-
-    def recycle(self, message: Message) -> None:
-        """Take back the buffer of a message (BufferPool.recycle)."""
-        self._pool.recycle(message)
 
     def _allocate(self, header: LinkHeader) -> tuple[ReceivedMessage, list[memoryview]]:
         """Return a message with memory for the tensors of this header, and that memory in the payload's order."""

@@ -275,7 +275,6 @@ class GrpcLinkEnd:
     # ---- what comes ----
 
     def _take(self, stream: LinkStream, frame: bytes) -> None:
-        """Take one frame from the peer."""
         if stream.decoder.between_messages and 0 < len(frame) < PREFIX_BYTES:
             self._take_control(stream, frame)
             return

@@ -39,7 +39,7 @@ class Introduction:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return whether a call proves to be the neighbour's, before anything of it is read."""
+        """Metadata of every call to the neighbour: the link's token, unless a certificate proves the caller."""
         return ((_TOKEN, self.credentials.token),) if self.credentials.identity is None else ()
 
     def holder_of(self, context: grpc.ServicerContext) -> int | None:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from hetero_pp.core.errors import Forbidden
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.rpc.callers import Caller
+from hetero_pp.rpc.callers import RemoteCaller
 from hetero_pp.run.spec import Roster
 
 
@@ -82,7 +82,7 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
 """Events that a member may report, and the check that they are its own. All others come from the exchange only."""
 
 
-def require_call(call: str, caller: Caller) -> None:
+def require_call(call: str, caller: RemoteCaller) -> None:
     """Raise Forbidden if the caller may not make a call."""
     whose = CALLS[call]
     if (whose is Whose.TICKET) != (caller.ticket is not None):
@@ -95,7 +95,7 @@ def require_call(call: str, caller: Caller) -> None:
         raise Forbidden(f"{call} needs the incarnation that {caller.name} holds")
 
 
-def require_process(caller: Caller, member: str) -> None:
+def require_process(caller: RemoteCaller, member: str) -> None:
     """Raise Forbidden unless the caller is a member's process or its launcher."""
     if member not in caller.members:
         raise Forbidden(f"{caller.name} did not start {member}, so it cannot act for it")

@@ -189,9 +189,9 @@ class _Half:
         self.is_over = threading.Event()
         """Ends its call."""
         self.complaint: Refused | None = None
-        """Bytes in transit that it has sent."""
         self._frames: deque[bytes] = deque()
         self._held, self._taken, self._due = 0, 0, 0
+        """Credit that its unread frames cost, credit that it has not granted back yet, and empty frames to send."""
         self._changed = threading.Condition()
 
     def say(self, frame: bytes) -> bool:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Protocol
 
 import grpc
 
@@ -22,17 +21,11 @@ from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE, TAKEN_BYTES, cost_of
-from hetero_pp.rpc.services import calls_of
+from hetero_pp.rpc.services import IncomingFrames, calls_of
 
 _AGAIN_SECONDS = 0.5
 """Pause in seconds before a relay that is gone is called again."""
 _UNIX = "unix:"
-
-
-class _Call(Iterator[bytes], Protocol):
-    """Frames from the relay."""
-
-    def cancel(self) -> bool: ...
 
 
 class LocalAddress:
@@ -143,7 +136,7 @@ class RelayedListener(Relayed):
 class _Connection:
     """One connection through the relay."""
 
-    def __init__(self, carry: Callable[[Iterator[bytes]], _Call]) -> None:
+    def __init__(self, carry: Callable[[Iterator[bytes]], IncomingFrames]) -> None:
         self._changed = threading.Condition()
         self._credit, self._is_cut = 0, False
         self._connection: Future[socket.socket] = Future()

@@ -43,6 +43,12 @@ LONGEST_WAIT = 20.0
 """Seconds after which a call that waits ends; the caller repeats it."""
 
 
+class IncomingFrames(Iterator[bytes], Protocol):
+    """Frames that are received on a stream."""
+
+    def cancel(self) -> bool: ...
+
+
 class Door(Protocol):
     """Admission of callers to a service."""
 
@@ -98,7 +104,6 @@ _DETAILS_MAX = 2_000
 
 
 def call_path(service: ServiceDescriptor, call: str) -> str:
-    """Return the path of a call."""
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
 
 

@@ -16,7 +16,6 @@ import grpc
 
 from hetero_pp.config.links import Direction, LinkSpec
 from hetero_pp.core.errors import Forbidden, LinkClosed, MalformedMessage, Refused
-from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
@@ -24,6 +23,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE, Dialling
+from hetero_pp.rpc.epochs import Epochs
 from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, OnRefusal
 from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
@@ -77,7 +77,7 @@ class StageLinkDialer:
         self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
         self._introduction = Introduction(credentials, spec.name, member, peer)
         self._lines, self._on_refusal = lines or Lines(), on_refusal
-        self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
+        self._epochs = Epochs(peer)
         self._dialling: Dialling | None = None
 
     def dial(self, address: str, epoch: int, timeout: float, holder: int | None = None) -> GrpcLinkEnd:
@@ -116,20 +116,6 @@ class StageLinkDialer:
         )
 
 
-def open_stage_link(
-    address: str,
-    spec: LinkSpec,
-    credentials: LinkCredentials,
-    member: str,
-    seed: int,
-    timeout: float,
-    lines: Lines | None = None,
-    epoch: int = 0,
-) -> GrpcLinkEnd:
-    """Open one link to the downstream neighbour, for callers that need no later one (StageLinkDialer)."""
-    return StageLinkDialer(spec, credentials, member, seed, lines).dial(address, epoch, timeout)
-
-
 class StageLinkServer:
     """Serves the link to one neighbour, the stage before unless it sends forward, and refuses everybody else.
 
@@ -161,7 +147,7 @@ class StageLinkServer:
         self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
         self._introduction = Introduction(credentials, spec.name, member, peer)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
-        self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
+        self._epochs = Epochs(peer)
         self._expected = expected
         self._lock = threading.Lock()
         self._server: grpc.Server | None = None

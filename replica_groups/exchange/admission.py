@@ -37,24 +37,31 @@ class Told:
     """Files of the tokenizer, by name."""
 
 
+@dataclass(frozen=True)
+class OpenHouse:
+    """Parts of a run that ticket holders may join."""
+
+    host: Memberships
+    told: Told
+    lobby: Lobby
+    unnamed: Collection[str] | None = None
+    """Slots that a ticket without a slot may take; None: all."""
+
+
 class Admission:
     """The calls of the service."""
 
     def __init__(
         self,
-        host: Memberships,
+        house: OpenHouse,
         authority: Authority,
         callers: Callers,
         exchange: Exchange,
-        told: Told,
-        lobby: Lobby,
         relayed: Callable[[str], int],
-        unnamed: Collection[str] | None = None,
     ) -> None:
-        """`relayed`: member -> bytes through the relay. `unnamed`: slots for tickets without a slot; None: all."""
-        self._unnamed = unnamed
-        self._host, self._authority, self._callers, self._exchange = host, authority, callers, exchange
-        self._told, self._lobby, self._relayed = told, lobby, relayed
+        """`relayed`: member -> bytes through the relay."""
+        self._host, self._told, self._lobby, self._unnamed = house.host, house.told, house.lobby, house.unnamed
+        self._authority, self._callers, self._exchange, self._relayed = authority, callers, exchange, relayed
         self._seating = threading.Lock()
         """Held from the choice of a free slot until it is taken."""
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
+from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.ways import Addresses
 from replica_groups.protocol import events as e
 
 

@@ -68,5 +68,4 @@ def audited(store: Store) -> set[int]:
 
 
 def audit_key(round_: int) -> str:
-    """Return the key of a round's audit."""
     return f"{FOLDER}/round-{round_:06d}.json"

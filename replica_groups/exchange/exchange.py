@@ -25,6 +25,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
+from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.confirmations import Confirmations
 from replica_groups.exchange.decided import DecidedRounds
@@ -38,7 +39,6 @@ from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.snapshots import Snapshots
-from replica_groups.exchange.ways import Addresses
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
 
@@ -96,7 +96,7 @@ class Exchange(ExchangeService):
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
-        # Of these parts the server needs more than the answers to requests (WatchedExchange, Places).
+        # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
         self.uploaded = self.deposits.uploaded
         self.stored, self.dialled, self.wake = self.decided.stored, self.addresses.dialled, self.decisions.wake

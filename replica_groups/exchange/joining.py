@@ -13,11 +13,11 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import AvailableStates, Caller
 from hetero_pp.run.same import Agreement
+from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.text import Text, is_digest
-from replica_groups.exchange.ways import Addresses
 from replica_groups.protocol import events as e
 
 

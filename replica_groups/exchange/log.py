@@ -214,7 +214,6 @@ def snapshot_key(round_: int) -> str:
 
 
 def record_key(round_: int) -> str:
-    """Return the key of a round's record."""
     return f"{round_key(round_)}/record.json"
 
 

@@ -235,12 +235,11 @@ class Memberships:
             tickets = self._database.execute(
                 "SELECT id FROM tickets WHERE (id = ? OR place = ?) AND key IS NULL AND NOT revoked", (what, what)
             ).fetchall()
-            holders = self._database.execute(
-                "SELECT place, holder FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL", (what, what)
+            rows = self._database.execute(
+                "SELECT place, holder, ticket FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL",
+                (what, what),
             ).fetchall()
-            used = self._database.execute(
-                "SELECT ticket FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL", (what, what)
-            ).fetchall()
+            holders, used = [row[:2] for row in rows], [row[2:] for row in rows]
             if not tickets and not holders:
                 raise Refused(f"found no host that was invited to {what}, and no ticket with this id")
             self._database.executemany("UPDATE tickets SET revoked = 1 WHERE id = ?", [*tickets, *used])

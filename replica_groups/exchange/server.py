@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,10 +21,10 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller, IsAsked, always
+from hetero_pp.outer.exchange_service import IsAsked
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.caller_limits import Pace
-from hetero_pp.rpc.callers import Callers, claimed
+from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
@@ -35,9 +35,8 @@ from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
 from hetero_pp.rpc.stalled import StreamWatch
-from replica_groups.exchange.admission import Admission, Told
+from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
 
 MOST_UNREAD = 50_000
@@ -72,17 +71,6 @@ MOST_OF_AN_ADDRESS = 300
 """Characters of an address; a host name has at most 253."""
 
 
-@dataclass(frozen=True)
-class OpenHouse:
-    """Parts of a run that ticket holders may join."""
-
-    host: Memberships
-    told: Told
-    lobby: Lobby
-    unnamed: Collection[str] | None = None
-    """Slots that a ticket without a slot may take; None: all."""
-
-
 def serve_exchange(
     exchange: Exchange,
     secret: Secret,
@@ -106,16 +94,7 @@ def serve_exchange(
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
-        admission = Admission(
-            open_house.host,
-            secret.authority,
-            servicer.callers,
-            exchange,
-            open_house.told,
-            open_house.lobby,
-            relay.carried_for,
-            open_house.unnamed,
-        )
+        admission = Admission(open_house, secret.authority, servicer.callers, exchange, relay.carried_for)
         of_tickets = {call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose is Whose.TICKET}
         threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
         handlers.append(service_handler(ADMISSION_SERVICE, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
@@ -179,18 +158,17 @@ class _Servicer:
     def _member(self, context: grpc.ServicerContext) -> str:
         return self.callers.of(context).name
 
-    def _caller(self, context: grpc.ServicerContext, waits: bool = False) -> Caller:
-        """Return the caller. `waits`: ask whether it is there, so that lost callers do not keep all threads."""
-        found = self.callers.of(context)
-        return Caller(found.name, found.term, found.holder, self._is_asked(context) if waits else always)
+    def _waiting(self, context: grpc.ServicerContext) -> RemoteCaller:
+        """Return the caller, to ask it whether it is there, so that lost callers do not keep all threads."""
+        return replace(self.callers.of(context), is_asked=self._is_asked(context))
 
     def _answer(self, request: Message, context: grpc.ServicerContext) -> Any:
         """Answer a request that needs no check beside the permission of its caller."""
-        return self.exchange.call(request, self._caller(context))
+        return self.exchange.call(request, self.callers.of(context))
 
     def _answer_later(self, request: Message, context: grpc.ServicerContext) -> Any:
         """The same for a request whose reply may have to be waited for."""
-        return self.exchange.call(request, self._caller(context, waits=True))
+        return self.exchange.call(request, self._waiting(context))
 
     Agree = Confirm = _answer
     LastRound = Changes = NewestSnapshot = _answer_later
@@ -229,7 +207,7 @@ class _Servicer:
         if (seconds := self._joins.refused_for(self._member(context))) > 0:
             raise TooMuch(f"{self._member(context)} joins too often; it may try again in {seconds:.0f} s")
         request.damaged[:] = map(plain, request.damaged)
-        caller = self._caller(context, waits=True)
+        caller = self._waiting(context)
         request.address = self._listens(context, request.address, is_new=True)
         return self.exchange.call(request, caller)
 
@@ -252,7 +230,7 @@ class _Servicer:
         return pb.StayReply()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
-        caller = self._caller(context, waits=True)
+        caller = self._waiting(context)
         request.address = self._listens(context, request.address)
         return self.exchange.call(request, caller)
 
@@ -262,7 +240,7 @@ class _Servicer:
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
         request.cause, request.blames = plain(request.cause), plain(request.blames)
-        for place, holder, term in self.exchange.link_broke(request, self._caller(context)):
+        for place, holder, term in self.exchange.link_broke(request, self.callers.of(context)):
             if holder and self._guests is not None and self._guests.blame(place, holder):
                 why = f"its ticket was revoked after {MOST_BLAMED} malformed messages: {request.cause}"
                 self.exchange.died(place, why, term)
@@ -306,7 +284,7 @@ class _Servicer:
         names = request.names
         if len(names) != len(set(names)):
             raise MalformedMessage("found a tensor named twice, expected unique names")
-        snapshot = self.exchange.open_snapshot(request, self._caller(context))
+        snapshot = self.exchange.open_snapshot(request, self.callers.of(context))
         header = pb.SnapshotHeader(names=names)
         for name in names:
             header.tensors.add(dtype=pb.FP32, shape=snapshot.shapes[name])
@@ -314,7 +292,7 @@ class _Servicer:
         yield from self._moving(header_and_payload_frames(header, buffers), context)
 
     def Deposit(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.DepositReply:
-        caller = self._caller(context)
+        caller = self.callers.of(context)
 
         def announced(header: pb.BlobHeader) -> int:
             self.exchange.expect(header, caller)
@@ -325,10 +303,10 @@ class _Servicer:
         return pb.DepositReply(exchange=self.process)
 
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
-        return pb.UploadUrlReply(url=self.exchange.upload_url(request, self._caller(context)))
+        return pb.UploadUrlReply(url=self.exchange.upload_url(request, self.callers.of(context)))
 
     def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
-        self.exchange.uploaded(request, self._caller(context))
+        self.exchange.uploaded(request, self.callers.of(context))
         return pb.DepositReply(exchange=self.process)
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
@@ -339,7 +317,7 @@ class _Servicer:
         return self._answer_later(request, context)
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        caller = self._caller(context)
+        caller = self.callers.of(context)
         stored = self.exchange.stored(request, caller) if request.reaches_store else None
         data = b"" if stored is not None else self.exchange.fetch_blob(request, caller)
         header = pb.BlobHeader(
@@ -362,7 +340,7 @@ class _Servicer:
         failed = [one for one in request.reports if caller.holder and one.HasField("failure")]
         if failed:
             request = pb.ReportRequest(reports=[one for one in request.reports if not one.HasField("failure")])
-        self.exchange.call(request, self._caller(context))
+        self.exchange.call(request, caller)
         for report in failed:  # a member with a ticket does not end the run, only its own part
             self.exchange.died(caller.name, report.failure.cause, caller.term)
         return pb.ReportReply()

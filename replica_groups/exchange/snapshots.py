@@ -40,11 +40,6 @@ class Snapshots:
                 self._held = None
             self._state.changed.notify_all()
 
-    @property
-    def newest_round(self) -> int:
-        """Round of the newest snapshot in the run log."""
-        return self._newest
-
     def newest(self, request: pb.NewestSnapshotRequest, caller: Caller) -> pb.NewestSnapshotReply:
         """Return the round of the newest undamaged snapshot, and its tensors' names."""
         self._state.wait_until_begun(caller.is_asked)

@@ -55,11 +55,6 @@ class Watchers:
         self._reports: deque[bytes] = deque(maxlen=REMEMBERED_REPORTS)  # as messages they would take five times as much
         self._ended = False
 
-    @property
-    def watching(self) -> int:
-        """Number of watchers."""
-        return len(self._watchers)
-
     def tell(self, reports: Sequence[Report]) -> None:
         """Pass reports to all watchers, in this order."""
         with self._lock:

@@ -311,7 +311,7 @@ def test_who_was_taken_back_watches_no_more(served: Served) -> None:
     served.memberships.revoke("b")
     with pytest.raises(Refused, match="b: it was taken back"):
         list(told)
-    assert served.run.exchange.reports.watchers.watching == 0
+    assert not served.run.exchange.reports.watchers._watchers
 
 
 def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> None:

@@ -190,10 +190,10 @@ def test_who_watches_and_is_gone_leaves_no_thread_waiting(served: Served, monkey
     )
     replies = watch(pb.WatchRequest(), metadata=shown(SECRET.credentials(LAUNCHER), "run"))
     next(iter(replies))
-    assert watchers.watching == 1
+    assert len(watchers._watchers) == 1
     channel.close()
     assert ended.wait(TIMEOUT)
-    assert watchers.watching == 0
+    assert len(watchers._watchers) == 0
 
 
 def test_who_reads_too_slowly_is_cut() -> None:
@@ -205,7 +205,7 @@ def test_who_reads_too_slowly_is_cut() -> None:
     with pytest.raises(TooMuch, match="found 100 unread reports"):
         list(slow)
     assert [next(quick).time for _ in range(101)] == [float(number) for number in range(101)]
-    assert watchers.watching == 1
+    assert len(watchers._watchers) == 1
     watchers.end()
     assert list(quick) == []
 

@@ -14,7 +14,7 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.core.errors import Forbidden, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.callers import Caller, Callers, Guests, shown
+from hetero_pp.rpc.callers import Callers, Guests, RemoteCaller, shown
 from hetero_pp.rpc.certificates import new_key
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -117,7 +117,7 @@ class _Call:
         return self._metadata
 
 
-def _caller(name: str, term: int | None = None) -> Caller:
+def _caller(name: str, term: int | None = None) -> RemoteCaller:
     context = _Call(shown(SECRET.credentials(name), "run", term))
     return Callers(SECRET, ROSTER).of(context)  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ class _Everybody:
     def require_open(self, ticket: str) -> None: ...
 
 
-def _certified(name: str, holder: int, guests: Guests | None, term: int | None = None) -> Caller:
+def _certified(name: str, holder: int, guests: Guests | None, term: int | None = None) -> RemoteCaller:
     """Let in a caller with a certificate for `name` whose metadata claims another name."""
     certificate = SECRET.authority.sign(new_key().public_key(), name, holder, time.time() + 60)
     metadata = (("name", LAUNCHER), *([] if term is None else [("term", str(term))]))

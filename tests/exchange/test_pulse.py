@@ -13,11 +13,10 @@ from members import TIMEOUT
 
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.link.epochs import Epochs
 from hetero_pp.messages.messages_pb2 import AssignReply, BeatReply, BeatRequest, Report, ReportRequest
 from hetero_pp.outer.exchange_service import NO_STATES, Caller, ExchangeService
 from hetero_pp.program.launch import in_process
-from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.epochs import Epochs
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -53,7 +52,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", [Refused("it was taken back"), RunFailed("another has failed")])
 def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> None:
     """The link is still being formed, and no heartbeat has named its generation yet."""
-    epochs: Epochs[GrpcLinkEnd] = Epochs("home.0")
+    epochs = Epochs("home.0")
     pulse = Pulse(cast(ExchangeService, Heard(BeatReply(), error)), "home.1", epochs.give_up)
     pulse.trains(1, 4)
     with pulse.beating(), pytest.raises(LinkClosed, match=str(error)):
@@ -81,7 +80,7 @@ class _Waiting:
     ledgers: Sequence[LedgerOf] = ()
 
     def __init__(self) -> None:
-        self._epochs: Epochs[GrpcLinkEnd] = Epochs("home.0")
+        self._epochs = Epochs("home.0")
         self.give_up = self._epochs.give_up
 
     def form(self, work: AssignReply) -> LinkEnds:

@@ -16,6 +16,7 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from members import TIMEOUT
+from opened_links import open_stage_link
 from small_run import Run
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
@@ -31,7 +32,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from replica_groups.exchange.server import serve_exchange
 
 SECRET, OTHER = Secret("the run's secret"), Secret("another run's secret")

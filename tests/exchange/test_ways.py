@@ -13,11 +13,10 @@ from hetero_pp.rpc import reach as reach_module
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.reach import Reach
-from replica_groups.exchange.ways import Listens, Way, way
+from replica_groups.exchange.addresses import Listens, is_before_dialled
 
 SECRET = Secret("the run's secret")
 HERE, THERE, NOWHERE = Listens("here:1"), Listens("there:2"), Listens(RELAYED)
-DOWN, UP = Way(before="there:2"), Way(after="here:1")
 
 
 def _known(listens: Listens, is_reached: bool) -> Listens:
@@ -27,25 +26,25 @@ def _known(listens: Listens, is_reached: bool) -> Listens:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (Listens(), THERE, DOWN),
-        (Listens(), NOWHERE, Way(before=RELAYED)),
-        (Listens(), Listens(), Way()),
-        (NOWHERE, NOWHERE, Way(before=RELAYED)),
-        (HERE, NOWHERE, UP),
-        (HERE, THERE, DOWN),
-        (_known(HERE, True), THERE, UP),
-        (HERE, _known(THERE, False), UP),
-        (_known(HERE, True), _known(THERE, True), DOWN),
-        (_known(HERE, False), _known(THERE, False), DOWN),
-        (NOWHERE, _known(THERE, False), DOWN),
-        (_known(HERE, False), NOWHERE, UP),
-        (_known(HERE, False), Listens("127.0.0.1:2", True), UP),
-        (NOWHERE, Listens("127.0.0.1:2", True), Way(before="127.0.0.1:2")),
-        (Listens("127.0.0.1:1", True), Listens("127.0.0.1:2"), Way(before="127.0.0.1:2")),
+        (Listens(), THERE, False),
+        (Listens(), NOWHERE, False),
+        (Listens(), Listens(), False),
+        (NOWHERE, NOWHERE, False),
+        (HERE, NOWHERE, True),
+        (HERE, THERE, False),
+        (_known(HERE, True), THERE, True),
+        (HERE, _known(THERE, False), True),
+        (_known(HERE, True), _known(THERE, True), False),
+        (_known(HERE, False), _known(THERE, False), False),
+        (NOWHERE, _known(THERE, False), False),
+        (_known(HERE, False), NOWHERE, True),
+        (_known(HERE, False), Listens("127.0.0.1:2", True), True),
+        (NOWHERE, Listens("127.0.0.1:2", True), False),
+        (Listens("127.0.0.1:1", True), Listens("127.0.0.1:2"), False),
     ],
 )
-def test_who_is_likelier_to_be_reached_is_dialled(before: Listens, after: Listens, expected: Way) -> None:
-    assert way(before, after) == expected
+def test_who_is_likelier_to_be_reached_is_dialled(before: Listens, after: Listens, expected: bool) -> None:
+    assert is_before_dialled(before, after) is expected
 
 
 @pytest.fixture

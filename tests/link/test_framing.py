@@ -160,8 +160,8 @@ def test_a_recycled_buffer_is_used_again_and_only_once() -> None:
     frames = list(encode(sealed(Message(LinkHeader(purpose=ACTIVATION), (torch.arange(100.0),)))))
     (first,) = decode(decoder, frames)
     address = first.tensors[0].data_ptr()
-    decoder.recycle(first)
-    decoder.recycle(first)
+    decoder._pool.recycle(first)
+    decoder._pool.recycle(first)
     (second,) = decode(decoder, frames)
     (third,) = decode(decoder, frames)
     assert second.tensors[0].data_ptr() == address

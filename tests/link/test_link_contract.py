@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+from opened_links import open_stage_link
 
 from hetero_pp.config.lines import LineSpec
 from hetero_pp.config.links import LinkShape, LinkSpec
@@ -19,7 +20,7 @@ from hetero_pp.link.ledger import FRAME_BYTES, Count
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 
 SECONDS = 60.0
 """Timeout in seconds, longer than any operation in these tests takes."""

@@ -27,7 +27,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import channels, relay
-from hetero_pp.rpc.callers import Caller, Metadata, shown
+from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
@@ -289,7 +289,7 @@ def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.Mon
     dials.say(b"a")
     assert waits.meet().hear() == b"a"
 
-    def let_in(context: grpc.ServicerContext) -> Caller:
+    def let_in(context: grpc.ServicerContext) -> RemoteCaller:
         raise Refused("home.0: it was taken back")
 
     monkeypatch.setattr(relayed.relay._callers, "let_in", let_in)

@@ -16,6 +16,7 @@ from unittest import mock
 import grpc
 import pytest
 import torch
+from opened_links import open_stage_link
 
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
@@ -28,7 +29,7 @@ from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.framing import encode
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_stream import LinkStream
-from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkServer
 
 SECONDS = 60.0
 PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())

@@ -27,20 +27,13 @@ class Listens(NamedTuple):
         return {False: 2, None: 3, True: 4}[self.is_reached]
 
 
-class Way(NamedTuple):
-    """Addresses of one stage link: what each end dials. One of them is empty: that end is dialled."""
-
-    before: str = ""
-    after: str = ""
-
-
-def way(before: Listens, after: Listens) -> Way:
-    """Return the addresses of the link between two stages. The one that is more likely to be reached is dialled.
+def is_before_dialled(before: Listens, after: Listens) -> bool:
+    """Return whether the stage before is dialled by the one after, because it is more likely to be reached.
 
     In doubt the stage after is dialled. A stage that the exchange does not reach may still be reached by a neighbour
     beside it.
     """
-    return Way(after=before.address) if before.hope > after.hope else Way(before=after.address)
+    return before.hope > after.hope
 
 
 class Addresses:
@@ -78,8 +71,9 @@ class Addresses:
         before, after = self._state.beside(member)
         with self._state.changed:
             own = self._listens(member)
-            upstream = way(self._listens(before), own).after if before else ""
-            return upstream, way(own, self._listens(after)).before if after else ""
+            up, down = (self._listens(one) if one else Listens() for one in (before, after))
+            upstream = up.address if is_before_dialled(up, own) else ""
+            return upstream, "" if is_before_dialled(own, down) else down.address
 
     def _listens(self, member: str) -> Listens:
         address, dialled = self.of(member), self._dialled.get(member)

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.rpc.link_end import GrpcLinkEnd
 
 
-class Replaceable(Protocol):
-    """Link end that a newer one can replace."""
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the neighbour is connected."""
-
-    def abort(self, cause: str) -> None:
-        """Abort the link; as in LinkEnd."""
-
-
-End = TypeVar("End", bound=Replaceable)
-
-
-class Epochs(Generic[End]):
+class Epochs:
     """The newest link to one neighbour. A link may arrive before this member reaches its generation, and then waits.
 
     Safe to use from several threads.
@@ -35,11 +21,13 @@ class Epochs(Generic[End]):
         self._epoch = 0
         """Current generation. Links of earlier generations are ended."""
         self._cause = ""
-        self._end: End | None = None
+        self._end: GrpcLinkEnd | None = None
         """Link of the current generation, once it has arrived."""
         self._is_taken = False
 
-    def come(self, epoch: int, make: Callable[[], End], is_same: Callable[[End], bool] = lambda end: False) -> End:
+    def come(
+        self, epoch: int, make: Callable[[], GrpcLinkEnd], is_same: Callable[[GrpcLinkEnd], bool] = lambda end: False
+    ) -> GrpcLinkEnd:
         """Register a link of generation `epoch`, made by `make`, and abort a link of an earlier generation.
 
         If the generation already has a link, returns it if `is_same`. A disconnected one is aborted, because the
@@ -62,12 +50,12 @@ class Epochs(Generic[End]):
             older.abort(cause)
         return end
 
-    def of(self, epoch: int) -> End | None:
+    def of(self, epoch: int) -> GrpcLinkEnd | None:
         """Return the link of this generation if it has arrived, otherwise None."""
         with self._changed:
             return self._end if epoch == self._epoch else None
 
-    def take(self, epoch: int, timeout: float | None = None) -> End:
+    def take(self, epoch: int, timeout: float | None = None) -> GrpcLinkEnd:
         """Wait for the link of this generation and return it.
 
         Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation
@@ -99,7 +87,7 @@ class Epochs(Generic[End]):
         if older is not None:
             older.abort(cause)
 
-    def _replace(self, epoch: int, cause: str) -> End | None:
+    def _replace(self, epoch: int, cause: str) -> GrpcLinkEnd | None:
         """Make room for a link of this generation, and return the link that it replaces."""
         self._epoch, self._cause = epoch, cause
         older, self._end, self._is_taken = self._end, None, False
