@@ -115,11 +115,7 @@ class ResearchConfig(RunConfig):
     def check(self) -> None:
         """Raise ConfigError for faults across fields. Reads no files."""
         super().check()
-        for (*key, last), others in self._not_together().items():
-            for other, is_so in others.items():
-                if is_so:
-                    found = f"found this key with {other}, expected only one of them"
-                    raise ConfigError(("research", *key, last), found)
+        self._require_only_one_of()
         own, count = self.research, len(self.replicas)
         if own.taking_part and 1 not in own.taking_part:
             found = f"found `taking_part` from round {min(own.taking_part)} on, expected the number from round 1 on"
@@ -132,59 +128,52 @@ class ResearchConfig(RunConfig):
             found = f"found {own.clusters}, expected at least one for each of {count} replicas"
             raise ConfigError(("research", "clusters"), found)
 
-    def _not_together(self) -> Mapping[tuple[str, ...], Mapping[str, bool]]:
-        """Return what each key that is set cannot be combined with, and whether it is."""
+    def _require_only_one_of(self) -> None:
+        """Raise ConfigError for a key that is set although the run has something that excludes it."""
         own, outer, compression = self.research, self.outer, self.outer.compression
         ablations = own.ablations if any(isinstance(one, ParticipantsReplica) for one in self.replicas) else _NONE
-        gradients = {"averaged gradients": outer.source == "gradient"}
-        overlap = {"`outer.overlap: 1`": outer.overlap > 0}
-        counts = {"`taking_part` or `pretraining`": len(own.counts) > 0}
-        optimizer = {"an `inner.optimizer` but `adamw`": self.inner.optimizer != "adamw"}
-        stream = {"a streamed corpus": self.data.streamed is not None}
-        is_partly_sent = compression.density < 1 or compression.value_bits < 32
-        some = {**gradients, **overlap, "`outer.keep_local`": outer.keep_local}
-        all_keys: dict[tuple[str, ...], tuple[bool, dict[str, bool]]] = {
-            ("missed",): (own.missed > 0, gradients),
-            ("averages_moments",): (
-                own.averages_moments,
-                {
-                    **gradients,
-                    **overlap,
-                    **counts,
-                    "`research.missed`": own.missed > 0,
-                    **optimizer,
-                    "`modified_adamw`": ablations.modified_adamw,
-                    "`embedding: coefficients`": ablations.embedding == "coefficients",
-                },
-            ),
-            ("taking_part",): (len(own.taking_part) > 0, some),
-            ("pretraining",): (
-                own.pretraining > 0,
-                {
-                    **some,
-                    "`density` below 1 or `value_bits` below 32": is_partly_sent,
-                    "`memory: momentum`": compression.memory == "momentum",
-                },
-            ),
-            ("clusters",): (own.clusters is not None, stream),
-            ("weighs_examples",): (
-                own.weighs_examples,
-                {
-                    **gradients,
-                    "`outer.weights: tokens`": outer.weights == "tokens",
-                    "shards of equal size, without `research.clusters`": own.clusters is None,
-                },
-            ),
-            ("memory_drops",): (
-                own.memory_drops > 0,
-                {"`memory: error_feedback`": compression.memory == "error_feedback"},
-            ),
-            ("ablations", "modified_adamw"): (ablations.modified_adamw, optimizer),
-            ("ablations", "adaptation"): (ablations.adaptation == "discarded", overlap),
-            ("ablations", "peer"): (ablations.peer is not None, counts),
-            ("ablations", "grassmann_every"): (ablations.grassmann_every is not None, counts),
+        gradients, overlap, counts = "averaged gradients", "`outer.overlap: 1`", "`taking_part` or `pretraining`"
+        missed, local = "`research.missed`", "`outer.keep_local`"
+        sparse, momentum = "`density` below 1 or `value_bits` below 32", "`memory: momentum`"
+        feedback, tokens = "`memory: error_feedback`", "`outer.weights: tokens`"
+        stream, equal = "a streamed corpus", "shards of equal size, without `research.clusters`"
+        optimizer, modified = "an `inner.optimizer` but `adamw`", "`modified_adamw`"
+        coefficients = "`embedding: coefficients`"
+        has = {
+            gradients: outer.source == "gradient",
+            overlap: outer.overlap > 0,
+            counts: len(own.counts) > 0,
+            missed: own.missed > 0,
+            local: outer.keep_local,
+            sparse: compression.density < 1 or compression.value_bits < 32,
+            momentum: compression.memory == "momentum",
+            feedback: compression.memory == "error_feedback",
+            tokens: outer.weights == "tokens",
+            stream: self.data.streamed is not None,
+            equal: own.clusters is None,
+            optimizer: self.inner.optimizer != "adamw",
+            modified: ablations.modified_adamw,
+            coefficients: ablations.embedding == "coefficients",
         }
-        return {key: others for key, (is_set, others) in all_keys.items() if is_set}
+        moments = (gradients, overlap, counts, missed, optimizer, modified, coefficients)
+        exclusions: list[tuple[str, bool, tuple[str, ...]]] = [
+            ("missed", own.missed > 0, (gradients,)),
+            ("averages_moments", own.averages_moments, moments),
+            ("taking_part", len(own.taking_part) > 0, (gradients, overlap, local)),
+            ("pretraining", own.pretraining > 0, (gradients, overlap, local, sparse, momentum)),
+            ("clusters", own.clusters is not None, (stream,)),
+            ("weighs_examples", own.weighs_examples, (gradients, tokens, equal)),
+            ("memory_drops", own.memory_drops > 0, (feedback,)),
+            ("ablations.modified_adamw", ablations.modified_adamw, (optimizer,)),
+            ("ablations.adaptation", ablations.adaptation == "discarded", (overlap,)),
+            ("ablations.peer", ablations.peer is not None, (counts,)),
+            ("ablations.grassmann_every", ablations.grassmann_every is not None, (counts,)),
+        ]
+        for key, is_set, others in exclusions:
+            for other in others if is_set else ():
+                if has[other]:
+                    found = f"found this key with {other}, expected only one of them"
+                    raise ConfigError(("research", *key.split(".")), found)
 
 
 _NONE = AblationSettings()
