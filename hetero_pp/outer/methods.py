@@ -183,7 +183,7 @@ class OuterSettings(Settings):
         own, adam, sums = self.compression, self.optimizer == "adam", self.source == "gradient"
         momentum, overlap = f"momentum {self.momentum:g}", f"overlap {self.overlap}"
         plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback", "transform": "none"}
-        parts = self.model_dump(include=plain.keys()) | own.model_dump(include=plain.keys())
+        parts = self.model_dump(include={*plain}) | own.model_dump(include={*plain})
         varied = min((f"{name}: {value}" for name, value in parts.items() if value != plain[name]), default="")
         exclusions = [
             (

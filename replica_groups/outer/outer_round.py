@@ -90,7 +90,7 @@ class OuterRound:
         """Whether the outer optimizer's state is partly that after the round in progress."""
 
     @property
-    def error(self) -> Mapping[str, Tensor]:
+    def error(self) -> dict[str, Tensor]:
         """This rank's rows of error feedback, by parameter."""
         return self.feedback.tensors
 
