@@ -30,13 +30,13 @@ from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed
 from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
 from replica_groups.outer.error_feedback import ErrorFeedback
-from replica_groups.outer.on_host import OnHost
 from replica_groups.outer.own_rounds import LocalStart, OwnRounds
 from replica_groups.outer.parameter_store import ParameterStore
-from replica_groups.outer.rank_rows import ByRows, RankRows, kept
+from replica_groups.outer.rank_rows import RankRows, kept
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.round_calls import Carrier, Contributions, RoundCalls
 from replica_groups.outer.saved_parts import read_part, write_part
+from replica_groups.outer.wrapped import ByRows, OnHost
 
 
 class OuterRound:
