@@ -24,7 +24,6 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
 from hetero_pp.outer.exchange_service import AvailableStates
 from replica_groups.loop.state_copies import StateCopies
@@ -128,11 +127,6 @@ class SavedStates:
             own = {".": f"{_UNREAD}{error.strerror}"}
         parts = self.ranks.gather_bytes(json.dumps(own).encode())
         return {name: digest for part in parts for name, digest in json.loads(part).items()}
-
-    def require(self, round_: int) -> None:
-        """Raise HeteroPPError if there is no checkpoint after this round."""
-        if not self.path(round_).is_dir():
-            raise HeteroPPError(f"{self.folder}: found no state of round {round_}, after which the run resumes")
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move the other checkpoints to a new folder; return that folder, or None if there are none."""
