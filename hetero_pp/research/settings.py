@@ -132,46 +132,40 @@ class ResearchConfig(RunConfig):
         """Raise ConfigError for a key that is set although the run has something that excludes it."""
         own, outer, compression = self.research, self.outer, self.outer.compression
         ablations = own.ablations if any(isinstance(one, ParticipantsReplica) for one in self.replicas) else _NONE
-        gradients, overlap, counts = "averaged gradients", "`outer.overlap: 1`", "`taking_part` or `pretraining`"
-        missed, local = "`research.missed`", "`outer.keep_local`"
-        sparse, momentum = "`density` below 1 or `value_bits` below 32", "`memory: momentum`"
-        feedback, tokens = "`memory: error_feedback`", "`outer.weights: tokens`"
-        stream, equal = "a streamed corpus", "shards of equal size, without `research.clusters`"
-        optimizer, modified = "an `inner.optimizer` but `adamw`", "`modified_adamw`"
-        coefficients = "`embedding: coefficients`"
+        is_sparse = compression.density < 1 or compression.value_bits < 32
         has = {
-            gradients: outer.source == "gradient",
-            overlap: outer.overlap > 0,
-            counts: len(own.counts) > 0,
-            missed: own.missed > 0,
-            local: outer.keep_local,
-            sparse: compression.density < 1 or compression.value_bits < 32,
-            momentum: compression.memory == "momentum",
-            feedback: compression.memory == "error_feedback",
-            tokens: outer.weights == "tokens",
-            stream: self.data.streamed is not None,
-            equal: own.clusters is None,
-            optimizer: self.inner.optimizer != "adamw",
-            modified: ablations.modified_adamw,
-            coefficients: ablations.embedding == "coefficients",
+            "gradients": (outer.source == "gradient", "averaged gradients"),
+            "overlap": (outer.overlap > 0, "`outer.overlap: 1`"),
+            "counts": (len(own.counts) > 0, "`taking_part` or `pretraining`"),
+            "missed": (own.missed > 0, "`research.missed`"),
+            "local": (outer.keep_local, "`outer.keep_local`"),
+            "sparse": (is_sparse, "`density` below 1 or `value_bits` below 32"),
+            "momentum": (compression.memory == "momentum", "`memory: momentum`"),
+            "feedback": (compression.memory == "error_feedback", "`memory: error_feedback`"),
+            "tokens": (outer.weights == "tokens", "`outer.weights: tokens`"),
+            "stream": (self.data.streamed is not None, "a streamed corpus"),
+            "equal": (own.clusters is None, "shards of equal size, without `research.clusters`"),
+            "optimizer": (self.inner.optimizer != "adamw", "an `inner.optimizer` but `adamw`"),
+            "modified": (ablations.modified_adamw, "`modified_adamw`"),
+            "coefficients": (ablations.embedding == "coefficients", "`embedding: coefficients`"),
         }
-        moments = (gradients, overlap, counts, missed, optimizer, modified, coefficients)
-        exclusions: list[tuple[str, bool, tuple[str, ...]]] = [
-            ("missed", own.missed > 0, (gradients,)),
-            ("averages_moments", own.averages_moments, moments),
-            ("taking_part", len(own.taking_part) > 0, (gradients, overlap, local)),
-            ("pretraining", own.pretraining > 0, (gradients, overlap, local, sparse, momentum)),
-            ("clusters", own.clusters is not None, (stream,)),
-            ("weighs_examples", own.weighs_examples, (gradients, tokens, equal)),
-            ("memory_drops", own.memory_drops > 0, (feedback,)),
-            ("ablations.modified_adamw", ablations.modified_adamw, (optimizer,)),
-            ("ablations.adaptation", ablations.adaptation == "discarded", (overlap,)),
-            ("ablations.peer", ablations.peer is not None, (counts,)),
-            ("ablations.grassmann_every", ablations.grassmann_every is not None, (counts,)),
+        exclusions = [
+            ("missed", own.missed > 0, "gradients"),
+            ("averages_moments", own.averages_moments, "gradients overlap counts missed optimizer"),
+            ("averages_moments", own.averages_moments, "modified coefficients"),
+            ("taking_part", len(own.taking_part) > 0, "gradients overlap local"),
+            ("pretraining", own.pretraining > 0, "gradients overlap local sparse momentum"),
+            ("clusters", own.clusters is not None, "stream"),
+            ("weighs_examples", own.weighs_examples, "gradients tokens equal"),
+            ("memory_drops", own.memory_drops > 0, "feedback"),
+            ("ablations.modified_adamw", ablations.modified_adamw, "optimizer"),
+            ("ablations.adaptation", ablations.adaptation == "discarded", "overlap"),
+            ("ablations.peer", ablations.peer is not None, "counts"),
+            ("ablations.grassmann_every", ablations.grassmann_every is not None, "counts"),
         ]
         for key, is_set, others in exclusions:
-            for other in others if is_set else ():
-                if has[other]:
+            for is_so, other in map(has.__getitem__, others.split() if is_set else ()):
+                if is_so:
                     found = f"found this key with {other}, expected only one of them"
                     raise ConfigError(("research", *key.split(".")), found)
 

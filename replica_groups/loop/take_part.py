@@ -32,14 +32,13 @@ from replica_groups.loop.gate import Gate
 from replica_groups.loop.held_back import HeldBack
 from replica_groups.loop.reporter import Reporter
 from replica_groups.loop.round_length import StepsOf, round_length
-from replica_groups.loop.saved_states import SavedStates
+from replica_groups.loop.saved_states import SavedStates, newest_usable_state
 from replica_groups.loop.seat import LedgerOf, Seat
 from replica_groups.loop.shaped import ShapedExchange
 from replica_groups.loop.state_copies import StateCopies
 from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.loop.training_loop import TrainingLoop
-from replica_groups.loop.usable_states import newest_usable_state
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound

@@ -127,7 +127,7 @@ class TrainingLoop:
             )
             return
         self._undo_round()
-        self.outer.take_back_undecided()
+        self.outer.feedback.take_back()
         try:
             self._catch_up_before_the_end(missed)
         except (Suspended, TermOver, LinkError) as error:

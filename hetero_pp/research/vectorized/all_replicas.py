@@ -21,7 +21,7 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step
-from hetero_pp.research.outer import PretrainedOptimizer
+from hetero_pp.research.outer import PretrainedOptimizer, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
 from hetero_pp.research.peers.peer import average_peers
 from hetero_pp.research.settings import research_of
@@ -29,7 +29,6 @@ from hetero_pp.research.vectorized.bias import BiasMeter, require_rounds_togethe
 from hetero_pp.research.vectorized.build import build_whole, can_stack, forward_of
 from hetero_pp.research.vectorized.contributions import Contributions
 from hetero_pp.research.vectorized.measured import Measured
-from hetero_pp.research.vectorized.moments import average_moments
 from hetero_pp.research.vectorized.stack import Stack, is_faster
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
