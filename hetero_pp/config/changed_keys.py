@@ -31,8 +31,8 @@ Values = Mapping[str, Any]
 REPLICAS = "replicas"
 """Key whose value is a list: the current entries, as all hosts agree on them."""
 
-PENDING = 2**31 - 1
-"""First round of replicas that will take part. It stands for a round that is not known yet when the run resumes."""
+LAST = PENDING = 2**31 - 1
+"""Number that no round has: the last round; or as the first round of replicas, one that is not known yet."""
 
 Config = TypeVar("Config", bound=Settings)
 
@@ -44,8 +44,8 @@ class Changes:
     history: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     """Dotted key -> first round -> value; for every changed key, from round 1 on."""
 
-    def at(self, config: Config, round_: int | None) -> Config:
-        """Return the configuration of a round; None stands for the last round.
+    def at(self, config: Config, round_: int) -> Config:
+        """Return the configuration of a round.
 
         Raises MalformedMessage for values that do not fit.
         """
@@ -54,7 +54,7 @@ class Changes:
         dumped = config.model_dump(mode="json")
         try:
             for key, values in self.history.items():
-                since = max(first for first in values if round_ is None or first <= max(round_, 1))
+                since = max(first for first in values if first <= max(round_, 1))
                 value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
                 _put(dumped, key.split("."), value)
             return type(config).model_validate(dumped)

@@ -40,75 +40,48 @@ class TorchtitanSettings(Settings):
 
 # ---- what an exchange may tell a host that joins ----
 
-_OFFLOAD = {"device": ("none", "cpu"), "pin_memory": (), "buffer_count": (), "buffer_size": (), "ratio": ()}
 _DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
+
+
+def _numbers(keys: str) -> dict[str, tuple[str, ...]]:
+    """Return keys that have no text among their values."""
+    return dict.fromkeys(keys.split(), ())
+
+
+_OFFLOAD: Mapping[str, Any] = {"device": ("none", "cpu"), **_numbers("pin_memory buffer_count buffer_size ratio")}
 
 _DEEPSPEED_TOLD: Mapping[str, Any] = {
     "zero_optimization": {
-        "stage": (),
-        "allgather_partitions": (),
-        "allgather_bucket_size": (),
-        "overlap_comm": (),
-        "reduce_scatter": (),
-        "reduce_bucket_size": (),
-        "contiguous_gradients": (),
-        "round_robin_gradients": (),
-        "sub_group_size": (),
-        "cpu_offload": (),
+        **_numbers(
+            "stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
+            "contiguous_gradients round_robin_gradients sub_group_size cpu_offload stage3_max_live_parameters "
+            "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+            "stage3_model_persistence_threshold stage3_gather_16bit_weights_on_model_save zero_hpz_partition_size "
+            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+            "ignore_unused_parameters"
+        ),
         "offload_optimizer": _OFFLOAD,
-        "offload_param": _OFFLOAD | {"max_in_cpu": ()},
-        "stage3_max_live_parameters": (),
-        "stage3_max_reuse_distance": (),
-        "stage3_prefetch_bucket_size": (),
-        "stage3_param_persistence_threshold": (),
-        "stage3_model_persistence_threshold": (),
-        "stage3_gather_16bit_weights_on_model_save": (),
-        "zero_hpz_partition_size": (),
-        "zero_quantized_weights": (),
-        "zero_quantized_nontrainable_weights": (),
-        "zero_quantized_gradients": (),
-        "ignore_unused_parameters": (),
+        "offload_param": {**_OFFLOAD, "max_in_cpu": ()},
     },
-    "bf16": {"enabled": ()},
-    "fp16": {
-        "enabled": (),
-        "auto_cast": (),
-        "loss_scale": (),
-        "initial_scale_power": (),
-        "loss_scale_window": (),
-        "hysteresis": (),
-        "consecutive_hysteresis": (),
-        "min_loss_scale": (),
-    },
+    "bf16": _numbers("enabled"),
+    "fp16": _numbers(
+        "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+        "min_loss_scale"
+    ),
     "optimizer": {
         "type": ("Adam", "AdamW", "SGD", "Lion", "Lamb"),
-        "params": {
-            "lr": (),
-            "betas": (),
-            "eps": (),
-            "weight_decay": (),
-            "momentum": (),
-            "amsgrad": (),
-            "adam_w_mode": (),
-            "torch_adam": (),
-            "bias_correction": (),
-        },
+        "params": _numbers("lr betas eps weight_decay momentum amsgrad adam_w_mode torch_adam bias_correction"),
     },
-    "activation_checkpointing": {
-        "partition_activations": (),
-        "cpu_checkpointing": (),
-        "contiguous_memory_optimization": (),
-        "number_checkpoints": (),
-        "synchronize_checkpoint_boundary": (),
-    },
+    "activation_checkpointing": _numbers(
+        "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
+        "synchronize_checkpoint_boundary"
+    ),
     "data_types": {"grad_accum_dtype": _DTYPES},
     "communication_data_type": _DTYPES,
-    "prescale_gradients": (),
-    "gradient_predivide_factor": (),
-    "zero_allow_untested_optimizer": (),
-    "zero_force_ds_cpu_optimizer": (),
-    "wall_clock_breakdown": (),
-    "steps_per_print": (),
+    **_numbers(
+        "prescale_gradients gradient_predivide_factor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "wall_clock_breakdown steps_per_print"
+    ),
 }
 """Keys of DeepSpeed's JSON that name no path, no address and no code, each with its allowed texts.
 

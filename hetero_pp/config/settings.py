@@ -26,7 +26,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _ignore_former_keys(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
+        if not cls.former or not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if key not in cls.former or value != cls.former[key]}
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.order import Block, Order, Position, go_on_with
+from hetero_pp.data.order import Block, Order, Position
 from hetero_pp.data.tokenizers import Tokenizer
 
 ENCODED_AT_ONCE = 64
@@ -64,9 +63,6 @@ class TokenStream:
             self._next_block()
         if self._at.taken not in self._encoded:
             self._encode()
-        document, _ = self._block[self._at.taken]
-        before = self._at.read.get(document) or 0
-        self._at = self._at._replace(offset=max(self._at.offset, before))
         return self._encoded[self._at.taken]
 
     def _open(self) -> None:
@@ -157,21 +153,6 @@ class StreamBatches:
         """Restore a state of a replica with the same settings; the following tokens are the same as then."""
         position = dict(state)
         self._go_to(position.pop("step"), Position.from_json(position))
-
-    def load_all(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states of all replicas, in their order, of a run that may have had another number of replicas.
-
-        No document is skipped or repeated. With an unchanged number of replicas this equals `load` of this replica's
-        state.
-        """
-        order = self.stream.order
-        if len(states) == order.replicas:
-            self.load(states[order.replica])
-            return
-        (step,) = {state["step"] for state in states}
-        orders = [replace(order, replica=index, replicas=len(states)) for index in range(len(states))]
-        positions = [Position.from_json({k: v for k, v in state.items() if k != "step"}) for state in states]
-        self._go_to(step, go_on_with(orders, positions, order.replicas, order.replica))
 
     def _go_to(self, step: int, position: Position) -> None:
         self.stream.seek(position)

@@ -179,50 +179,54 @@ class OuterSettings(Settings):
         return filled
 
     @model_validator(mode="after")
-    def _momentum_is_in_one_place(self) -> OuterSettings:
-        if self.optimizer == "adam" and self.momentum > 0:
-            raise ValueError(
-                f"{self.method}: found momentum {self.momentum:g} with `optimizer: adam`, which has its own in "
-                "`betas`, expected 0, or `optimizer: sgd`"
-            )
-        if self.compression.memory == "momentum" and (self.momentum > 0 or self.optimizer == "adam"):
-            outer = "`optimizer: adam`" if self.optimizer == "adam" else f"momentum {self.momentum:g}"
-            raise ValueError(
-                f"{self.method}: found {outer} beside `compression.memory: momentum`, expected only one momentum: "
-                "momentum 0, or `memory: error_feedback`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_momentum_of_its_own_is_sent_whole(self) -> OuterSettings:
-        compression = self.compression
-        if compression.memory == "momentum" and compression.density < 1:
-            raise ValueError(
-                f"{self.method}: found density {compression.density:g} with `compression.memory: momentum`, "
-                "expected density 1, or `memory: error_feedback`: this memory keeps nothing of values that are not sent"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _gradients_are_averaged(self) -> OuterSettings:
-        parts = {
-            "aggregation": self.aggregation,
-            "optimizer": self.optimizer,
-            "memory": self.compression.memory,
-            "transform": self.compression.transform,
-        }
+    def _parts_fit_together(self) -> OuterSettings:
+        own, adam, sums = self.compression, self.optimizer == "adam", self.source == "gradient"
+        momentum, overlap = f"momentum {self.momentum:g}", f"overlap {self.overlap}"
         plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback", "transform": "none"}
-        if self.source == "gradient" and self.overlap:
-            raise ValueError(
-                f"{self.method}: found overlap {self.overlap} with averaged gradients, which every step needs, "
-                "expected 0, or `source: difference`"
-            )
-        if self.source == "gradient" and (others := parts.items() - plain.items()):
-            cell = ": ".join(min(others))
-            raise ValueError(
-                f"{self.method}: found `{cell}` with averaged gradients, expected `source: difference`: the inner "
-                "AdamW applies the averages as they are"
-            )
+        parts = self.model_dump(include={*plain}) | own.model_dump(include={*plain})
+        varied = min((f"{name}: {value}" for name, value in parts.items() if value != plain[name]), default="")
+        exclusions = [
+            (
+                adam and self.momentum > 0,
+                f"{momentum} with `optimizer: adam`, which has its own in `betas`, expected 0, or `optimizer: sgd`",
+            ),
+            (
+                own.memory == "momentum" and (self.momentum > 0 or adam),
+                f"{'`optimizer: adam`' if adam else momentum} beside `compression.memory: momentum`, expected only one "
+                "momentum: momentum 0, or `memory: error_feedback`",
+            ),
+            (
+                own.memory == "momentum" and own.density < 1,
+                f"density {own.density:g} with `compression.memory: momentum`, expected density 1, or `memory: "
+                "error_feedback`: this memory keeps nothing of values that are not sent",
+            ),
+            (
+                sums and self.overlap > 0,
+                f"{overlap} with averaged gradients, which every step needs, expected 0, or `source: difference`",
+            ),
+            (
+                sums and varied != "",
+                f"`{varied}` with averaged gradients, expected `source: difference`: the inner AdamW applies the "
+                "averages as they are",
+            ),
+            (
+                sums and self.weights != "equal",
+                f"weights `{self.weights}` with averaged gradients, expected `equal`",
+            ),
+            (
+                own.transform == "dct" and self.overlap > 0,
+                "`overlap: 1` with `compression.transform: dct`, expected `overlap: 0`, or `transform: none`: with "
+                "overlap a replica applies the values that it sent",
+            ),
+            (
+                self.keep_local and (sums or self.overlap > 0),
+                f"`keep_local` with {'averaged gradients' if sums else '`overlap: 1`'}, expected false, or `source: "
+                "difference` with `overlap: 0`",
+            ),
+        ]
+        for is_so, found in exclusions:
+            if is_so:
+                raise ValueError(f"{self.method}: found {found}")
         return self
 
     def learning_rate_in(self, round_: int) -> float:
@@ -231,12 +235,6 @@ class OuterSettings(Settings):
             return self.learning_rate
         rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
         return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine differs between machines
-
-    @model_validator(mode="after")
-    def _gradients_weigh_the_same(self) -> OuterSettings:
-        if self.weights != "equal" and self.source == "gradient":
-            raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
-        return self
 
     @property
     def presumes(self) -> float:
@@ -249,15 +247,6 @@ class OuterSettings(Settings):
             return self.presumed
         return 1.0 if self.compression.density == 1 else 0.5
 
-    @model_validator(mode="after")
-    def _coefficients_wait_for_their_mean(self) -> OuterSettings:
-        if self.compression.transform == "dct" and self.overlap:
-            raise ValueError(
-                f"{self.method}: found `overlap: 1` with `compression.transform: dct`, expected `overlap: 0`, "
-                "or `transform: none`: with overlap a replica applies the values that it sent"
-            )
-        return self
-
     @property
     def given_back(self) -> float:
         """Share of an excluded contribution that is restored to error feedback; 0 for a momentum, which includes it."""
@@ -269,13 +258,3 @@ class OuterSettings(Settings):
         The mean divides by the sum of the weights of the included contributions.
         """
         return float(tokens) if self.weights == "tokens" else 1.0
-
-    @model_validator(mode="after")
-    def _what_is_kept_is_a_way(self) -> OuterSettings:
-        if self.keep_local and (self.source == "gradient" or self.overlap):
-            found = "averaged gradients" if self.source == "gradient" else "`overlap: 1`"
-            raise ValueError(
-                f"{self.method}: found `keep_local` with {found}, expected false, or `source: difference` with "
-                "`overlap: 0`"
-            )
-        return self

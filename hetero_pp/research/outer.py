@@ -1,8 +1,12 @@
-"""Parts of an outer round that only tables vary: rounds of one replica alone, and a momentum that drops values."""
+"""Parts of an outer round that only tables vary.
+
+They are rounds of one replica alone, a momentum that drops values, and averages of the moments of inner AdamW. Over the
+network the averages would triple the bytes, and contributions hold no moments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +15,10 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, outer_step
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
+from replica_groups.engines.whole import WholeReplica
+from replica_groups.outer.ranks import Ranks
+
+KINDS = ("exp_avg", "exp_avg_sq")
 
 
 class PretrainedOptimizer(OuterOptimizer):
@@ -38,3 +46,24 @@ def drop_largest(momentum: Tensor, share: float, settings: CompressionSettings) 
     largest = {"density": share, "selection": "top_k", "quantiser": "levels", "value_bits": 32}
     plain = {"memory": "error_feedback", "error_feedback_decay": 1.0, "transform": "none"}
     select(momentum, torch.zeros_like(momentum), settings.model_copy(update=largest | plain))
+
+
+@torch.no_grad()
+def average_moments(replicas: Sequence[WholeReplica], weights: Mapping[str, float], ranks: Ranks) -> None:
+    """Replace each moment of each parameter by its weighted mean over all replicas (DiLoCo, section 6.1)."""
+    states = [_states(replica) for replica in replicas]
+    for name in replicas[0].parameters:
+        for kind in KINDS:
+            total = torch.zeros_like(states[0][name][kind])
+            for replica, own in zip(replicas, states, strict=True):
+                total += own[name][kind] * weights[replica.name]
+            ranks.sum(total)
+            total /= sum(weights.values())
+            for own in states:
+                own[name][kind].copy_(total)
+
+
+def _states(replica: WholeReplica) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizers' state of each parameter, by the parameter's name."""
+    kept = {id(tensor): state for one in replica.optimizer.optimizers for tensor, state in one.state.items()}
+    return {name: kept[id(parameter)] for name, parameter in replica.parameters.items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import Source
@@ -21,12 +22,26 @@ from hetero_pp.run.batches import replica_batches, validation_rows
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
+_DRAWS = 2**63
+"""Number of values of a seed."""
+
 
 def replicas_in(config: RunConfig, round_: int) -> Sequence[ReplicaSettings]:
     """Return the replicas that take part in a round."""
     counts = research_of(config).counts
     count = counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
     return config.replicas[:count]
+
+
+def missed_in(round_: int, replicas: Sequence[str], share: float, seed: int) -> frozenset[str]:
+    """Return the replicas that a round excludes, each independently with probability `share` (DiLoCo, Figure 8).
+
+    If all were excluded, the one with the largest draw is included. A replica excluded at a share is excluded at any
+    larger one.
+    """
+    draws = {name: seed_of("missed", seed, round_, name) / _DRAWS for name in replicas}
+    counted = {name for name, draw in draws.items() if draw >= share} or {max(draws, key=lambda name: draws[name])}
+    return frozenset(draws) - counted
 
 
 def share_of(spec: RunSpec, replica: str, round_: int) -> Share:

@@ -115,11 +115,7 @@ class ResearchConfig(RunConfig):
     def check(self) -> None:
         """Raise ConfigError for faults across fields. Reads no files."""
         super().check()
-        for (*key, last), others in self._not_together().items():
-            for other, is_so in others.items():
-                if is_so:
-                    found = f"found this key with {other}, expected only one of them"
-                    raise ConfigError(("research", *key, last), found)
+        self._require_only_one_of()
         own, count = self.research, len(self.replicas)
         if own.taking_part and 1 not in own.taking_part:
             found = f"found `taking_part` from round {min(own.taking_part)} on, expected the number from round 1 on"
@@ -132,59 +128,46 @@ class ResearchConfig(RunConfig):
             found = f"found {own.clusters}, expected at least one for each of {count} replicas"
             raise ConfigError(("research", "clusters"), found)
 
-    def _not_together(self) -> Mapping[tuple[str, ...], Mapping[str, bool]]:
-        """Return what each key that is set cannot be combined with, and whether it is."""
+    def _require_only_one_of(self) -> None:
+        """Raise ConfigError for a key that is set although the run has something that excludes it."""
         own, outer, compression = self.research, self.outer, self.outer.compression
         ablations = own.ablations if any(isinstance(one, ParticipantsReplica) for one in self.replicas) else _NONE
-        gradients = {"averaged gradients": outer.source == "gradient"}
-        overlap = {"`outer.overlap: 1`": outer.overlap > 0}
-        counts = {"`taking_part` or `pretraining`": len(own.counts) > 0}
-        optimizer = {"an `inner.optimizer` but `adamw`": self.inner.optimizer != "adamw"}
-        stream = {"a streamed corpus": self.data.streamed is not None}
-        is_partly_sent = compression.density < 1 or compression.value_bits < 32
-        some = {**gradients, **overlap, "`outer.keep_local`": outer.keep_local}
-        all_keys: dict[tuple[str, ...], tuple[bool, dict[str, bool]]] = {
-            ("missed",): (own.missed > 0, gradients),
-            ("averages_moments",): (
-                own.averages_moments,
-                {
-                    **gradients,
-                    **overlap,
-                    **counts,
-                    "`research.missed`": own.missed > 0,
-                    **optimizer,
-                    "`modified_adamw`": ablations.modified_adamw,
-                    "`embedding: coefficients`": ablations.embedding == "coefficients",
-                },
-            ),
-            ("taking_part",): (len(own.taking_part) > 0, some),
-            ("pretraining",): (
-                own.pretraining > 0,
-                {
-                    **some,
-                    "`density` below 1 or `value_bits` below 32": is_partly_sent,
-                    "`memory: momentum`": compression.memory == "momentum",
-                },
-            ),
-            ("clusters",): (own.clusters is not None, stream),
-            ("weighs_examples",): (
-                own.weighs_examples,
-                {
-                    **gradients,
-                    "`outer.weights: tokens`": outer.weights == "tokens",
-                    "shards of equal size, without `research.clusters`": own.clusters is None,
-                },
-            ),
-            ("memory_drops",): (
-                own.memory_drops > 0,
-                {"`memory: error_feedback`": compression.memory == "error_feedback"},
-            ),
-            ("ablations", "modified_adamw"): (ablations.modified_adamw, optimizer),
-            ("ablations", "adaptation"): (ablations.adaptation == "discarded", overlap),
-            ("ablations", "peer"): (ablations.peer is not None, counts),
-            ("ablations", "grassmann_every"): (ablations.grassmann_every is not None, counts),
+        is_sparse = compression.density < 1 or compression.value_bits < 32
+        has = {
+            "gradients": (outer.source == "gradient", "averaged gradients"),
+            "overlap": (outer.overlap > 0, "`outer.overlap: 1`"),
+            "counts": (len(own.counts) > 0, "`taking_part` or `pretraining`"),
+            "missed": (own.missed > 0, "`research.missed`"),
+            "local": (outer.keep_local, "`outer.keep_local`"),
+            "sparse": (is_sparse, "`density` below 1 or `value_bits` below 32"),
+            "momentum": (compression.memory == "momentum", "`memory: momentum`"),
+            "feedback": (compression.memory == "error_feedback", "`memory: error_feedback`"),
+            "tokens": (outer.weights == "tokens", "`outer.weights: tokens`"),
+            "stream": (self.data.streamed is not None, "a streamed corpus"),
+            "equal": (own.clusters is None, "shards of equal size, without `research.clusters`"),
+            "optimizer": (self.inner.optimizer != "adamw", "an `inner.optimizer` but `adamw`"),
+            "modified": (ablations.modified_adamw, "`modified_adamw`"),
+            "coefficients": (ablations.embedding == "coefficients", "`embedding: coefficients`"),
         }
-        return {key: others for key, (is_set, others) in all_keys.items() if is_set}
+        exclusions = [
+            ("missed", own.missed > 0, "gradients"),
+            ("averages_moments", own.averages_moments, "gradients overlap counts missed optimizer"),
+            ("averages_moments", own.averages_moments, "modified coefficients"),
+            ("taking_part", len(own.taking_part) > 0, "gradients overlap local"),
+            ("pretraining", own.pretraining > 0, "gradients overlap local sparse momentum"),
+            ("clusters", own.clusters is not None, "stream"),
+            ("weighs_examples", own.weighs_examples, "gradients tokens equal"),
+            ("memory_drops", own.memory_drops > 0, "feedback"),
+            ("ablations.modified_adamw", ablations.modified_adamw, "optimizer"),
+            ("ablations.adaptation", ablations.adaptation == "discarded", "overlap"),
+            ("ablations.peer", ablations.peer is not None, "counts"),
+            ("ablations.grassmann_every", ablations.grassmann_every is not None, "counts"),
+        ]
+        for key, is_set, others in exclusions:
+            for is_so, other in map(has.__getitem__, others.split() if is_set else ()):
+                if is_so:
+                    found = f"found this key with {other}, expected only one of them"
+                    raise ConfigError(("research", *key.split(".")), found)
 
 
 _NONE = AblationSettings()

@@ -1,4 +1,4 @@
-"""Checks that need the whole topology: names, ranks, splits, kinds of links and lines."""
+"""Checks that need the whole topology and its exchange: names, ranks, splits, links, lines, and how long it waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkSettings
 from hetero_pp.config.topology import (
     DatacenterReplica,
     ExchangeSettings,
+    GraceSettings,
+    HangSettings,
+    LeaseSettings,
     ParticipantsReplica,
     ReplicaSettings,
     StagesSettings,
 )
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_seconds
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.run.joins import lines_of_members
 
@@ -160,3 +164,32 @@ def _check_group(
         own = replica.stage_settings(stage)
         if own is not None:
             _check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"))
+
+
+def check_exchange(exchange: ExchangeSettings) -> None:
+    """Raise ConfigError for bounds that contradict each other."""
+    windows: dict[str, GraceSettings | LeaseSettings | HangSettings] = {
+        "grace": exchange.grace,
+        "lease": exchange.lease,
+        "hang": exchange.hang,
+    }
+    for name, window in windows.items():
+        if window.least > window.most:
+            raise ConfigError(
+                ("exchange", name, "least"),
+                f"found {format_seconds(window.least)}, expected at most the {format_seconds(window.most)} of "
+                f"`exchange.{name}.most`",
+            )
+    if exchange.grace.most > exchange.limit:
+        raise ConfigError(
+            ("exchange", "grace", "most"),
+            f"found {format_seconds(exchange.grace.most)}, expected at most the {format_seconds(exchange.limit)} of "
+            "`exchange.limit`, after which a round closes",
+        )
+    magnitudes = exchange.magnitudes
+    if magnitudes.scale > magnitudes.leave_out:
+        raise ConfigError(
+            ("exchange", "magnitudes", "scale"),
+            f"found {magnitudes.scale:g}, expected at most the {magnitudes.leave_out:g} of "
+            "`exchange.magnitudes.leave_out`",
+        )

@@ -16,8 +16,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.run.check_exchange import check_exchange
-from hetero_pp.run.check_topology import check_lines, check_topology
+from hetero_pp.run.check_topology import check_exchange, check_lines, check_topology
 from hetero_pp.run.counted import counted
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from hetero_pp.config.changed_keys import NO_CHANGES, Changes
+from hetero_pp.config.changed_keys import LAST, NO_CHANGES, Changes
 from hetero_pp.config.lines import LineSpec, line_specs
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.config.settings import NotPartOf, meaning
@@ -112,15 +112,13 @@ class RunSpec:
 
     def __init__(self, config: RunConfig, vocabulary: int | None, changes: Changes = NO_CHANGES) -> None:
         changes.require_changeable(config)
-        self.first = first = changes.at(config, 1)
-        """Configuration at the start of the run."""
-        self.latest = latest = changes.at(config, None)
-        """Configuration of the last round."""
-        self.config = config = first.model_copy(update={"replicas": latest.replicas})
-        """Configuration at the start, with the current replicas."""
+        current = changes.at(config, LAST).replicas
+        self.config = config = changes.at(config, 1).model_copy(update={"replicas": current})
+        """Settings that never change, and the current replicas. Others have the values of the start: ask `at`."""
         self.changes = changes
+        self._by_round: dict[int, RunConfig] = {}
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
+        self.agreed = json.dumps(meaning(self.at(1), NotPartOf.RUN), sort_keys=True)
         """Settings that all hosts agree on, as JSON."""
         self.run = hashlib.sha256(self.agreed.encode()).hexdigest()[:32]
         """Run id in contributions: the same on all hosts, regardless of where they keep their files."""
@@ -152,7 +150,7 @@ class RunSpec:
     @cached_property
     def _replicas_since(self) -> Mapping[int, Sequence[ReplicaSettings]]:
         """First round -> replicas that take part from then on."""
-        return {since: self.changes.at(self.config, since).replicas for since in self.changes.replicas_since}
+        return {since: self.at(since).replicas for since in self.changes.replicas_since}
 
     def share_of(self, replica: str, round_: int) -> Share:
         """Return the part of the text that a replica reads in a round.
@@ -182,8 +180,15 @@ class RunSpec:
         return self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
 
     def at(self, round_: int) -> RunConfig:
-        """Return the configuration of a round."""
-        return self.changes.at(self.config, round_)
+        """Return the configuration of a round, with the replicas that take part in it."""
+        if round_ not in self._by_round:
+            self._by_round[round_] = self.changes.at(self.config, round_)
+        return self._by_round[round_]
+
+    @property
+    def latest(self) -> RunConfig:
+        """The configuration of the last round."""
+        return self.at(LAST)
 
     def steps_planned_in(self, round_: int) -> int:
         """Return the inner steps of the whole run as planned when this round was trained."""
@@ -253,7 +258,7 @@ class RunSpec:
         """
         ranks = [
             rank
-            for replica in self.first.replicas
+            for replica in self.at(1).replicas
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
             if (rank := replica.boundary.dimensions(self.shape.width)) is not None
         ]

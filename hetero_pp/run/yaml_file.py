@@ -12,9 +12,10 @@ from ruamel.yaml import YAML
 
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.files import write_whole
+from hetero_pp.hugging_face.config_json import read_architecture
+from hetero_pp.model.transformer import PRESETS, ModelShape
 from hetero_pp.run.changes import Entry, Given, Override, in_order, require_named
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.described_weights import with_weights_described
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.yaml_lines import YamlLines, complaint
 
@@ -111,3 +112,23 @@ def config_text(config: RunConfig) -> str:
     yaml.default_flow_style = False
     yaml.dump(config.model_dump(mode="json"), text)
     return text.getvalue()
+
+
+def with_weights_described(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model's shape and tokenizer from the folder of `model.weights`, if set.
+
+    A configuration that gives all of them, such as the one in a run's folder, is not changed. Nothing is read then,
+    because members may run where the checkpoint is not. Raises ConfigError if the folder has no LLaMA.
+    """
+    if config.model.weights is None:
+        return config
+    folder, model = Path(config.model.weights).expanduser(), config.model
+    given = {name for name in model.model_fields_set if getattr(model, name) is not None}
+    given |= set(PRESETS[model.preset]) if "preset" in given else set()
+    changes: dict[str, Any] = {}
+    needed = {name for name, field in ModelShape.model_fields.items() if field.default is not None}
+    if needed - given:
+        changes["model"] = model.filled_from(read_architecture(folder).shape)
+    if "tokenizer" not in config.data.model_fields_set and (folder / "tokenizer.json").is_file():
+        changes["data"] = config.data.model_copy(update={"tokenizer": str(folder)})
+    return config.model_copy(update=changes)

@@ -102,24 +102,16 @@ def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> Con
     return ConfigError(detail["loc"], _explain(detail, model))
 
 
-_ONLY_IN_ROWS = {
-    "missed": "the cell `research.missed`",
-    "averages_moments": "the cell `research.averages_moments`",
-    "taking_part": "the cell `research.taking_part`",
-    "pretraining": "the cell `research.pretraining`",
-    "clusters": "the cell `research.clusters`",
-    "memory_drops": "the cell `research.memory_drops`",
-    "ablations": "`ablations`",
-    "research": "cells such as `research.missed`",
-}
-"""Keys that a run's YAML cannot have, and where a row has each."""
+_ONLY_IN_ROWS = ("missed", "averages_moments", "taking_part", "pretraining", "clusters", "memory_drops", "research")
+"""Keys that a run's YAML cannot have, but a row of a table, in its cells; beside `ablations`."""
 
 
 def _explain(detail: Any, model: type[BaseModel]) -> str:
     kind, message, key = detail["type"], detail["msg"], detail["loc"]
     if kind == "extra_forbidden":
-        if key[-1] in _ONLY_IN_ROWS:
-            where = f"{_ONLY_IN_ROWS[key[-1]]} of a table's row"
+        if key[-1] in (*_ONLY_IN_ROWS, "ablations"):
+            cell = "cells such as `research.missed`" if key[-1] == "research" else f"the cell `research.{key[-1]}`"
+            where = f"{'`ablations`' if key[-1] == 'ablations' else cell} of a table's row"
             return f"found a key that only `hetero-pp reproduce` reads, expected it in {where} (docs/experiments.md)"
         known = keys_beside(key, model)
         close = difflib.get_close_matches(str(key[-1]), known, n=1)

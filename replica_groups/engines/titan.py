@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-import torchtitan.tools.utils
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -62,13 +62,12 @@ class TitanEngine:
         """`folder` holds copies for `undo` (Moments)."""
         self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
-        self.parallel = _parallel_dims(settings, ranks)
         self.data_parallel = ranks.world // settings.tensor_parallel
         self.part = ranks.rank // settings.tensor_parallel
         """Index of this rank's part of a micro-batch."""
         with torch.device("meta"):
             self.module = Transformer(shape)
-        _parallelise(self.module, self.parallel, settings, ranks.device)
+        _parallelise(self.module, _mesh(settings, ranks), settings, ranks.device)
         self.module.to_empty(device="cpu" if settings.cpu_offload else ranks.device)
         self._named = {_plain(name): parameter for name, parameter in self.module.named_parameters()}
         for name, tensor in parameters.items():
@@ -198,37 +197,31 @@ class TitanEngine:
         }
 
 
-def _parallel_dims(settings: TorchtitanSettings, ranks: Ranks) -> ParallelDims:
-    kind = ranks.device.type
-    torchtitan.tools.utils.device_type = kind
-    torchtitan.tools.utils.device_module = getattr(torch, kind)
-    torchtitan.distributed.parallel_dims.device_type = kind
-    config = ParallelismConfig(
-        data_parallel_shard_degree=-1,
-        data_parallel_replicate_degree=settings.data_parallel_replicate,
-        tensor_parallel_degree=settings.tensor_parallel,
-        spmd_backend="partial_dtensor",
-    )
-    found = ParallelDims.from_config(config, ranks.world)
-    found.build_mesh()
-    return found
+def _mesh(settings: TorchtitanSettings, ranks: Ranks) -> DeviceMesh:
+    """Return the ranks by their roles: `dp_replicate`, `fsdp` and `tp`; the first and the last only if they have more.
+
+    ParallelDims.build_mesh would take the device that torchtitan found at its import, a GPU if the host has one.
+    """
+    copies, parts = settings.data_parallel_replicate, settings.tensor_parallel
+    sizes = {"dp_replicate": copies, "fsdp": ranks.world // (copies * parts), "tp": parts}
+    used = {name: size for name, size in sizes.items() if name == "fsdp" or size > 1}
+    return init_device_mesh(ranks.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def _parallelise(
-    module: Transformer, parallel: ParallelDims, settings: TorchtitanSettings, device: torch.device
-) -> None:
+def _parallelise(module: Transformer, mesh: DeviceMesh, settings: TorchtitanSettings, device: torch.device) -> None:
     """Apply in torchtitan's order: tensor parallelism, checkpointing, compilation, FSDP2."""
-    if parallel.tp_enabled:
-        _apply_tensor_parallelism(module, parallel)
+    if settings.tensor_parallel > 1:
+        _apply_tensor_parallelism(module, mesh["tp"])
     if settings.activation_checkpointing != "none":
         policy = FullAC if settings.activation_checkpointing == "full" else SelectiveAC
         policy(policy.Config()).apply(module)
     if settings.compile:
-        apply_compile(module, compile_config=CompileConfig(enable=True, components=["model"]), parallel_dims=parallel)
+        unused = ParallelDims.from_config(ParallelismConfig(), mesh.size())  # for asynchronous tensor parallelism
+        apply_compile(module, compile_config=CompileConfig(enable=True, components=["model"]), parallel_dims=unused)
     is_bf16 = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     apply_fsdp_to_decoder(
         module,
-        parallel.get_mesh(["dp_replicate", "fsdp"] if parallel.dp_replicate_enabled else ["fsdp"]),
+        mesh["dp_replicate", "fsdp"] if settings.data_parallel_replicate > 1 else mesh["fsdp"],
         param_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         reduce_dtype=torch.float32,
         pp_enabled=False,
@@ -241,9 +234,8 @@ def _parallelise(
                 part.set_force_sum_reduction_for_comms(True)
 
 
-def _apply_tensor_parallelism(module: Transformer, parallel: ParallelDims) -> None:
+def _apply_tensor_parallelism(module: Transformer, mesh: DeviceMesh) -> None:
     """Apply Megatron's plan with sequence parallelism: columns, then rows; hidden states are split by position."""
-    mesh = parallel.get_mesh("tp")
     outer: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

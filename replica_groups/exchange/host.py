@@ -47,7 +47,7 @@ def make_exchange(
     `goes_on`: it replaces one that ended while members continued. `lonely`: all members are threads of this process, so
     that none can be gone without it.
     """
-    agreement = Agreement(spec.first, spec.changes, resume or {})
+    agreement = Agreement(spec.at(1), spec.changes, resume or {})
     log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
     return Exchange(
         spec.run,
@@ -163,7 +163,7 @@ def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Val
     damaged: list[str] = []
     last_round = exchange.log.last_record()
     if REPLICAS in wanted:
-        changed = spec.changes.changed(spec.first, last_round + 2, {REPLICAS: wanted[REPLICAS]})
+        changed = spec.changes.changed(spec.at(1), last_round + 2, {REPLICAS: wanted[REPLICAS]})
         spec = spec.with_changes(changed)
         _keep(spec, folder, exchange.log)
     try:
@@ -175,12 +175,12 @@ def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Val
 
 def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
     """Return where a run resumes, and the changed run. Removes later rounds from the log, and keeps the changes."""
-    start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.first, 1, wanted)).latest)
+    start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.at(1), 1, wanted)).latest)
     first_round = start.snapshot.round + 1
     if any(since > first_round for since in spec.changes.replicas_since):
         wanted = {REPLICAS: replicas_of(spec.latest), **wanted}  # those that are there have come, or left, already
     if wanted:
-        spec = spec.with_changes(spec.changes.changed(spec.first, first_round, wanted))
+        spec = spec.with_changes(spec.changes.changed(spec.at(1), first_round, wanted))
         _keep(spec, folder, exchange.log)
     exchange.log.forget_after(start.snapshot.round)
     return start, spec

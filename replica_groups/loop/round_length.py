@@ -38,41 +38,31 @@ class RoundLength(Protocol):
         """Return whether the inner loop ends with a step. `told`: whether the step was announced as the last."""
 
 
-class SoManySteps:
+class AsTold:
+    """Ends the inner loop of a later stage when the previous stage announces the last step."""
+
+    def begin(self, elapsed: float) -> None:
+        """Do nothing: at most the first stage measures time."""
+
+    def contributed(self, seconds: float) -> None:
+        """Do nothing: at most the first stage measures time."""
+
+    def is_last(self, round_: int, step: int) -> bool | None:
+        """Return None: the step itself tells it, or its number."""
+        return None
+
+    def is_over(self, step: int, told: bool) -> bool:
+        return told
+
+
+class SoManySteps(AsTold):
     """H steps in every round, known to all members."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def begin(self, elapsed: float) -> None:
-        """Do nothing: time has no influence."""
-
-    def contributed(self, seconds: float) -> None:
-        """Do nothing: time has no influence."""
-
-    def is_last(self, round_: int, step: int) -> bool | None:
-        """Return None: all stages know the number of steps."""
-        return None
-
     def is_over(self, step: int, told: bool) -> bool:
         return step + 1 == self.steps
-
-
-class AsTold:
-    """Ends the inner loop of a later stage when the previous stage announces the last step."""
-
-    def begin(self, elapsed: float) -> None:
-        """Do nothing: the first stage measures the time."""
-
-    def contributed(self, seconds: float) -> None:
-        """Do nothing: the first stage measures the time."""
-
-    def is_last(self, round_: int, step: int) -> bool | None:
-        """Return None: the stage learns it from the step itself."""
-        return None
-
-    def is_over(self, step: int, told: bool) -> bool:
-        return told
 
 
 class SoMuchTime(AsTold):

@@ -24,9 +24,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.errors import Refused
 from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
-from hetero_pp.outer.exchange_service import AvailableStates
+from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from replica_groups.loop.state_copies import StateCopies
 from replica_groups.outer.ranks import ALONE, Ranks
 
@@ -129,11 +129,6 @@ class SavedStates:
         parts = self.ranks.gather_bytes(json.dumps(own).encode())
         return {name: digest for part in parts for name, digest in json.loads(part).items()}
 
-    def require(self, round_: int) -> None:
-        """Raise HeteroPPError if there is no checkpoint after this round."""
-        if not self.path(round_).is_dir():
-            raise HeteroPPError(f"{self.folder}: found no state of round {round_}, after which the run resumes")
-
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move the other checkpoints to a new folder; return that folder, or None if there are none."""
         others = [round_ for round_ in self._broadcast(self.rounds()) if round_ not in kept]
@@ -215,3 +210,32 @@ def _sha256(path: Path) -> str:
         return file_sha256(path)
     except OSError as error:
         return f"{_UNREAD}{error.strerror}"
+
+
+def newest_usable_state(
+    exchange: ExchangeService, member: str, replica: str, states: SavedStates, available: AvailableStates
+) -> int | None:
+    """Return the newest decided round of which a member has an undamaged state; None if there is none.
+
+    States that this run cannot use are moved aside, not removed, because they may be all that is left of another run.
+    """
+    last_round = exchange.last_round()
+    useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
+    if useful and not _is_known_since(exchange, member, replica, range(max(useful) + 1, last_round + 1)):
+        useful = frozenset()  # what was counted since cannot be taken out of its error feedback
+    aside = states.set_aside_all_but(useful)
+    if aside is not None:
+        print(f"{member}: states of later rounds were moved to {aside}", file=sys.stderr, flush=True)
+    return max(useful, default=None)
+
+
+def _is_known_since(exchange: ExchangeService, member: str, replica: str, rounds: range) -> bool:
+    """Return whether the log still has what these rounds included of a replica; older contributions go first."""
+    for round_ in rounds:
+        for entry in exchange.record(round_, member).contributions:
+            if entry.replica == replica:
+                try:
+                    return bool(exchange.fetch(member, round_, replica, entry.blobs[0].block))
+                except Refused:
+                    return False
+    return True

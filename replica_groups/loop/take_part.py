@@ -32,14 +32,13 @@ from replica_groups.loop.gate import Gate
 from replica_groups.loop.held_back import HeldBack
 from replica_groups.loop.reporter import Reporter
 from replica_groups.loop.round_length import StepsOf, round_length
-from replica_groups.loop.saved_states import SavedStates
+from replica_groups.loop.saved_states import SavedStates, newest_usable_state
 from replica_groups.loop.seat import LedgerOf, Seat
 from replica_groups.loop.shaped import ShapedExchange
 from replica_groups.loop.state_copies import StateCopies
 from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.loop.training_loop import TrainingLoop
-from replica_groups.loop.usable_states import newest_usable_state
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
@@ -103,9 +102,7 @@ def take_part(
 
     config = spec.config
     use(ranks.device)
-    link = spec.links[exchange_link_name(member.name)]
-    kind = CarriedExchange if config.outer.overlap else ShapedExchange
-    shaped = kind(connections.exchange, link, config.seed, connections.lines, stopping)
+    shaped = _shaped(spec, member, connections, stopping)
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
@@ -123,14 +120,6 @@ def take_part(
         trainer, outer, holds = _build(
             spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier, tell=tell
         )
-        states = replace(states, every=spec.latest.states_every)
-        length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
-        steps = StepsTaken(member.replica.name, config.inner.steps)
-        if saved is not None:
-            trainer.load(states.path(saved))
-            outer.load(states.path(saved), saved, holds)
-            outer.restore()
-            steps.load(states.path(saved))
         reporter = Reporter(exchange, member.name)
         report = reporter.new()
         report.computes.device = name_of(ranks.device)
@@ -141,16 +130,16 @@ def take_part(
             outer,
             seat,
             reporter,
-            states,
-            length,
-            steps,
+            replace(states, every=spec.latest.states_every),
+            round_length(spec, member, MonotonicClock(), ranks, steps_of),
+            StepsTaken(member.replica.name, config.inner.steps),
             gate=gate,
             faults=faults,
             stopping=stopping,
             undoes=config.states.undo,
         )
         if saved is not None:
-            loop.ahead.load(states.path(saved))
+            loop.load(states.path(saved), saved, holds)
         stopping.listen()
         try:
             loop.run(holds, saved, spec)
@@ -163,6 +152,13 @@ def take_part(
             if copies is not None:
                 copies.end()
             reporter.close()
+
+
+def _shaped(spec: RunSpec, member: MemberSpec, connections: Connections, stopping: Stopping) -> ShapedExchange:
+    """Return the exchange behind the member's link; with overlap, it carries rounds in the background."""
+    kind = CarriedExchange if spec.config.outer.overlap else ShapedExchange
+    link = spec.links[exchange_link_name(member.name)]
+    return kind(connections.exchange, link, spec.config.seed, connections.lines, stopping)
 
 
 def _copies(config: RunConfig, folder: RunFolder, member: MemberSpec) -> StateCopies | None:

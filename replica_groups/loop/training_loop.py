@@ -81,6 +81,14 @@ class TrainingLoop:
         self._position = _Position.CATCHING_UP
         self.ahead = Ahead()
 
+    def load(self, folder: Path, saved: int, holds: int) -> None:
+        """Restore the member checkpoint after round `saved`, in a member built from the snapshot after `holds`."""
+        self.member.load(folder)
+        self.outer.load(folder, saved, holds)
+        self.outer.restore()
+        self.steps.load(folder)
+        self.ahead.load(folder)
+
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds` and the member checkpoint after round `saved`."""
         self.holds, self._saved = holds, saved
@@ -119,7 +127,7 @@ class TrainingLoop:
             )
             return
         self._undo_round()
-        self.outer.take_back_undecided()
+        self.outer.feedback.take_back()
         try:
             self._catch_up_before_the_end(missed)
         except (Suspended, TermOver, LinkError) as error:

@@ -7,7 +7,6 @@ it is undecided, a copy of error feedback from before it can be restored, so tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +45,7 @@ class Undecided:
 class ErrorFeedback:
     """This rank's rows of error feedback, by parameter."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], settings: OuterSettings, copies: Scratch | None) -> None:
+    def __init__(self, tensors: dict[str, Tensor], settings: OuterSettings, copies: Scratch | None) -> None:
         """`copies` holds the copy from before an undecided contribution; None keeps no copy."""
         self.tensors = tensors
         self.undecided: Undecided | None = None

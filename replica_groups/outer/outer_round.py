@@ -30,13 +30,13 @@ from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed
 from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
 from replica_groups.outer.error_feedback import ErrorFeedback
-from replica_groups.outer.on_host import OnHost
 from replica_groups.outer.own_rounds import LocalStart, OwnRounds
 from replica_groups.outer.parameter_store import ParameterStore
-from replica_groups.outer.rank_rows import ByRows, RankRows, kept
+from replica_groups.outer.rank_rows import RankRows, kept
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.round_calls import Carrier, Contributions, RoundCalls
 from replica_groups.outer.saved_parts import read_part, write_part
+from replica_groups.outer.wrapped import ByRows, OnHost
 
 
 class OuterRound:
@@ -90,7 +90,7 @@ class OuterRound:
         """Whether the outer optimizer's state is partly that after the round in progress."""
 
     @property
-    def error(self) -> Mapping[str, Tensor]:
+    def error(self) -> dict[str, Tensor]:
         """This rank's rows of error feedback, by parameter."""
         return self.feedback.tensors
 
@@ -133,7 +133,7 @@ class OuterRound:
 
     @contextmanager
     def _undone_if_stopped(self) -> Iterator[None]:
-        """If the block raises Stopped, let `take_back_undecided` restore the error feedback from before the round.
+        """If the block raises Stopped, let `ErrorFeedback.take_back` restore the error feedback from before the round.
 
         Theta and the outer optimizer's state may be partly those after the round, but the process ends, and a member
         checkpoint does without both.
@@ -206,7 +206,7 @@ class OuterRound:
             for name, error in self.error.items()
         }
         self.own.local = LocalStart(round_, rows)
-        self.take_back_undecided()
+        self.feedback.take_back()
 
     def _decide(self, record: RoundRecord) -> bool:
         """Decide the contribution to a round: restore it to error feedback, unless the record includes it.
@@ -309,11 +309,7 @@ class OuterRound:
             if self._carrier is not None:
                 self._carrier.give_up()
         else:
-            self.take_back_undecided()
-
-    def take_back_undecided(self) -> None:
-        """Restore the error feedback from before the contribution to an undecided round, where a copy was kept."""
-        self.feedback.take_back()
+            self.feedback.take_back()
 
     def catch_up(self, rounds: range, stale: range = range(0)) -> None:
         """Apply rounds that were closed without this member.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from hetero_pp.model.transformer import Shapes
-from hetero_pp.outer.step import RoundOptimizer, parameter_of
+from hetero_pp.outer.step import parameter_of
 from hetero_pp.pseudo_gradient.rows import rows_of
 from replica_groups.outer.ranks import Ranks
 
@@ -30,37 +28,6 @@ class RankRows:
         if self._ranks.world == 1:
             return rows
         return self._ranks.gather_rows(rows.to(self._ranks.device), self.shapes[name][0])
-
-
-class ByRows:
-    """Outer optimizer that works on this rank's rows of theta. Implements RoundOptimizer."""
-
-    def __init__(self, whole: RoundOptimizer, rows: RankRows) -> None:
-        self.settings = whole.settings
-        self._whole, self._rows = whole, rows
-
-    def begin(self, round_: int) -> None:
-        self._whole.begin(round_)
-
-    def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        return {name: self._rows.shapes[name] for name in theta}
-
-    def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        return self._rows.of[name]
-
-    def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        self._whole.take(theta, name, mean)
-
-    def finish(self, theta: Mapping[str, Tensor]) -> None:
-        self._whole.finish(theta)
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        """The state of this rank's rows."""
-        return self._whole.state
-
-    def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
-        self._whole.load(state, rounds)
 
 
 def kept(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:

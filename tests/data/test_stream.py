@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import load_position
-from hetero_pp.data.order import Order, Position, go_on_with
+from hetero_pp.data.order import Order, Position
 from hetero_pp.data.parts import Part, deal, epoch_of
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.stream import StreamBatches, TokenStream
@@ -137,45 +137,6 @@ def test_it_goes_on_exactly(lengths: list[list[int]], replicas: int, before: int
     np.testing.assert_array_equal(whole, [*first, *expected])
 
 
-def resumed(shards: Lists, states: list[str], count: int, **values: Any) -> list[TokenStream]:
-    """Return the streams of `count` replicas that resume from these states, or start if there are none."""
-    streams = [stream_of(shards, replica, count, **values) for replica in range(count)]
-    orders = [stream_of(shards, replica, len(states), **values).order for replica in range(len(states))]
-    positions = [Position.from_json(json.loads(state)) for state in states]
-    for replica, stream in enumerate(streams):
-        if states:
-            stream.seek(go_on_with(orders, positions, count, replica))
-    return streams
-
-
-@settings(max_examples=200)
-@given(
-    lengths=LENGTHS,
-    counts=st.lists(st.integers(1, 4), min_size=2, max_size=4),
-    buffer=st.integers(1, 12),
-    held_out=st.integers(0, 2),
-    data=st.data(),
-)
-def test_other_replicas_lose_and_repeat_nothing(
-    lengths: list[list[int]], counts: list[int], buffer: int, held_out: int, data: st.DataObject
-) -> None:
-    """Over any changes of the number of replicas, from any positions, every epoch gives each token once."""
-    shards = Lists([[*shard, *[2] * 8] for shard in lengths])
-    values = {"shuffle_buffer": buffer, "held_out": held_out}
-    given: Counter[int] = Counter()
-    states: list[str] = []
-    for count in counts:
-        streams = resumed(shards, states, count, **values)
-        for stream in streams:
-            taken = data.draw(st.integers(0, 25))
-            given.update(stream.take(taken).tolist())
-        states = [json.dumps(stream.position.as_json()) for stream in streams]
-    last = resumed(shards, states, 1, **values)[0]
-    epochs = last.position.epoch + 1
-    given.update(rest_of(last))
-    assert given == Counter({token: epochs * number for token, number in shards.tokens(held_out).items()})
-
-
 def batches_of(shards: Lists, replica: int = 0, replicas: int = 1) -> StreamBatches:
     return StreamBatches(stream_of(shards, replica, replicas), sequence_length=4, batch_size=2)
 
@@ -207,34 +168,6 @@ def test_batches_go_on_exactly(steps: int) -> None:
     fresh.load(json.loads(json.dumps(unbroken.state())))
     for step in range(steps, steps + 20):
         assert torch.equal(fresh.train(step), unbroken.train(step))
-
-
-def test_batches_go_on_with_all_states() -> None:
-    """With the same number of replicas, batches are the same. With another number, they resume at the same step."""
-    old = [batches_of(SHARDS, i, 2) for i in range(2)]
-    for each in old:
-        for step in range(4):
-            each.train(step)
-    states = [each.state() for each in old]
-    same = batches_of(SHARDS, 1, 2)
-    same.load_all(states)
-    assert torch.equal(same.train(4), old[1].train(4))
-    others = [batches_of(SHARDS, i, 3) for i in range(3)]
-    for each in others:
-        each.load_all(states)
-    rest = Counter(token for each in others for token in rest_of(each.stream))
-    read = Counter(
-        token
-        for i in range(2)
-        for each in [batches_of(SHARDS, i, 2)]
-        for step in range(4)
-        for token in each.train(step).flatten().tolist()
-    )
-    assert rest + read == SHARDS.tokens()
-    again = batches_of(SHARDS, 0, 3)
-    again.load_all(states)
-    assert again.train(4).shape == (2, 5)
-    assert again.state()["step"] == 5
 
 
 def test_going_on_reads_one_block() -> None:

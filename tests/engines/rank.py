@@ -86,7 +86,7 @@ def _gradients(engine: Any, plain: PlainLoop) -> float:
     rows = tokens_of(50)
     if isinstance(engine, PlainEngine):
         engine.whole.backward(rows, 0)
-    elif hasattr(engine, "parallel"):
+    elif type(engine).__name__ == "TitanEngine":
         engine.backward(rows, rows[:, 1:].numel())
     else:
         engine.backward(rows)

@@ -206,7 +206,7 @@ def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
     with pytest.raises(Stopped):
         outer.synchronise(2, generation)
     outer.undo()
-    outer.take_back_undecided()
+    outer.feedback.take_back()
     resumed = Run(settings, middle, tmp_path / "resumed")
     resumed.load(tmp_path)
     (tmp_path / "saved").mkdir()

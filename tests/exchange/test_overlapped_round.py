@@ -166,7 +166,7 @@ def test_a_state_that_is_saved_in_the_next_round_is_that_before_the_contribution
         member.outer.synchronise(1, 1, 3, member.break_off)
     member.outer.undo()
     assert any(bool(error.any()) for error in member.outer.error.values())
-    member.outer.take_back_undecided()
+    member.outer.feedback.take_back()
     assert not any(bool(error.any()) for error in member.outer.error.values())
     _assert_equal(member.outer.own.trained[1], trained)
 

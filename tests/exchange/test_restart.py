@@ -30,8 +30,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart
 from replica_groups.exchange.retention import Retention
-from replica_groups.loop.saved_states import DIGESTS, SavedStates
-from replica_groups.loop.usable_states import newest_usable_state
+from replica_groups.loop.saved_states import DIGESTS, SavedStates, newest_usable_state
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
 

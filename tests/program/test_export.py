@@ -32,10 +32,9 @@ from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, 
 from hetero_pp.program.cli import app
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.described_weights import with_weights_described
 from hetero_pp.run.snapshot import load_snapshot
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.yaml_file import ConfigFile, with_weights_described
 
 SHAPE = ModelShape(width=48, layers=2, heads=3, feed_forward=80, vocabulary=300, rope_theta=5000.0, norm_epsilon=1e-4)
 TEXTS = [

@@ -92,7 +92,7 @@ def test_who_comes_is_counted_and_the_run_stays_what_it_was(begun: Path, grown: 
         assert (begun / record).read_bytes() == (grown / record).read_bytes()
     before, after = (read_run(RunFolder(runs / "mixed")) for runs in (begun, grown))
     assert (before.run, before.agreed) == (after.run, after.agreed)
-    assert [replica.name for replica in after.first.replicas] == ["dc", "home"]
+    assert [replica.name for replica in after.at(1).replicas] == ["dc", "home"]
     assert [replica.name for replica in after.config.replicas] == ["dc", "home", "dc2"]
     names = {
         since: [entry["name"] for entry in entries] for since, entries in _summary(grown)["changes"]["replicas"].items()
@@ -206,7 +206,7 @@ def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> 
         update={"replicas": [spec.config.replicas[0].model_copy(update={"optional": True}), *spec.config.replicas[1:]]}
     )
     assert list(changed_entries(config, [before])) == []
-    changes = spec.changes.changed(spec.first, 7, {"replicas": wanted_replicas(config, before)})
+    changes = spec.changes.changed(spec.at(1), 7, {"replicas": wanted_replicas(config, before)})
     now = RunSpec(config, 256, changes)
     assert now.run == spec.run
     assert [[one.optional for one in now.replicas_in(round_)] for round_ in (6, 7)] == [
@@ -220,7 +220,7 @@ def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> 
 def test_two_changes_from_one_round_on_are_not_the_same(grown: Path) -> None:
     spec = read_run(RunFolder(grown / "mixed"))
     one, other = (
-        spec.changes.changed(spec.first, 7, {"replicas": replicas_of(spec.config)[:count]}) for count in (1, 2)
+        spec.changes.changed(spec.at(1), 7, {"replicas": replicas_of(spec.config)[:count]}) for count in (1, 2)
     )
     assert len({spec.changes.mark, one.mark, other.mark}) == 3
     assert Changes.from_json(one.to_json()).mark == one.mark
@@ -238,7 +238,7 @@ def test_who_leaves_for_good_is_not_waited_for(runs: Path, corpus: Path, capsys:
 
 def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> None:
     spec = read_run(RunFolder(grown / "mixed"))
-    agreement = Agreement(spec.first, spec.changes, {})
+    agreement = Agreement(spec.at(1), spec.changes, {})
     for round_ in (1, 6):
         config = spec.changes.at(spec.config, round_)
         assert agreement.complaint(meaning(config, NotPartOf.RUN)) == ""

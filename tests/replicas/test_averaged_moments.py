@@ -11,9 +11,9 @@ from table_config import table_config
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.research.outer import KINDS
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.measured import contribution_bytes
-from hetero_pp.research.vectorized.moments import KINDS
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec

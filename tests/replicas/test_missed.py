@@ -19,8 +19,8 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.research.participation import missed_in
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.missed import missed_in
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from filelock import FileLock, Timeout
 
-from hetero_pp.config.changed_keys import read_changes
+from hetero_pp.config.changed_keys import LAST, read_changes
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.program.launch.claim import LOCKS
@@ -41,7 +41,7 @@ def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     config = ConfigFile(folder.config).config
     changes = read_changes(folder.changes).settled()
     changes.require_changeable(config)
-    rounds = changes.at(config, None).outer.rounds
+    rounds = changes.at(config, LAST).outer.rounds
     summary: dict[str, object] = {}
     with suppress(OSError, ValueError):
         summary = read_json_object(folder.summary)

@@ -12,9 +12,9 @@ from pathlib import Path
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import STREAMED
 from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.corpus import with_tokenizer
 from hetero_pp.research.experiments.definition import Scale
 from hetero_pp.research.experiments.jobs import Training
-from hetero_pp.research.experiments.named_tokenizer import with_tokenizer
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 

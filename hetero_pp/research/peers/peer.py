@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hetero_pp.config.topology import BoundarySettings
@@ -48,6 +50,18 @@ def peer_of(
     if asked.method == "resbm":
         return ResBM(wire, shape.width, hops, inner, total_steps, seed)
     return Mapl(wire, shape, hops, inner, total_steps, seed)
+
+
+@torch.no_grad()
+def average_peers(peers: Sequence[Peer | None]) -> None:
+    """Average the parameters that boundaries have learned, in all of them, because they belong to the model."""
+    learned = [peer for peer in peers if isinstance(peer, ResBM | Mapl)]
+    for name in learned[0].parameters if learned else ():
+        mean = torch.stack([peer.parameters[name] for peer in learned]).mean(0)
+        for peer in learned:
+            peer.parameters[name].copy_(mean)
+    for peer in learned:
+        peer.averaged()
 
 
 def bytes_per_token(

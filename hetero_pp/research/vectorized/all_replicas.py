@@ -21,16 +21,14 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step
-from hetero_pp.research.outer import PretrainedOptimizer
+from hetero_pp.research.outer import PretrainedOptimizer, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
-from hetero_pp.research.peers.mapl import Mapl
-from hetero_pp.research.peers.resbm import ResBM
+from hetero_pp.research.peers.peer import average_peers
 from hetero_pp.research.settings import research_of
-from hetero_pp.research.vectorized.bias import BiasMeter
+from hetero_pp.research.vectorized.bias import BiasMeter, require_rounds_together
 from hetero_pp.research.vectorized.build import build_whole, can_stack, forward_of
 from hetero_pp.research.vectorized.contributions import Contributions
 from hetero_pp.research.vectorized.measured import Measured
-from hetero_pp.research.vectorized.moments import average_moments
 from hetero_pp.research.vectorized.stack import Stack, is_faster
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
@@ -54,7 +52,7 @@ class AllReplicas:
         volume_every: int | None = None,
     ) -> None:
         if bias_every is not None:
-            _require_rounds_together(spec)
+            require_rounds_together(spec)
         self.spec, self.ranks, self.bias_every = spec, ranks, bias_every
         self.research = research_of(spec.config)
         self.count = len(spec.config.replicas)
@@ -178,8 +176,10 @@ class AllReplicas:
         for index, local in self.local.items():
             _copy(local, self.replicas[index].parameters)
         self.local = {}
-        measures = self.bias_every is not None and round_ % self.bias_every == 0
-        meter = self._meter(steps) if measures else None
+        meter = None
+        if self.bias_every is not None and round_ % self.bias_every == 0:
+            fresh = self.inner_steps * self.spec.config.outer.rounds
+            meter = BiasMeter(self.replicas, self.batches, steps, fresh, len(self._compressed))
         if not all(self.ranks.gather(self._inner_steps(steps))):
             return False
         if meter is not None:
@@ -208,7 +208,7 @@ class AllReplicas:
         for replica in self.replicas:
             replica.enter_round(round_)
             _copy(self.theta, replica.parameters)
-        self._average_peers()
+        average_peers([replica.peer for replica in self.replicas])
         self._move_basis(round_)
         self._split()
         return True
@@ -239,11 +239,6 @@ class AllReplicas:
         self.contributions.finish()
         return means, starts
 
-    def _meter(self, steps: range) -> BiasMeter:
-        beyond = self.inner_steps * self.spec.config.outer.rounds
-        compressed = len(self._compressed)
-        return BiasMeter(self.replicas, self.batches, steps, beyond, compressed)
-
     def _inner_steps(self, steps: range) -> bool:
         for step in steps:
             if self.outer.settings.source == "gradient":
@@ -272,7 +267,7 @@ class AllReplicas:
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
         self.contributions.finish()
-        self._average_peers()
+        average_peers([replica.peer for replica in self.replicas])
 
     def _deltas(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the pseudo-gradients of one parameter, of all replicas here that contribute, by index."""
@@ -281,16 +276,6 @@ class AllReplicas:
                 is_own = name == EMBEDDING and index in self.own_embeddings
                 start = self.own_embeddings[index] if is_own else self.theta[name]
                 yield index, start - self.replicas[index].parameters[name]
-
-    def _average_peers(self) -> None:
-        """Average the parameters that peers' boundaries have learned, because they belong to the model."""
-        learned = [replica.peer for replica in self.replicas if isinstance(replica.peer, ResBM | Mapl)]
-        for name in learned[0].parameters if learned else ():
-            mean = torch.stack([peer.parameters[name] for peer in learned]).mean(0)
-            for peer in learned:
-                peer.parameters[name].copy_(mean)
-        for peer in learned:
-            peer.averaged()
 
     def _step_together(self, step: int) -> None:
         """Take one step of AdamW DDP: average and clip gradients; the very first replica's step is copied to all."""
@@ -458,15 +443,3 @@ def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     for name, tensor in target.items():
         tensor.copy_(source[name])
-
-
-def _require_rounds_together(spec: RunSpec) -> None:
-    """Raise ConfigError unless all replicas start every round together, as measuring the bias needs."""
-    told = "`bias_every` compares replicas that start a round together"
-    if spec.config.outer.overlap:
-        raise ConfigError(("outer", "overlap"), f"found 1, expected 0: {told}")
-    if spec.config.outer.keep_local:
-        raise ConfigError(("outer", "keep_local"), f"found true, expected false: {told}")
-    if research_of(spec.config).counts:
-        found = "found rounds with only some of the replicas, expected all: `bias_every` compares all"
-        raise ConfigError(("research", "taking_part"), found)

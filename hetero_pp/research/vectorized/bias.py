@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Batches
+from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.replica import TableReplica
+from hetero_pp.run.spec import RunSpec
 from replica_groups.outer.ranks import Ranks
 
 
@@ -103,3 +106,15 @@ def uncompressed_twin(replica: TableReplica) -> TableReplica:
     twin.boundary, twin.hops, twin.anchors, twin.peer = None, {}, (), None
     twin.optimizer.perpendicular = None
     return twin
+
+
+def require_rounds_together(spec: RunSpec) -> None:
+    """Raise ConfigError unless all replicas start every round together, as measuring the bias needs."""
+    told = "`bias_every` compares replicas that start a round together"
+    if spec.config.outer.overlap:
+        raise ConfigError(("outer", "overlap"), f"found 1, expected 0: {told}")
+    if spec.config.outer.keep_local:
+        raise ConfigError(("outer", "keep_local"), f"found true, expected false: {told}")
+    if research_of(spec.config).counts:
+        found = "found rounds with only some of the replicas, expected all: `bias_every` compares all"
+        raise ConfigError(("research", "taking_part"), found)

@@ -12,10 +12,9 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.research.outer import drop_largest
-from hetero_pp.research.participation import replicas_in
+from hetero_pp.research.participation import missed_in, replicas_in
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.measured import Measured
-from hetero_pp.research.vectorized.missed import missed_in
 from hetero_pp.run.spec import RunSpec
 from replica_groups.outer.ranks import Ranks
 

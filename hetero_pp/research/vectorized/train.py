@@ -83,16 +83,13 @@ def train_fast(
 ) -> FastResult:
     """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
 
-    `compiles`: use torch.compile where it works. Losses then differ by rounding.
-    `bias_every`: rounds between measurements of equation 5's bias, which run those rounds twice.
+    `compiles`: use torch.compile where it works. Losses then differ by rounding, also with `stacks`: replicas of one
+    kind take their inner steps together where they can, by default on a GPU if a measurement finds it faster.
+    `bias_every`, `similarity_every`, `volume_every`: rounds between measurements of equation 5's bias, and of the
+    similarity and the size of contributions.
     `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
     `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
-    resumes from it, bitwise equal on a CPU. It is removed at the end.
-    `stacks`: replicas of one kind take their inner steps together where they can, unless the bias is measured. Losses
-    then differ by rounding. None: on a GPU, if a measurement finds it faster; a checkpoint stores the choice.
-    `similarity_every`: rounds between measurements of the similarity of contributions, in one process.
-    `volume_every`: rounds between measurements of their size on the wires.
-    `on_result`: stores the result; the checkpoint exists until it returns.
+    resumes from it, bitwise equal on a CPU. It is removed once `on_result`, which stores the result, returns.
 
     Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
     then, and training resumes from it once repeats are allowed.
@@ -103,15 +100,7 @@ def train_fast(
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
     group = AllReplicas(
-        spec,
-        source,
-        compiles,
-        bias_every,
-        device,
-        ranks,
-        stacks=stacks,
-        similarity_every=similarity_every,
-        volume_every=volume_every,
+        spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every=volume_every
     )
     losses: list[float] = []
     if saved is not None:
@@ -140,8 +129,18 @@ def train_fast(
         if kept is not None and kept.is_due():
             save()
         on_round(round_, loss)
+    result = _result(group, losses, started, worked)
+    on_result(result)
+    if kept is not None:
+        kept.remove()
+    return result
+
+
+def _result(group: AllReplicas, losses: list[float], started: float, worked: float) -> FastResult:
+    """Return the result of a run that began at these monotonic and CPU times; it diverged if losses are missing."""
+    spec = group.spec
     diverged = len(losses) < spec.config.outer.rounds
-    result = FastResult(
+    return FastResult(
         validation_loss=losses,
         uncompressed=math.nan if diverged else group.evaluate_uncompressed(),
         compressed=None if diverged else group.evaluate_compressed(),
@@ -158,10 +157,6 @@ def train_fast(
         stacked=group.is_stacked,
         slices={} if diverged else _slices(group),
     )
-    on_result(result)
-    if kept is not None:
-        kept.remove()
-    return result
 
 
 def _kept_as(spec: RunSpec) -> str:

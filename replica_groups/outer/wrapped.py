@@ -1,4 +1,4 @@
-"""The outer step of parameters that lie on an accelerator. The host computes it, so that all members get equal bits."""
+"""Outer optimizers around another one: on this rank's rows, or computed by the host for all members alike."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.step import RoundOptimizer
+from replica_groups.outer.rank_rows import RankRows
 
 
-class OnHost:
-    """Outer optimizer whose theta is copied to the host one tensor at a time, and back. Implements RoundOptimizer."""
+class _Wrapped:
+    """Does what the wrapped optimizer does. Implements RoundOptimizer."""
 
     def __init__(self, whole: RoundOptimizer) -> None:
-        self.settings = whole.settings
-        self._whole = whole
+        self.settings, self._whole = whole.settings, whole
 
     def begin(self, round_: int) -> None:
         self._whole.begin(round_)
@@ -27,22 +27,46 @@ class OnHost:
         return self._whole.rows(name, shape)
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        copies = _Copies(theta)
-        self._whole.take(copies, name, mean)
-        copies.put_back()
+        self._whole.take(theta, name, mean)
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
-        copies = _Copies(theta)
-        self._whole.finish(copies)
-        copies.put_back()
+        self._whole.finish(theta)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The state, in host memory."""
+        """The state of the wrapped optimizer: of this rank's rows, in host memory."""
         return self._whole.state
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
         self._whole.load(state, rounds)
+
+
+class ByRows(_Wrapped):
+    """Works on this rank's rows of theta."""
+
+    def __init__(self, whole: RoundOptimizer, rows: RankRows) -> None:
+        super().__init__(whole)
+        self._rows = rows
+
+    def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
+        return {name: self._rows.shapes[name] for name in theta}
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> range:
+        return self._rows.of[name]
+
+
+class OnHost(_Wrapped):
+    """Copies theta to the host one tensor at a time, and back, so that all members get equal bits."""
+
+    def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        copies = _Copies(theta)
+        super().take(copies, name, mean)
+        copies.put_back()
+
+    def finish(self, theta: Mapping[str, Tensor]) -> None:
+        copies = _Copies(theta)
+        super().finish(copies)
+        copies.put_back()
 
 
 class _Copies(Mapping[str, Tensor]):
