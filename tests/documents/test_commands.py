@@ -36,7 +36,6 @@ PAGES.remove(ROOT / "docs" / "results.md")  # generated
 EXPORTED = "tests/program/test_export.py::test_a_round_without_a_snapshot_is_replayed"
 REPLAYED = "tests/program/test_replay.py::test_up_to_a_round"
 STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
-COUNTED = "tests/replicas/test_volume.py::test_the_fast_path_a_log_and_its_command_count_the_same"
 CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
 TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
 PATCHED = "tests/documents/test_python.py::test_the_blocks_of_a_page_run_once_its_patches_are_applied"
@@ -66,7 +65,6 @@ RUN_BY = {
     "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
     "hetero-pp replay runs/quickstart": REPLAYED,
     "hetero-pp replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
-    "hetero-pp volume runs/mixed": COUNTED,
     "hetero-pp compare quickstart quickstart.1 /data/other/run": (
         "tests/program/test_compare.py::test_what_differs_and_what_was_reached"
     ),
