@@ -87,7 +87,6 @@ RUN_BY = {
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""
 
-HOSTS = "needs several hosts: tests/program/test_only.py has processes with addresses of their own instead"
 SCHEDULER = "needs Slurm or Kubernetes: tests/program/test_torchx.py looks at the jobs"
 HOURS = "takes GPUs and days: tests/experiments/test_ranks.py has a tiny table on two ranks"
 ELSEWHERE = "is another program's"
@@ -95,10 +94,6 @@ TESTS = "runs tests"
 DOWNLOADS = "downloads another torch: tests/documents/test_setup.py looks at what make would do"
 NOT_RUN = {
     "make demo TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
-    "hetero-pp launch three-hosts.yaml --only exchange --token-file token": HOSTS,
-    "hetero-pp launch three-hosts.yaml --only dc --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
-    "hetero-pp launch three-hosts.yaml --only home.0 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
-    "hetero-pp launch three-hosts.yaml --only home.1 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
     "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
     "torchx run -s kubernetes -cfg queue=default hetero_pp/program/launch/torchx_components.py:part ... "
