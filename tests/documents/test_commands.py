@@ -39,7 +39,6 @@ PAGES.remove(ROOT / "docs" / "results.md")  # generated
 EXPORTED = "tests/program/test_export.py::test_a_round_without_a_snapshot_is_replayed"
 REPLAYED = "tests/program/test_replay.py::test_up_to_a_round"
 STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
-COUNTED = "tests/replicas/test_volume.py::test_the_fast_path_a_log_and_its_command_count_the_same"
 CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
 TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
 PATCHED = "tests/documents/test_python.py::test_the_blocks_of_a_page_run_once_its_patches_are_applied"
@@ -70,7 +69,6 @@ RUN_BY = {
     "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
     "hetero-pp replay runs/quickstart": REPLAYED,
     "hetero-pp replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
-    "hetero-pp volume runs/mixed": COUNTED,
     "hetero-pp compare quickstart quickstart.1 /data/other/run": (
         "tests/program/test_compare.py::test_what_differs_and_what_was_reached"
     ),
@@ -93,7 +91,6 @@ RUN_BY = {
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""
 
-HOSTS = "needs several hosts: tests/program/test_only.py has processes with addresses of their own instead"
 SCHEDULER = "needs Slurm or Kubernetes: tests/program/test_torchx.py looks at the jobs"
 HOURS = "takes GPUs and days: tests/experiments/test_ranks.py has a tiny table on two ranks"
 ELSEWHERE = "is another program's"
@@ -101,10 +98,6 @@ TESTS = "runs tests"
 DOWNLOADS = "downloads another torch: tests/documents/test_setup.py looks at what make would do"
 NOT_RUN = {
     "make demo TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
-    "hetero-pp launch three-hosts.yaml --only exchange --token-file token": HOSTS,
-    "hetero-pp launch three-hosts.yaml --only dc --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
-    "hetero-pp launch three-hosts.yaml --only home.0 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
-    "hetero-pp launch three-hosts.yaml --only home.1 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
     "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
     "torchx run -s kubernetes -cfg queue=default hetero_pp/program/launch/torchx_components.py:part ... "
