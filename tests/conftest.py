@@ -119,3 +119,11 @@ def _no_rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Write placeholders in place of the pictures of runs, unless the test has the mark `renders`."""
     if request.node.get_closest_marker("renders") is None:
         monkeypatch.setattr(RENDERER, save_placeholder)
+
+
+@pytest.fixture
+def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `reproduce` parse shipped tables once, and estimate each corpus and each contribution once in this test."""
+    from catalogs import estimate_once  # takes a second
+
+    estimate_once(monkeypatch)

@@ -248,6 +248,7 @@ def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, te
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.usefixtures("estimated_once")
 def test_quick_commands_do_what_is_said(page: Path, folder: Path) -> None:
     """Commands run in the order of the page."""
     for command in filter(_is_quick, _commands(page)):

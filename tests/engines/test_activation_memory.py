@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from live_bytes import LiveBytes
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.model.loss import next_token_loss
@@ -23,6 +22,8 @@ def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     if checkpointing != "none":
+        from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # takes seconds
+
         policy = FullAC if checkpointing == "full" else SelectiveAC
         policy(policy.Config()).apply(module)
     tokens = torch.randint(0, shape.vocabulary, (ROWS, LENGTH + 1))

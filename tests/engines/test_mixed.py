@@ -81,7 +81,7 @@ def _watched(command: list[str], listening: Listening) -> None:
 def _wait(process: subprocess.Popen[str], listening: Listening) -> str:
     while True:
         try:
-            return process.communicate(timeout=0.2)[0]
+            return process.communicate(timeout=1.0)[0]
         except subprocess.TimeoutExpired:
             listening.look(process.pid)
 

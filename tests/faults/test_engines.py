@@ -32,8 +32,8 @@ def _command(corpus: Path, runs: Path, *settings: str) -> list[str]:
 
 @pytest.mark.starts_processes
 def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
-    command = _command(corpus, tmp_path, 'replicas.1.deepspeed={"optimizer": {"type": "Nonsense", "params": {}}}')
-    done = run_program(*command)
+    nonsense = 'replicas.1.deepspeed={"optimizer": {"type": "Nonsense", "params": {}}}'
+    done = run_program(*_command(corpus, tmp_path, nonsense, "replicas.0.engine=torch", "replicas.0.ranks=1"))
     assert done.returncode == 1
     told = r"zero: rank [01] of zero: AssertionError: Nonsense is not a supported DeepSpeed Optimizer"
     assert re.search(told, done.stderr)

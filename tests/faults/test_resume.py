@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -141,16 +140,22 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     assert run.process.returncode == 1
     assert not still_running(everyone, 10)
     assert "titan: rank 1 of titan: killed by SIGKILL" in errors
-    shutil.copytree(tmp_path / "b", tmp_path / "c")
-    on_one_rank = _command(config, corpus, tmp_path / "c", "--resume", "--set", "replicas.0.ranks=1")
-    for runs, resuming in (("b", [*command, "--resume"]), ("c", on_one_rank)):
-        resumed = _summary(resuming, tmp_path / runs, "ranks")
-        assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-4)
-        assert len(set(resumed["parameters_sha256"].values())) == 1
-    for runs, world in (("b", 2), ("c", 1)):
-        saved = tmp_path / runs / "ranks" / "state" / "titan" / f"round-{ROUNDS:06d}"
-        parts = sorted(path.name for path in saved.glob("outer-*"))
-        assert parts == [f"outer-{rank}-of-{world}.safetensors" for rank in range(world)]  # as many ranks as configured
+    assert _parts(tmp_path / "b", 2) == _outer_parts(2)
+    on_one_rank = _command(config, corpus, tmp_path / "b", "--resume", "--set", "replicas.0.ranks=1")
+    resumed = _summary(on_one_rank, tmp_path / "b", "ranks")
+    assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-4)
+    assert len(set(resumed["parameters_sha256"].values())) == 1
+    assert _parts(tmp_path / "b", ROUNDS) == _outer_parts(1)  # as many as ranks are configured
+
+
+def _parts(runs: Path, round_: int) -> list[str]:
+    saved = runs / "ranks" / "state" / "titan" / f"round-{round_:06d}"
+    return sorted(path.name for path in saved.glob("outer-*"))
+
+
+def _outer_parts(ranks: int) -> list[str]:
+    """Return the files with the outer state that a member with so many ranks saves."""
+    return [f"outer-{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
 
 
 def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
@@ -160,7 +165,11 @@ def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
     assert f"--resume: found no run in {tmp_path / 'mixed'}" in done.stderr
 
 
-ON_RANKS_AND_STAGES = f"""{ON_RANKS.replace("{every: 1}", "{every: 1000}").replace("rounds: 5", "rounds: 12")}
+ON_RANKS_AND_STAGES = f"""{
+    ON_RANKS.replace("{every: 1}", "{every: 1000}")
+    .replace("rounds: 5", "rounds: 12")
+    .replace("torchtitan", "deepspeed")
+}
   - {{name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {{rank: 1/4}}}}
 """
 

@@ -36,7 +36,7 @@ data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_se
 inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
 outer: {rounds: 3, compression: {density: 1/32}}
 replicas:
-  - {name: titan, kind: datacenter, engine: torchtitan, ranks: 2, batch_size: 4, device: cpu}
+  - {name: zero, kind: datacenter, engine: deepspeed, ranks: 2, batch_size: 4, device: cpu}
   - {name: plain, kind: datacenter, batch_size: 4, device: cpu}
 """
 
@@ -133,9 +133,9 @@ def test_a_stage_that_was_frozen_finds_its_term_over_and_joins_again(survive: An
 def test_a_killed_rank_has_its_replica_started_again(survive: Any, tmp_path: Path) -> None:
     config = tmp_path / "ranks.yaml"
     config.write_text(ON_RANKS)
-    run = survive("{kill: titan, rank: 1, at: {round: 2}}", config=config, rounds=3)
+    run = survive("{kill: zero, rank: 1, at: {round: 2}}", config=config, rounds=3)
     run.assert_sound()
-    assert any("killed by SIGKILL" in one for one in run.happened(RESTARTED, "titan"))
+    assert any("killed by SIGKILL" in one for one in run.happened(RESTARTED, "zero"))
 
 
 @pytest.mark.parametrize("link", ["home.0-1", "dc-exchange"])

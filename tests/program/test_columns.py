@@ -8,26 +8,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-from catalogs import SHIPPED
+from catalogs import compute_once
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from hetero_pp.config.links import DIRECTIONS
-from hetero_pp.data.settings import DataSettings
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.folding import fold, fold_names
 from hetero_pp.program.report.output import WIDTH_OF_FILES, say, tell
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.research.experiments import listing, supply
 from hetero_pp.research.experiments.report import print_result
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -66,27 +60,9 @@ def _require_fit(*arguments: str) -> None:
 
 
 @pytest.fixture
-def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute predictions, plans and estimates once for all widths, and read the shipped catalog once."""
-    known: dict[str, Any] = {}
-
-    def remember(module: ModuleType, name: str) -> None:
-        compute = getattr(module, name)
-
-        def remembered(of: RunSpec | RunConfig | DataSettings, *rest: Any) -> Any:
-            config = of.config if isinstance(of, RunSpec) else of
-            key = name + config.model_dump_json()
-            if key not in known:
-                known[key] = compute(of, *rest)
-            return known[key]
-
-        monkeypatch.setattr(module, name, remembered)
-
-    monkeypatch.setattr("hetero_pp.research.experiments.catalog.Catalog", lambda _: SHIPPED)
-    remember(simulate, "predict")
-    remember(plan, "search")
-    remember(listing, "contribution_bytes")
-    remember(supply, "estimate_tokens")
+def computed_once(estimated_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute predictions, plans and estimates once for all widths."""
+    compute_once(monkeypatch, (simulate, "predict"), (plan, "search"))
 
 
 @pytest.mark.usefixtures("computed_once")

@@ -96,6 +96,7 @@ def test_what_is_asked_before_a_run(run: Run, yaml: Path, tmp_path: Path) -> Non
         _require_straight(out)
 
 
+@pytest.mark.usefixtures("estimated_once")
 def test_what_reproduce_lists(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for more in (("--list",), ("het-pp/table1", "--dry-run")):

@@ -452,7 +452,7 @@ exchange: {listen: "127.0.0.1:PORT"}
 replicas:
   - name: titan
     kind: datacenter
-    engine: torchtitan
+    engine: deepspeed
     nodes: 2
     rendezvous: 127.0.0.1:MEETING
     batch_size: 4
