@@ -7,9 +7,9 @@ from pathlib import Path
 from hetero_pp.core.files import write_whole
 
 RENDERER = "hetero_pp.program.report.pictures.save_figure"
-"""What `save_placeholder` replaces: it renders the pictures of a run. Figures are still composed."""
+"""The function that `save_placeholder` replaces. It renders the pictures of a run; figures are still composed."""
 
 
-def save_placeholder(_figure: object, path: Path) -> None:
+def save_placeholder(_figure: object, path: Path, dpi: int = 0) -> None:
     """Write a file in place of a rendered picture."""
     write_whole(path, b"a picture")

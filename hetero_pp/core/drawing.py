@@ -1,4 +1,4 @@
-"""What all pictures share: style, colours, curves and saving. matplotlib is imported only when something is drawn."""
+"""Style, colours, curves and saving for all pictures. matplotlib is imported only when something is drawn."""
 
 from __future__ import annotations
 

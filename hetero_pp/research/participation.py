@@ -1,4 +1,4 @@
-"""Which replicas of a row train in a round, which text each of them reads, and how much each counts."""
+"""Participation in a table's row: the replicas that train in a round, the text of each, and its weight."""
 
 from __future__ import annotations
 
