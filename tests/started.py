@@ -161,7 +161,7 @@ def _main(
     server.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
     os.environ.update(environment)
-    pictures.save_figure = save_placeholder
+    pictures.save_figure = save_placeholder  # type: ignore[assignment]
     try:
         if isinstance(what, Path):
             sys.path.insert(0, str(what.parent))
