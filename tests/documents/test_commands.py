@@ -100,8 +100,6 @@ NOT_RUN = {
     "make demo TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
     "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
-    "torchx run -s kubernetes -cfg queue=default hetero_pp/program/launch/torchx_components.py:part ... "
-    "--image registry/hetero-pp": SCHEDULER,
     "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper "
     "--corpus hf:mlfoundations/dclm-baseline-1.0 --tokenizer /data/llama-2": HOURS,
     "pip install lm-eval[hf]": ELSEWHERE,
