@@ -1,4 +1,4 @@
-"""What all pictures share: style, colours, curves and saving. matplotlib is imported only when something is drawn."""
+"""Draw pictures in one style: its colours and sizes, curves, and saving. matplotlib is imported when something is drawn."""
 
 from __future__ import annotations
 
