@@ -1,4 +1,4 @@
-"""Draw pictures in one style: its colours and sizes, curves, and saving. matplotlib is imported when something is drawn."""
+"""Draw pictures in one style: sizes, colours, curves and saving. matplotlib is imported once something is drawn."""
 
 from __future__ import annotations
 
