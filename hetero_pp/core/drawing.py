@@ -1,4 +1,4 @@
-"""Style, colours, curves and saving for all pictures. matplotlib is imported only when something is drawn."""
+"""Draw pictures in one style: sizes, colours, curves and saving. matplotlib is imported once something is drawn."""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ def run_topology(
     since, file = time.time() if since is None else since, ConfigFile(path, overrides)
     resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     prepared = _prepare(file, runs, None, resume)
-    name, default = prepared.spec.config.name, run_in_process if in_process else launch
+    name, start = prepared.spec.config.name, start or (run_in_process if in_process else launch)
     folder = RunFolder(runs.absolute() / name)
     with (
         claim(runs.absolute(), name, prepared.names),
         claim_store(prepared.spec.config, folder),
         ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
     ):
-        run_and_record(prepared, runs, start or default, resume, since, hint.print_once)
+        run_and_record(prepared, runs, start, resume, since, hint.print_once)
 
 
 def run_on_this_host(
