@@ -1,4 +1,4 @@
-"""Which replicas of a row train in a round, which text each of them reads, and how much each counts."""
+"""Replicas of a row that take part in a round, the text that each of them reads, and the weights of contributions."""
 
 from __future__ import annotations
 
