@@ -1,4 +1,4 @@
-"""Participation in a table's row: the replicas that train in a round, the text of each, and its weight."""
+"""Replicas of a row that take part in a round, the text that each of them reads, and the weights of contributions."""
 
 from __future__ import annotations
 

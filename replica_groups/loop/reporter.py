@@ -29,6 +29,12 @@ class Reporter:
         """Return an empty report of this member with the present time, to be filled in and sent."""
         return Report(time=time.time(), member=self.member)
 
+    def tell_device(self, name: str) -> None:
+        """Report on which device the member computes."""
+        report = self.new()
+        report.computes.device = name
+        self.send(report)
+
     def send(self, report: Report) -> None:
         """Queue a report."""
         self._queue.put(report)

@@ -90,11 +90,9 @@ def take_part(
 ) -> None:
     """Train all remaining rounds as one member of a run, on `ranks.device`, or as one of several ranks that form it.
 
-    The exchange tells the round after which the run resumes. The caller closes the connections, or aborts them if this
-    function raises HeteroPPError, which means that the run failed here or elsewhere.
-
-    `gate`, if set, delays each round until it is open. `steps_of`, if set, replaces the clock in rounds of a fixed time
-    (`round_length`). `faults` are injected into the member. `stopping` asks it to save its state and leave.
+    The caller closes the connections, or aborts them if this function raises HeteroPPError, which means that the run
+    failed here or elsewhere. `gate`, if set, delays each round until it is open. `steps_of`, if set, replaces the clock
+    in rounds of a fixed time (`round_length`). `faults` are injected. `stopping` asks to save the state and leave.
     """
 
     def say(line: str) -> None:
@@ -103,9 +101,8 @@ def take_part(
     config = spec.config
     use(ranks.device)
     shaped = _shaped(spec, member, connections, stopping)
-    exchange: ExchangeService = (
-        shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
-    )
+    first = shaped if ranks.is_first else None
+    exchange: ExchangeService = shaped if ranks.world == 1 else CollectiveExchange(first, ranks)
     source = keep_trying(lambda: open_source(config.data, folder.cache), say) if member.reads_data else None
     run = exchange.agree(member.name, spec.agreed, tokens_digest(source))
     copies = _copies(config, folder, member) if ranks.is_first else None
@@ -115,15 +112,13 @@ def take_part(
     with seat.taken():
         saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
-        carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
+        carrier = first if isinstance(first, CarriedExchange) else None
         tell = say if gate is None else lambda line: None  # a thread shares its output with all members
         trainer, outer, holds = _build(
             spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier, tell=tell
         )
         reporter = Reporter(exchange, member.name)
-        report = reporter.new()
-        report.computes.device = name_of(ranks.device)
-        reporter.send(report)
+        reporter.tell_device(name_of(ranks.device))
         loop = TrainingLoop(
             trainer,
             member.replica.name,

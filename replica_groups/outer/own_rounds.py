@@ -1,4 +1,4 @@
-"""Training of a replica that theta does not contain: rounds ahead of it, or a round that excluded it.
+"""Rounds that a replica has trained and theta does not contain: rounds ahead of it, or a round that excluded it.
 
 A round starts from theta, or from another state of the replica itself:
 - with `overlap`, from theta minus a part of the contribution that is under way (`starts`);

@@ -83,10 +83,10 @@ def train_fast(
 ) -> FastResult:
     """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
 
-    `compiles`: use torch.compile where it works. Losses then differ by rounding. `stacks`: replicas of one kind
-    take their inner steps together where they can, by default on a GPU if a measurement finds it faster. Losses then
-    differ by rounding, too.
-    `bias_every`, `similarity_every`, `volume_every`: rounds between measurements of equation 5's bias, and of the
+        `compiles`: use torch.compile where it works. Losses then differ by rounding.
+    `stacks`: replicas of one kind take their inner steps together where they can. Losses then differ by rounding. By
+    default they do so on a GPU if a measurement finds it faster.
+        `bias_every`, `similarity_every`, `volume_every`: rounds between measurements of equation 5's bias, and of the
     similarity and the size of contributions.
     `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
     `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
