@@ -7,7 +7,7 @@ from pathlib import Path
 from hetero_pp.core.files import write_whole
 
 RENDERER = "hetero_pp.program.report.pictures.save_figure"
-"""What `save_placeholder` replaces: it renders the pictures of a run. Figures are still composed."""
+"""Function that renders the pictures of a run. `save_placeholder` replaces it; figures are still composed."""
 
 
 def save_placeholder(_figure: object, path: Path) -> None:
