@@ -121,8 +121,8 @@ def _run(what: str | Path, arguments: Sequence[str], timeout: float = TIMEOUT) -
         program.kill()
 
 
-def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280) -> None:
-    """Run a script on `world` local ranks, which find each other as with torchrun; a single rank runs alone."""
+def run_on_ranks(world: int, what: str | Path, *arguments: str, timeout: float = 280) -> None:
+    """Run a module or a script on `world` local ranks, which find each other as with torchrun. One runs alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alike = {
         "WORLD_SIZE": str(world),
@@ -132,7 +132,7 @@ def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     own = [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
-    ranks = [Started(script, arguments, environment) for environment in own]
+    ranks = [Started(what, arguments, environment) for environment in own]
     try:
         left, deadline = list(ranks), time.monotonic() + timeout
         while left:
@@ -161,7 +161,7 @@ def _main(
     server.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
     os.environ.update(environment)
-    pictures.save_figure = save_placeholder  # type: ignore[assignment]
+    pictures.save_figure = save_placeholder
     try:
         if isinstance(what, Path):
             sys.path.insert(0, str(what.parent))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from started import run_program
+from started import run_on_ranks
 
 pytestmark = pytest.mark.starts_processes
 
@@ -46,17 +44,11 @@ def test_torchrun_comes_to_the_same(tmp_path: Path, corpus: Path) -> None:
     (folder / "scales" / "tiny.yaml").write_text(SCALE.replace("CORPUS", str(corpus)))
     (folder / "toy" / "one.yaml").write_text(EXPERIMENT)
     losses = {}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name in ("alone", "together"):
         results = tmp_path / name
         options = ["--experiments", folder, "--runs", tmp_path / "runs", "--results", results, "--no-compile"]
         command = ["reproduce", "--scale", "tiny", "--seeds", "1", *map(str, options)]
-        if name == "alone":
-            done = run_program(*command)
-        else:
-            start = [*torchrun, "-m", "hetero_pp", *command]
-            done = subprocess.run(start, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_on_ranks(1 if name == "alone" else 2, "hetero_pp", *command)
         rows = json.loads((results / "tiny" / "toy" / "one.json").read_text())["rows"]
         losses[name] = {row["name"]: row["ours"]["mean"] for row in rows}
         assert len((results / "tiny" / "rows.jsonl").read_text().splitlines()) == 3

@@ -166,9 +166,7 @@ def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
 
 
 ON_RANKS_AND_STAGES = f"""{
-    ON_RANKS.replace("{every: 1}", "{every: 1000}")
-    .replace("rounds: 5", "rounds: 12")
-    .replace("torchtitan", "deepspeed")
+    ON_RANKS.replace("{every: 1}", "{every: 1000}").replace("rounds: 5", "rounds: 8").replace("torchtitan", "deepspeed")
 }
   - {{name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {{rank: 1/4}}}}
 """
