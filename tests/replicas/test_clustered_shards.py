@@ -89,3 +89,13 @@ def test_it_goes_on_from_a_checkpoint_to_the_same_bits(text: Path, tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         train_fast(spec, store, stop, checkpoint=tmp_path / "kept", checkpoint_seconds=0.0)
     assert train_fast(spec, store, checkpoint=tmp_path / "kept").validation_loss == whole.validation_loss
+
+
+def test_the_first_replica_reads_its_own_shard_once_the_others_join(text: Path, tmp_path: Path) -> None:
+    config = _config(text, pretraining=1)
+    group = AllReplicas(RunSpec(config, 256), _store(config, tmp_path))
+    shares = []
+    for round_ in (1, 2):
+        assert group.round(round_)
+        shares.append(group.batches[0].state().get("share", {"replicas": 1})["replicas"])
+    assert shares == [1, len(NAMES)]
