@@ -196,8 +196,8 @@ def _require_quorum(file: FaultFile, spec: RunSpec) -> None:
     without = missed(file)
     for index, fault in enumerate(file.faults):
         for place, round_ in enumerate(fault.rounds if isinstance(fault, Miss) else ()):
-            replicas, needed = rules.expected((), round_), rules.needed_of((), round_)
-            left = replicas - sum(round_ in rounds for name, rounds in without.items() if name in rules.due(round_))
+            replicas, needed = len(rules.replicas) - len(rules.optional), rules.needed
+            left = replicas - sum(round_ in rounds for rounds in without.values())
             if left < needed:
                 raise ConfigError(
                     ("faults", index, "rounds", place),

@@ -63,14 +63,13 @@ class Exchange(ExchangeService):
         tokens_a_step: Mapping[str, int] | None = None,
         magnitudes: MagnitudeSettings | None = None,
         text: Path | None = None,
-        reads: str = "",
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. `agreement`, `text` and `reads`: as in Joining.
+        members may report. `agreement` and `text`: as in Joining.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.decisions = Decisions(
@@ -89,7 +88,7 @@ class Exchange(ExchangeService):
         self.presence = Presence(state)
         self.reports = Reports(state, self.presence, bounds or ReportBounds())
         self.addresses = Addresses(state)
-        self.joining = Joining(state, self.presence, self.reports, self.addresses, agreement, text, reads)
+        self.joining = Joining(state, self.presence, self.reports, self.addresses, agreement, text)
         self.snapshots = Snapshots(state, log)
         self.assignments = Assignments(state, self.addresses)
         self.deposits = Deposits(state, log, settings.compression)
@@ -115,13 +114,12 @@ class Exchange(ExchangeService):
         spec: RunSpec | None = None,
         last_round: int | None = None,
         note: str = "",
-        examples_since: tuple[tuple[int, Mapping[str, int]], ...] = (),
         limits: ContributionLimits | None = None,
     ) -> None:
         """Open the round after a snapshot's, or after the later `last_round`; `damaged` files were skipped.
 
         `note` says without which data the run goes on; `spec` is the changed run, if something was changed.
-        `examples_since`: as in Rules. `limits` bound the contributions to rounds after this.
+        `limits` bound the contributions to rounds after this.
         """
         state, last_round = self._state, snapshot.round if last_round is None else last_round
         with state.changed:
@@ -134,7 +132,7 @@ class Exchange(ExchangeService):
                 state.rounds, state.changes = spec.latest.outer.rounds, spec.changes
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
-        self.decisions.tell(e.Began(last_round, state.rounds, examples_since))
+        self.decisions.tell(e.Began(last_round, state.rounds))
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(pb.Report(begun=begun))
 

@@ -32,16 +32,14 @@ class Joining:
         addresses: Addresses,
         agreement: Agreement | None,
         text: Path | None,
-        reads: str,
     ) -> None:
         """Without an agreement, members are not asked what they were started with.
 
-        `text`: the file that says which text the run is trained on. `reads`: the digest of the text that the exchange
-        reads itself, if it does.
+        `text`: the file that says which text the run is trained on.
         """
         self._state, self._presence, self._reports, self._addresses = state, presence, reports, addresses
         self._agreement = agreement
-        self._text = Text(text, self._is_there, lambda: state.coordinator.last_round > 0, reads)
+        self._text = Text(text, self._is_there, lambda: state.coordinator.last_round > 0)
         self._tokens: dict[str, str] = {}
         """Digest of the text that each member reads, of members that read one."""
         self._taking = threading.Lock()

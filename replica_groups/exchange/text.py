@@ -17,8 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import ConfigError, DamagedFile
+from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import write_whole
 from hetero_pp.store.folder import storing
 
@@ -47,19 +46,13 @@ class Text:
         path: Path | None,
         is_there: Callable[[str], bool],
         has_trained: Callable[[], bool],
-        reads: str = "",
     ) -> None:
         """`path`: the file that keeps the text's digest; one from an earlier start of the run is final.
 
-        `is_there`: returns whether a member holds its slot; `has_trained`: whether a round is decided. `reads`:
-        digest of the text that the exchange itself reads, if it does: then members with another one are refused.
+        `is_there`: returns whether a member holds its slot; `has_trained`: whether a round is decided.
         """
         self._path, self._is_there, self._has_trained = path, is_there, has_trained
         self._told = None if path is None else _kept(path)
-        if reads:
-            self._told = self._told or _Told(reads, (EXCHANGE,))
-            if said := self._complaint(reads, [one for one in self._told.by if one != EXCHANGE]):
-                raise ConfigError(("data", "corpus"), f"the exchange {said}")
         self._stays = self._told is not None
 
     def complaint(self, member: str, tokens: str) -> str:

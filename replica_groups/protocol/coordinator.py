@@ -13,7 +13,6 @@ The state is in protocol.state, and the transitions of slots are in protocol.slo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -91,7 +90,6 @@ class Coordinator(SlotTransitions):
 
     def _began(self, event: e.Began, now: float) -> Iterator[e.Effect]:
         self.last_round, self.rounds = event.round, event.rounds
-        self.rules = replace(self.rules, examples_since=event.examples_since)
         self._finishing = set(self.alive)
         yield from self._open_next(now, set(self.alive))
 
@@ -152,7 +150,7 @@ class Coordinator(SlotTransitions):
             number = self.last_round + 1
             taking_part = {name for name in taking_part if not self._is_excluded(name, number)}
             unawaited = frozenset(name for name, one in self.replicas.items() if now < one.awaited_from)
-            self.open = OpenRound(number, now, taking_part & self.rules.due(number), unawaited=unawaited)
+            self.open = OpenRound(number, now, taking_part, unawaited=unawaited)
             self._look_at = now + self.rules.limit
         else:
             self._finish_by = now + self.rules.grace.most

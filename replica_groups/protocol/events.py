@@ -49,8 +49,6 @@ class Began:
     round: int
     rounds: int
     """Number of the last round."""
-    examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
-    """As in `Rules.examples_since`."""
 
 
 @dataclass(frozen=True)

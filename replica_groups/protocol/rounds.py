@@ -98,7 +98,7 @@ class OpenRound:
         for replica in sorted(self.whole):
             own = self.deposits[replica]
             blobs = {block: own.blobs[block] for block in sorted(own.blobs)}
-            weight = rules.weight(replica, min(own.steps, most), self.number)
+            weight = rules.weight(replica, min(own.steps, most))
             counted.append(Contribution(replica, own.epoch, own.steps, weight, blobs))
         late = tuple(sorted(self.taking_part - self.whole.keys()))
         return Record(self.number, tuple(counted), late)

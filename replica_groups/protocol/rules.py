@@ -58,17 +58,8 @@ class Rules:
     steps: range = range(MOST_STEPS + 1)
     """Allowed numbers of inner steps of a contribution."""
 
-    examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
-    """First round -> (replica -> sequences in its shard) from that round on, in order, for weights by examples.
-
-    Empty without such weights. Known once the run begins, like the replicas that take part.
-    """
-
     optional: frozenset[str] = frozenset()
     """Optional replicas. A quorum is a share of the required replicas and the present optional ones."""
-
-    due_since: tuple[tuple[int, frozenset[str]], ...] = ()
-    """First round -> replicas that take part from that round on, in order; empty: all of them, in every round."""
 
     @cached_property
     def replicas(self) -> list[str]:
@@ -76,32 +67,21 @@ class Rules:
 
     @cached_property
     def needed(self) -> int:
-        """Smallest quorum if all replicas are to take part."""
+        """Smallest quorum."""
         return self.needed_of(())
 
-    def due(self, round_: int) -> frozenset[str]:
-        """Return the replicas that are to take part in a round."""
-        found = [names for since, names in self.due_since if since <= round_]
-        return found[-1] if found else frozenset(self.replicas)
+    def expected(self, there: Iterable[str]) -> int:
+        """Return the number of replicas of which a quorum is a share; `there` are the present replicas."""
+        return len(set(self.replicas) - self.optional.difference(there))
 
-    def expected(self, there: Iterable[str], round_: int | None = None) -> int:
-        """Return the number of replicas of which a quorum is a share.
-
-        `there` are the present replicas. With `round_`, only the replicas that are due in that round count.
-        """
-        due = self.replicas if round_ is None else self.due(round_)
-        return len(set(due) - self.optional.difference(there))
-
-    def needed_of(self, there: Iterable[str], round_: int | None = None) -> int:
-        """Return the quorum while the replicas `there` are present; arguments as in `expected`."""
-        return max(1, math.ceil(self.quorum * self.expected(there, round_) - 1e-9))
+    def needed_of(self, there: Iterable[str]) -> int:
+        """Return the quorum while the replicas `there` are present."""
+        return max(1, math.ceil(self.quorum * self.expected(there) - 1e-9))
 
     def is_lost_without(self, replicas: Iterable[str]) -> bool:
-        """Return whether without these replicas some rounds would have no quorum."""
-        lost, rounds = set(replicas) - self.optional, [since for since, _ in self.due_since] or [1]
-        return any(
-            self.expected((), since) - len(lost & self.due(since)) < self.needed_of((), since) for since in rounds
-        )
+        """Return whether without these replicas rounds would have no quorum."""
+        lost = set(replicas) - self.optional
+        return self.expected(()) - len(lost.intersection(self.replicas)) < self.needed
 
     def places_of(self, replica: str) -> list[str]:
         """Return a replica's slots in the order of the stages."""
@@ -119,9 +99,6 @@ class Rules:
         expected = f"{least}" if least + 1 == self.steps.stop else f"{least} to {self.steps.stop - 1}"
         return f"found {steps} inner steps, expected {expected}"
 
-    def weight(self, replica: str, steps: int, round_: int) -> float:
-        """Return the weight of a contribution to a round from this number of inner steps."""
-        if self.examples_since:
-            examples = [sizes for since, sizes in self.examples_since if since <= round_][-1]
-            return float(examples[replica])
+    def weight(self, replica: str, steps: int) -> float:
+        """Return the weight of a contribution from this number of inner steps."""
         return 1.0 if self.tokens_a_step is None else float(steps * self.tokens_a_step[replica])

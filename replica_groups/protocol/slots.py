@@ -184,7 +184,7 @@ class SlotTransitions(State):
         place, number = self.places[event.blames], self.open.number
         cause = f"round {number}: {first} and {second} exchanged {MOST_MALFORMED} malformed messages ({event.cause})"
         others = {*self._there(self.open)} - {place.replica}
-        if len(others) < (needed := self.rules.needed_of(others, number)):
+        if len(others) < (needed := self.rules.needed_of(others)):
             left = f"without {place.replica}, {len(others)} of {needed} needed replicas are left"
             yield e.Stop(f"{cause}; {left}: check whether training diverged, and the memory of both machines")
             return

@@ -92,7 +92,7 @@ class State:
         if self.open is None:
             return self.rules.needed_of(())
         there = {name for name in self.open.taking_part if not self.replicas[name].missed and not self.open.is_overdue}
-        return self.rules.needed_of({*there, *self.open.whole}, self.open.number)
+        return self.rules.needed_of({*there, *self.open.whole})
 
     @property
     def is_through(self) -> bool:
@@ -141,14 +141,13 @@ class State:
         return None if own is None or own.epoch != epoch else own.blobs.get(block)
 
     def _view_of(self, opened: OpenRound) -> OpenRoundView:
-        awaited = self.rules.due(opened.number) - self.rules.optional.difference(self.alive)
+        awaited = set(self.rules.replicas) - self.rules.optional.difference(self.alive)
         deposited = {replica: frozenset(own.blobs) for replica, own in opened.deposits.items()}
         return OpenRoundView(opened.number, frozenset(awaited), deposited)
 
     def _there(self, opened: OpenRound) -> tuple[str, ...]:
         """Return the replicas that a round can include."""
-        alive = self.rules.due(opened.number).intersection(self.alive)
-        return tuple(sorted(alive | opened.whole.keys()))
+        return tuple(sorted({*self.alive, *opened.whole}))
 
     @property
     def paused(self) -> e.Paused | None:
@@ -179,8 +178,6 @@ class State:
     def _may_join(self, replica: str, now: float) -> bool:
         """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
         assert self.open is not None
-        if replica not in self.rules.due(self.open.number):
-            return False
         if self._is_excluded(replica, self.open.number) and replica not in self.open.taking_part:
             return self.open.is_overdue or self._others_there(replica) < self._needed
         if replica in self.open.taking_part or replica in self.open.whole:

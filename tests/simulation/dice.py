@@ -82,16 +82,6 @@ def draw_optional(dice: Random, rules: Rules) -> Rules:
     return replace(rules, optional=frozenset(one for one in rules.replicas if come_and_go and dice.random() < 0.7))
 
 
-def draw_due(dice: Random, rules: Rules, rounds: int) -> Rules:
-    """Let only some replicas take part in some rounds, in some histories."""
-    if dice.random() >= 0.3:
-        return rules
-    sinces = [1, *sorted(dice.sample(range(2, rounds + 1), min(2, rounds - 1)))]
-    counts = [dice.randint(1, len(rules.replicas)) for _ in sinces]
-    due = [(since, frozenset(rules.replicas[:count])) for since, count in zip(sinces, counts, strict=True)]
-    return replace(rules, due_since=tuple(due))
-
-
 def draw_faults(dice: Random) -> Faults:
     """Draw the faults of a history.
 

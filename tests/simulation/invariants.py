@@ -91,10 +91,8 @@ class Invariants:
         names = [one.replica for one in record.contributions]
         if names != sorted(set(names)):
             raise Violation(2, f"round {record.round} counts {names}")
-        if len(names) < (least := rules.needed_of((), record.round)):
+        if len(names) < (least := rules.needed):
             raise Violation(6, f"round {record.round} counts {names}, fewer than {least}")
-        if others := {*names, *record.late} - rules.due(record.round):
-            raise Violation(2, f"round {record.round} counts, or missed, {sorted(others)}, which are not to take part")
         for one in record.contributions:
             self._require_whole(record.round, one)
         if set(names) & set(record.late):
@@ -208,7 +206,7 @@ class Invariants:
                 one for one in coordinator.open.taking_part if not (coordinator.replicas[one].missed or is_overdue)
             }
             there |= watched.whole
-            needed = coordinator.rules.needed_of(there, coordinator.open.number)
+            needed = coordinator.rules.needed_of(there)
             watched.quorum_at = host.now if len(watched.whole) >= needed else None
         if isinstance(event, e.Left):
             watched.ended[event.place] = max(event.term, watched.ended.get(event.place, 0))
@@ -330,7 +328,7 @@ class Invariants:
             and coordinator.replicas[name].alive
             and watched.opened_at >= watched.unawaited_until.get(name, 0.0)
         }
-        if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}, effect.round):
+        if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
     def _require_reason(self, host: Host, watched: Watched, event: e.Event, effect: e.Fenced) -> None:

@@ -59,10 +59,6 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(Coordinator, "_heard_training", "replica.round is not None or place.asked is not None", "False"),
     ),
     "assigns a round twice": (Edit(Coordinator, "_may_join", "return replica not in self.open.whole", "return True"),),
-    "lets in who is not to take part": (
-        Edit(Coordinator, "_may_join", "if replica not in self.rules.due(self.open.number):", "if False:"),
-    ),
-    "waits for who is not to take part": (Edit(Coordinator, "_open_next", " & self.rules.due(number)", ""),),
     "lets in out of phase": (
         Edit(Coordinator, "_may_join", "at_once = self.rules.joins_at_once or", "at_once = True or"),
     ),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from simulation.dice import Faults, draw_due, draw_faults, draw_idles, draw_optional, draw_rules
+from simulation.dice import Faults, draw_faults, draw_idles, draw_optional, draw_rules
 from simulation.faults import FaultInjector
 from simulation.host import Host
 from simulation.invariants import Invariants
@@ -59,8 +59,7 @@ class World:
         self.seed, self.rounds, self.tells = seed, rounds, tells
         self.dice = Random(seed)
         self.timeline = Timeline()
-        optional = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
-        self.rules = draw_due(Random(f"{seed}: who is to take part"), optional, rounds)
+        self.rules = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
         drawn = draw_idles(Random(f"{seed}: who idles"), draw_faults(self.dice))
         self.faults = drawn if faults is None else faults
         self.states_every = self.dice.choice((1, 1, 2, 3))
@@ -125,20 +124,19 @@ class World:
         return self.rules.limit + STUCK_SECONDS
 
     def _look_whether_stuck(self) -> None:
-        number = self.store.last + 1
-        due, least = self.rules.due(number), self.rules.needed_of((), number)
-        calm = max(self._decided_at, *sorted(self._calm_since[one] for one in due)[:least])
+        replicas, least = self.rules.replicas, self.rules.needed
+        calm = max(self._decided_at, *sorted(self._calm_since[one] for one in replicas)[:least])
         self._stuck_at = calm + self._patience
         if self.timeline.now <= self._stuck_at:
             return
         self._stuck_at = self.timeline.now + self._patience
-        there = [replica for replica in sorted(due) if self._is_well(replica)]
+        there = [replica for replica in replicas if self._is_well(replica)]
         if self.store.last == self.rounds:
             left = [member.process for member in self.members]
             raise Violation(6, f"the run is over, and {left} do not end")
         if self.injector.is_over:
             raise Violation(6, f"nothing goes wrong any more, and the round does not close with {there}")
-        if len(there) >= self.rules.needed_of(there, number) and self._are_hosts_well():
+        if len(there) >= self.rules.needed_of(there) and self._are_hosts_well():
             raise Violation(6, f"{there} are there, and the round does not close")
 
     def _are_hosts_well(self) -> bool:
@@ -229,12 +227,8 @@ class World:
         self.tell(f"round {record.round} is decided: {', '.join(one.replica for one in record.contributions)}")
         for one in record.contributions:
             self._counted_at[one.replica] = now
-        due = self.rules.due(record.round)
         for replica in self.rules.replicas:
-            if replica in due:
-                self._take_stock(replica, before, record)
-            else:
-                self._calm_since[replica] = max(self._calm_since[replica], now)
+            self._take_stock(replica, before, record)
         self._decided_at = now
         if record.round % KEPT_BLOBS == 0:
             self.store.forget_blobs_before(record.round - KEPT_BLOBS)
