@@ -82,7 +82,7 @@ RUN_BY = {
     "hetero-pp serve run.yaml": JOINED,
     "hetero-pp serve hosts.yaml": JOINED,
     "hetero-pp invite three-hosts --address dc.example:47600": JOINED,
-    "hetero-pp invite three-hosts --place dc --address dc.example:47600": JOINED,
+    "hetero-pp invite three-hosts --slot dc --address dc.example:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
     "git apply docs/patches/root.patch": PATCHED,
     "git apply docs/patches/float8.patch": PATCHED,
