@@ -109,7 +109,7 @@ class Admission:
         run = json.loads(self._told.configuration)["name"]
         if free:
             found_free = f"every stage of a group is taken; {', '.join(free)} is free for a ticket that names it"
-            raise Refused(f"{found_free}: ask the operator of the run for `hetero-pp invite {run} --place {free[0]}`")
+            raise Refused(f"{found_free}: ask the operator of the run for `hetero-pp invite {run} --slot {free[0]}`")
         ask = (
             f"ask the operator of the run to free one (`hetero-pp revoke {run} SLOT`), or to add a replica to its YAML"
         )

@@ -79,10 +79,9 @@ RUN_BY = {
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
-    "hetero-pp serve run.yaml": JOINED,
     "hetero-pp serve hosts.yaml": JOINED,
-    "hetero-pp invite three-hosts --address dc.example:47600": JOINED,
-    "hetero-pp invite three-hosts --place dc --address dc.example:47600": JOINED,
+    "hetero-pp invite hosts --address HOST:47600": JOINED,
+    "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
     "git apply docs/patches/root.patch": PATCHED,
     "git apply docs/patches/float8.patch": PATCHED,
@@ -98,6 +97,9 @@ TESTS = "runs tests"
 DOWNLOADS = "downloads another torch: tests/documents/test_setup.py looks at what make would do"
 NOT_RUN = {
     "make demo TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
+    "git clone ADDRESS hetero-pp && cd hetero-pp && python3 -m venv .venv": DOWNLOADS,
+    ".venv/bin/pip install torch --index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
+    ".venv/bin/pip install --editable .": DOWNLOADS,
     "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
     "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper "

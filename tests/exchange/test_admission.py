@@ -654,7 +654,7 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
     served.serve_again()
     assert served.takes(served.ticket()).place == "b"
     free = r"every stage of a group is taken; a is free for a ticket that names it: "
-    with pytest.raises(Refused, match=free + "ask the operator of the run for `hetero-pp invite run --place a`"):
+    with pytest.raises(Refused, match=free + "ask the operator of the run for `hetero-pp invite run --slot a`"):
         served.takes(served.ticket(), "another host")
     assert served.takes(served.ticket("a"), "datacenter").place == "a"
     with pytest.raises(Refused, match=r"every slot of the run is taken: ask the operator of the run to free one"):

@@ -22,12 +22,14 @@ from listening import listening
 from members import TIMEOUT
 from ruamel.yaml import YAML
 from started import Started, run_program, start_program
+from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.planner.spares import group_spares
+from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
@@ -98,7 +100,7 @@ class Run:
     def invite(self, *more: str) -> str:
         done = self.ask("invite", *more)
         assert done.returncode == 0, done.stderr
-        named = more[more.index("--place") + 1] if "--place" in more else "a stage of group"
+        named = more[more.index("--slot") + 1] if "--slot" in more else "a stage of group"
         assert re.search(rf"^homes: this ticket is for .*{re.escape(named)}", done.stderr)
         return done.stdout.strip()
 
@@ -175,9 +177,9 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     (messy / "._00.txt").write_text("is hidden")
     (messy / "loop").symlink_to(".")
     tickets = {
-        "anna": run.invite("--place", "home.1", "--address", run.address),
+        "anna": run.invite("--slot", "home.1", "--address", run.address),
         "ben": run.invite(),
-        "dc.example": run.invite("--place", "dc"),
+        "dc.example": run.invite("--slot", "dc"),
     }
     run.join("anna", tickets["anna"], data=messy)
     run.join("ben", tickets["ben"], data=messy)
@@ -215,7 +217,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run = Run(tmp_path, corpus, 100_000, lease="2 s")
     runs.append(run)
     run.serve()
-    tickets = {place: run.invite("--place", place) for place in PLACES}
+    tickets = {place: run.invite("--slot", place) for place in PLACES}
     for place in PLACES:
         run.join(place, tickets[place])
     run.wait_for('"evaluation", "replica": "home", "round": 2')
@@ -278,7 +280,7 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     run = Run(tmp_path, corpus, 100_000, lease="2 s", groups="name: home, count: 0..2")
     runs.append(run)
     run.serve()
-    run.join("dc", run.invite("--place", "dc"))
+    run.join("dc", run.invite("--slot", "dc"))
     run.wait_for_round("dc", 2)
     for host in ("anna", "ben"):
         run.join(host, run.invite())
@@ -313,7 +315,7 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     runs.append(run)
     run.serve()
     for place in PLACES:
-        run.join(place, run.invite("--place", place))
+        run.join(place, run.invite("--slot", place))
     run.wait_for_round("home", 2)
     members = {host: _members(run, host) for host in PLACES}
     run.processes["exchange"].terminate()
@@ -323,7 +325,7 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     run.serve("--resume")
     folder = RunFolder(run.runs("exchange") / "homes")
     run.wait_until(lambda: "name: second" in folder.config.read_text())
-    run.join("second", run.invite("--place", "second"))
+    run.join("second", run.invite("--slot", "second"))
     run.wait_for_round("second", 2)
     (since,) = set(YAML(typ="safe").load(folder.changes)["replicas"]) - {1}
     readers = ("dc", "home.0", "second")
@@ -383,7 +385,7 @@ def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
     run.serve()
-    tickets = {place: run.invite("--place", place) for place in PLACES}
+    tickets = {place: run.invite("--slot", place) for place in PLACES}
     run.join("dc", tickets["dc"])
     run.wait_for('"member": "dc", "event": "joined"')
     other = tmp_path / "other"
@@ -478,11 +480,11 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
 
 
 def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"--place home\.2: expected one of dc, home\.0, home\.1"):
+    with pytest.raises(ConfigError, match=r"--slot home\.2: expected one of dc, home\.0, home\.1"):
         served.invite("home.2", capsys)
     with pytest.raises(
         ConfigError,
-        match=r"--place home: found the name of a group: leave out --place .*, or name a stage, such as home\.0",
+        match=r"--slot home: found the name of a group: leave out --slot .*, or name a stage, such as home\.0",
     ):
         served.invite("home", capsys)
     with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
@@ -510,13 +512,20 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
 
     first, dc = told(None)
     assert first.startswith("homes: this ticket is for a stage of group home; it admits one host until 20")
-    command = "`hetero-pp invite homes --place dc`"
+    command = "`hetero-pp invite homes --slot dc`"
     assert dc == f"homes: dc is still free; a datacenter replica needs a ticket with its name: {command}"
     (one,) = told("home.1")
     assert one.startswith("homes: this ticket is for home.1, a stage of group home; ")
     (one,) = told("dc")
     assert one.startswith("homes: this ticket is for the datacenter replica dc; ")
     assert len(told(None)) == 1  # dc has a ticket already
+
+
+@pytest.mark.parametrize("option", ["--slot", "--place"])
+def test_the_slot_of_a_ticket_is_an_option_that_also_has_its_earlier_name(option: str, served: Served) -> None:
+    arguments = ["invite", "homes", option, "home.1", "--address", served.address, "--runs", str(served.runs)]
+    result = CliRunner().invoke(app, arguments)
+    assert "this ticket is for home.1, a stage of group home" in result.stderr
 
 
 def test_groups_of_one_entry_are_called_by_its_name() -> None:
@@ -546,7 +555,7 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
 
 def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
-    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` frees it"):
+    with pytest.raises(ConfigError, match=r"--slot: home\.1 is taken: `hetero-pp revoke` frees it"):
         served.invite("home.1", capsys)
 
 

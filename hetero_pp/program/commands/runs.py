@@ -93,6 +93,7 @@ def invite(
     place: Annotated[
         str | None,
         typer.Option(
+            "--slot",
             metavar="SLOT",
             help="Reserve this datacenter replica or stage (home.2); by default, admit to any stage of a group.",
         ),
@@ -173,7 +174,8 @@ def join(
 def leave(
     run: RunName,
     place: Annotated[
-        str | None, typer.Option(metavar="SLOT", help="Choose the slot, if several members joined from this host.")
+        str | None,
+        typer.Option("--slot", metavar="SLOT", help="Choose the slot, if several members joined from this host."),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:

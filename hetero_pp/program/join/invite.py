@@ -48,14 +48,14 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
         try:
             ticket = memberships.invite(place, seconds)
         except HeteroPPError as error:
-            raise ConfigError((), f"--place: {error}") from None
+            raise ConfigError((), f"--slot: {error}") from None
     until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
     sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store).to_text() + "\n")
     complain(
         f"{run}: this ticket is for {slots}; it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     )
     if place is None and (open_slots := _open_datacenters(config, folder, authority)):
-        commands = " or ".join(f"`hetero-pp invite {run} --place {name}`" for name in open_slots)
+        commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)
         complain(f"{run}: {names} is still free; a datacenter replica needs a ticket with its name: {commands}")
 
@@ -139,12 +139,12 @@ def _require_place(config: RunConfig, place: str | None) -> None:
         groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
         if place in [*groups, *_entries(groups)]:
             stage = next(one for one in places if one.startswith(place))
-            any_stage = "leave out --place for a ticket to any free stage of a group"
+            any_stage = "leave out --slot for a ticket to any free stage of a group"
             raise ConfigError(
-                (), f"--place {place}: found the name of a group: {any_stage}, or name a stage, such as {stage}"
+                (), f"--slot {place}: found the name of a group: {any_stage}, or name a stage, such as {stage}"
             )
         near = get_close_matches(place, places, n=NAMED) if len(places) > NAMED else []
-        raise ConfigError((), f"--place {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
+        raise ConfigError((), f"--slot {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
 
 
 def _reached(config: RunConfig) -> str:

@@ -84,11 +84,11 @@ class OwnRounds:
     def _line(self, member: str, told: MemberRound) -> str:
         """Return the line of a member's round.
 
-        It is of the form `round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, outer round 2 s),
-        sent 1.2 MB`.
+        It is of the form `round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, exchange with other
+        replicas 2 s), sent 1.2 MB`.
         """
         whole = told.compute_seconds + told.wait_seconds + told.outer_seconds + told.evaluation_seconds
-        shares = {"waiting for neighbours": told.wait_seconds, "outer round": told.outer_seconds}
+        shares = {"waiting for neighbours": told.wait_seconds, "exchange with other replicas": told.outer_seconds}
         within = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in shares.items() if seconds)
         parts = [
             *self._losses(member, told.round),
