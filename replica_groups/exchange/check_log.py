@@ -29,6 +29,8 @@ class CheckedRound:
     replicas: tuple[str, ...]
     """Included replicas."""
     late: tuple[str, ...]
+    left_out: tuple[str, ...]
+    """Replicas whose contributions were rejected as too large."""
     sha256: str | None
     """sha256 of the parameters after the round; None if they cannot be computed."""
     is_audited: bool
@@ -70,6 +72,7 @@ class LogCheck:
                 round_,
                 () if record is None else tuple(entry.replica for entry in record.contributions),
                 () if record is None else tuple(record.late),
+                () if record is None else tuple(record.left_out),
                 sha256,
                 sha256 is not None and record is not None and self._hold_against_audit(record, sha256),
                 has_snapshot,

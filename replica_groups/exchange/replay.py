@@ -24,9 +24,9 @@ def replay(
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
 
-    Only the blobs of the blocks that the optimizer needs are fetched: in most methods, those of `theta`.
+    Fetches only the blobs of the blocks that the optimizer needs. In most methods these are the blocks of `theta`.
 
-    Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
+    `theta` must contain every tensor of each of its blocks. Raises MalformedContribution if a blob is not the one the record names.
     """
     optimizer.begin(record.round)
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():

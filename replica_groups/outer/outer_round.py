@@ -209,9 +209,9 @@ class OuterRound:
         self.feedback.take_back()
 
     def _decide(self, record: RoundRecord) -> bool:
-        """Decide the contribution to a round: restore it to error feedback, unless the record includes it.
+        """Settle this member's contribution to a round, once the record is known.
 
-        Return whether it is included. The record may instead include a contribution of an earlier generation of the
+        Restore it to error feedback unless the record includes it. Return whether it does. The record may instead include a contribution of an earlier generation of the
         replica, which another coordinator received first. That one is then subtracted from error feedback.
         """
         decided, self.feedback.undecided = self.feedback.undecided, None
@@ -239,8 +239,8 @@ class OuterRound:
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
         """Apply the included contributions of a round.
 
-        `own` contains this member's own blobs by block, if they were included: on the first rank only, but not None on
-        the others.
+        `own`: this member's own blobs by block, or None if the record does not include them. Only the first rank needs
+        the blobs; the others pass an empty mapping.
         """
         fetched = self.calls.fetches(record.round)
 

@@ -184,7 +184,7 @@ class Coordinator(SlotTransitions):
             yield e.Refused(place.name, complaint, term=event.term)
 
     def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
-        """Learn from the delay of a late contribution, once, and exclude it."""
+        """Exclude a late contribution, and add its delay to the learned lateness, at most once."""
         replica, late = self.places[event.place].replica, self._late.get(event.round)
         if late is not None and replica in late.replicas:
             late.replicas.discard(replica)
