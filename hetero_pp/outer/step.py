@@ -28,8 +28,8 @@ def mean_of(
 ) -> Tensor:
     """Return the weighted mean of at least one contribution to one tensor, in the order given, as a dense fp32 tensor.
 
-    The mean is over all included replicas (equation 2 of Het-PP). With `divides_by="senders"`, each coordinate's mean is
-    over the replicas that sent it. A coordinate without senders is 0.
+    The mean is over all included replicas (equation 2 of Het-PP). With `divides_by="senders"`, the mean of a coordinate
+    is over the replicas that sent it. A coordinate without senders is 0.
     """
     mean = None
     for weight, decoded in weighted:

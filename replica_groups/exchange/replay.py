@@ -24,9 +24,10 @@ def replay(
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
 
-    Fetches only the blobs of the blocks that the optimizer needs. In most methods these are the blocks of `theta`.
+    Fetches only the blobs that the optimizer needs: in most methods those of the blocks of `theta`.
 
-    `theta` must contain every tensor of each of its blocks. Raises MalformedContribution if a blob is not the one the record names.
+    `theta` must contain every tensor of each of its blocks. Raises MalformedContribution if a blob is not the one that
+    the record names.
     """
     optimizer.begin(record.round)
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():

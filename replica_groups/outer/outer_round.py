@@ -211,8 +211,9 @@ class OuterRound:
     def _decide(self, record: RoundRecord) -> bool:
         """Settle this member's contribution to a round, once the record is known.
 
-        Restore it to error feedback unless the record includes it. Return whether it does. The record may instead include a contribution of an earlier generation of the
-        replica, which another coordinator received first. That one is then subtracted from error feedback.
+        Restore it to error feedback unless the record includes it. Return whether it does. The record may instead
+        include a contribution of an earlier generation of the replica, which another coordinator received first. That
+        one is then subtracted from error feedback.
         """
         decided, self.feedback.undecided = self.feedback.undecided, None
         assert decided is not None
