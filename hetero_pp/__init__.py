@@ -20,7 +20,7 @@ Path of the data, and the module of each step:
            over gRPC                              replica_groups.exchange.server
     each member, and the auditor, with the contributions that the record names:
       -> fetch, decode                            hetero_pp.pseudo_gradient.contribution.ReceivedBlob
-      -> mean, outer step                         replica_groups.exchange.replay, hetero_pp.outer.step
+      -> mean, outer step                         replica_groups.outer.apply_round, hetero_pp.outer.step
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 

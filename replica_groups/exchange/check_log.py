@@ -16,7 +16,7 @@ from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sh
 from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import audit_key, read_audit
 from replica_groups.exchange.log import ContributionLog, snapshot_key
-from replica_groups.exchange.replay import replay
+from replica_groups.outer.apply_round import apply_round
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class LogCheck:
             optimizer = self._optimizer
 
             def apply() -> dict[str, Tensor]:
-                replay(theta, self._run, record, read, optimizer)
+                apply_round(theta, self._run, record, read, optimizer)
                 return theta
 
             self._theta = self._noting(apply)

@@ -28,7 +28,7 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor, ReceivedBlob, 
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed
-from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
+from replica_groups.outer.apply_round import FetchBlob, apply_round, cut_rows
 from replica_groups.outer.error_feedback import ErrorFeedback
 from replica_groups.outer.own_rounds import LocalStart, OwnRounds
 from replica_groups.outer.parameter_store import ParameterStore
@@ -251,7 +251,7 @@ class OuterRound:
             return fetched(replica, block)
 
         self._is_applying = True
-        replay(self.theta, self.calls.run, record, fetch, self.optimizer)
+        apply_round(self.theta, self.calls.run, record, fetch, self.optimizer)
         self._is_applying = False
         hashes = {}
         for name, rows in self.theta.items():

@@ -34,7 +34,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.replay import replay
+from replica_groups.outer.apply_round import apply_round
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
 from replica_groups.protocol import events as e
@@ -811,7 +811,7 @@ def _replayed(
     optimizer = OuterOptimizer(SETTINGS)
     for round_ in rounds:
         record = exchange.log.read_record(round_)
-        replay(theta, "run", record, exchange.log.blobs_of(record), optimizer)
+        apply_round(theta, "run", record, exchange.log.blobs_of(record), optimizer)
     return theta
 
 
@@ -873,7 +873,7 @@ def test_a_blob_that_was_changed_in_the_log_is_found(
         return exchange.log.store.get(stored_blob(exchange.log, 2, replica, EPOCHS[replica], block))
 
     with pytest.raises(MalformedContribution, match="home, norm"):
-        replay(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))
+        apply_round(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))
 
 
 def test_every_round_is_verified_for_every_replica(trained: tuple[Exchange, dict[str, Tensor]]) -> None:

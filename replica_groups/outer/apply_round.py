@@ -1,4 +1,4 @@
-"""Replay of a round: theta after it from theta before it, its record and the named contributions, bit for bit."""
+"""Application of a round: theta after it from theta before it, its record and its contributions, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> bytes of a blob of the round."""
 
 
-def replay(
+def apply_round(
     theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, optimizer: RoundOptimizer
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
