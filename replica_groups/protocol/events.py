@@ -386,7 +386,7 @@ class Heal:
 
 
 @dataclass(frozen=True)
-class Excluded:
+class Barred:
     """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
     The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed.
@@ -440,7 +440,7 @@ Effect = (
     | WentOn
     | Over
     | Heal
-    | Excluded
+    | Barred
     | NotAwaited
     | Stop
 )

@@ -393,15 +393,15 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_pat
     exchange.end_watching()
 
 
-@pytest.mark.parametrize(("after", "is_excluded"), [(-1, False), (0, True), (15, True), (16, False)])
-def test_a_replica_is_excluded_if_a_member_differs_again_within_16_rounds(after: int, is_excluded: bool) -> None:
+@pytest.mark.parametrize(("after", "is_barred"), [(-1, False), (0, True), (15, True), (16, False)])
+def test_a_replica_is_barred_if_a_member_differs_again_within_16_rounds(after: int, is_barred: bool) -> None:
     coordinator = Coordinator(Rules({"a": "a", "b": "b"}, dict.fromkeys("ab", FIRST)))
     for place in coordinator.places.values():
         place.take(1, None, 0.0, coordinator.rules)
     coordinator.places["a"].healed_for = 20
     coordinator.step(e.Audited(20 + after, {"w": b"right"}), 0.0)
     effects = coordinator.step(e.Confirmed("a", 1, 20 + after, {"w": b"wrong"}), 0.0)
-    assert any(isinstance(one, e.Excluded) for one in effects) == is_excluded
+    assert any(isinstance(one, e.Barred) for one in effects) == is_barred
 
 
 def test_guests_alone_do_not_end_a_run_either(snapshot: Snapshot, tmp_path: Path) -> None:

@@ -290,18 +290,18 @@ def _without_home_in(corpus: Path, folder: Path, round_: int, stack: ExitStack) 
     return _counted(hosts.exchange.log)
 
 
-def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_the_run_goes_on(
+def test_a_trusted_group_whose_link_carries_malformed_messages_is_barred_and_the_run_goes_on(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     """The group takes part again afterwards. All bits are those of a run without the group in that round."""
-    monkeypatch.setattr(slots, "EXCLUDED_ROUNDS", 1)
+    monkeypatch.setattr(slots, "BARRED_ROUNDS", 1)
     expected = _without_home_in(corpus, tmp_path / "expected", 2, stack)
     hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
     home, deposit = hosts.exchange.coordinator.replicas["home"], ExchangeClient.deposit_blob
 
     def waits(client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
         if (header.replica, header.round) == ("other", 2):  # otherwise the round closes without the group
-            hosts.wait_until(lambda: home.excluded_until == 3)
+            hosts.wait_until(lambda: home.barred_until == 3)
         if (header.replica, header.round) == ("other", 3):  # otherwise it may close too early
             hosts.wait_until(lambda: home.round == 3 or hosts.exchange.coordinator.last_round == 3)
         deposit(client, header, data, caller)
