@@ -16,9 +16,11 @@ Path of the data, and the module of each step:
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
       -> validate as it arrives                   replica_groups.exchange.deposits
-      -> the exchange, round record, log          replica_groups.exchange.exchange, replica_groups.exchange.log
+      -> the exchange stores it, round record     replica_groups.exchange.exchange, replica_groups.exchange.log
            over gRPC                              replica_groups.exchange.server
-      -> decode, mean, outer step                 replica_groups.exchange.replay, hetero_pp.outer.step
+    each member, and the auditor, with the contributions that the record names:
+      -> fetch, decode                            hetero_pp.pseudo_gradient.contribution.ReceivedBlob
+      -> mean, outer step                         replica_groups.outer.apply_round, hetero_pp.outer.step
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 

@@ -129,9 +129,11 @@ class AnchorSettings(Settings):
 class BoundarySettings(Settings):
     """Content of messages between neighbouring stages (k in the paper is `rank`)."""
 
-    rank: Rank = "full"
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    bits: int | None = Field(None, ge=2, le=8, description="bits per sent number, instead of `dtype`")
+    rank: Rank = Field(
+        "full", description="dimensions that cross: a whole number is k, a ratio is k/d, `full` is all d; 1 is one"
+    )
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of each coefficient on the wire, without `bits`")
+    bits: int | None = Field(None, ge=2, le=8, description="bits of each coefficient on the wire, instead of `dtype`")
     anchors: AnchorSettings | None = Field(
         None, description="components that receivers learn in place of the dropped ones"
     )

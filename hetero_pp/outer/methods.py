@@ -21,9 +21,9 @@ _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "erro
 
 @dataclass(frozen=True)
 class Method:
-    """An outer method: its source and the cells that it sets."""
+    """An outer method: its paper and the cells that it sets."""
 
-    source: str
+    paper: str
     """Paper and section."""
     cells: Mapping[str, Any]
     """Cells that differ from the defaults."""

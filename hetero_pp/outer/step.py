@@ -28,8 +28,8 @@ def mean_of(
 ) -> Tensor:
     """Return the weighted mean of at least one contribution to one tensor, in the order given, as a dense fp32 tensor.
 
-    The mean is over all replicas (equation 2 of Het-PP), or at each coordinate over its senders (what is deployed). A
-    coordinate without senders is 0.
+    The mean is over all included replicas (equation 2 of Het-PP). With `divides_by="senders"`, the mean of a coordinate
+    is over the replicas that sent it. A coordinate without senders is 0.
     """
     mean = None
     for weight, decoded in weighted:
@@ -85,7 +85,7 @@ class RoundOptimizer(Protocol):
         """Return the rows of a tensor's mean that are needed: all, except on several ranks."""
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Take the mean of one tensor's rows, and use it up; may change theta in place already."""
+        """Apply the mean of one tensor's rows, whose memory may be overwritten; may change theta in place."""
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Finish the round after every mean was taken; theta is then that after the round."""

@@ -1,8 +1,8 @@
 """Formats of a boundary's coefficients on the wire: floats, or a few bits with a scale per token.
 
 Shapes: B sequences, L positions, K rank. A *format* converts coefficients [B, L, K] in fp32 into *symbols*, the values
-that a receiver can distinguish, and back. It also converts symbols into tensors for a link, and back. Replicas with and
-without links use the first two; only a link needs the others.
+that a receiver can distinguish, and back. A replica needs these conversions with and without links. A link also needs
+the conversion of symbols into tensors that it can carry, and back.
 
 More rank in fewer bits is this project's own idea: at equal bytes a boundary should spend them on rank, not on
 precision. Activations are rounded to the nearest level of the uniform quantiser that is best for a Gaussian (Max 1960,
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ Symbols = tuple[Tensor, ...]
 
 class CoefficientFormat(Protocol):
     """One way to write coefficients."""
+
+    is_elementwise: ClassVar[bool]
+    """Whether each symbol depends on one coefficient alone, so that the coefficients of replicas may be joined."""
 
     def activation(self, coefficients: Tensor) -> Symbols:
         """Return the symbols of activations."""
@@ -59,6 +62,7 @@ class CoefficientFormat(Protocol):
 class Floats:
     """fp32 or bf16; the symbols are the rounded numbers."""
 
+    is_elementwise: ClassVar[bool] = True
     dtype: torch.dtype
 
     def activation(self, coefficients: Tensor) -> Symbols:
@@ -97,6 +101,7 @@ class Bits:
     - the largest scale [1] (fp32).
     """
 
+    is_elementwise: ClassVar[bool] = False
     width: int
 
     def activation(self, coefficients: Tensor) -> Symbols:
@@ -181,7 +186,7 @@ WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def format_of(settings: BoundarySettings) -> CoefficientFormat:
-    """How the settings want coefficients to be written."""
+    """Return the format that the settings select."""
     return Floats(WIRE_DTYPES[settings.dtype]) if settings.bits is None else Bits(settings.bits)
 
 

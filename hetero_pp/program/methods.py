@@ -16,7 +16,7 @@ def print_methods() -> None:
     """Print each method: its name in a YAML, its paper and section, and the keys of `outer` that it sets."""
     console = standard_output()
     for name, method in METHODS.items():
-        say(console, f"{name}: {method.source}", bold=f"{name}:")
+        say(console, f"{name}: {method.paper}", bold=f"{name}:")
         say(console, f"    {as_yaml(method.cells)}", indent="    ")
     say(console, NOTE, style="dim")
 

@@ -64,6 +64,7 @@ def _last(log: ContributionLog, wanted: int | None) -> int:
 def _line(one: CheckedRound) -> str:
     parts = [f"included {', '.join(one.replicas)}"] if one.replicas else []
     parts += [f"late {', '.join(one.late)}"] if one.late else []
+    parts += [f"rejected {', '.join(one.left_out)}"] if one.left_out else []
     parts += ["parameters cannot be rebuilt" if one.sha256 is None else f"sha256 {one.sha256[:16]}…"]
     parts += ["equal to the audit"] if one.is_audited else []
     parts += ["equal to the snapshot"] if one.has_snapshot else []

@@ -178,8 +178,8 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
     config, format_ = spec.config, format_of(replica.boundary)
     rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
     rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
-    # Floats need no memory to have a size; few bits are packed for real.
-    empty = torch.zeros(rows, length, rank, device="meta" if replica.boundary.bits is None else "cpu")
+    # An elementwise format needs no values to have a size; another packs zeros.
+    empty = torch.zeros(rows, length, rank, device="meta" if format_.is_elementwise else "cpu")
     ids = torch.empty(packed_tokens_bytes(rows, length, spec.shape.vocabulary), dtype=torch.uint8, device="meta")
     header = LinkHeader(rows=rows)
     header.round, header.step = config.outer.rounds // 2, (config.inner.steps or _SOME_STEPS) // 2

@@ -17,8 +17,8 @@ from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha25
 from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.replay import replay
 from replica_groups.exchange.retention import Retention
+from replica_groups.outer.apply_round import apply_round
 
 
 class Auditor:
@@ -105,7 +105,7 @@ class Auditor:
             return self.exchange.decisions.patiently(lambda: read(replica, block))
 
         theta = {name: self._theta.read(name) for name in names}
-        replay(theta, self.exchange.run, record, fetch, self._optimizer)
+        apply_round(theta, self.exchange.run, record, fetch, self._optimizer)
         for name, tensor in theta.items():
             self._theta.keep(name, tensor)
         return {name: parameter_sha256(tensor) for name, tensor in theta.items()}

@@ -16,7 +16,7 @@ from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sh
 from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import audit_key, read_audit
 from replica_groups.exchange.log import ContributionLog, snapshot_key
-from replica_groups.exchange.replay import replay
+from replica_groups.outer.apply_round import apply_round
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ class CheckedRound:
     replicas: tuple[str, ...]
     """Included replicas."""
     late: tuple[str, ...]
+    left_out: tuple[str, ...]
+    """Replicas whose contributions were rejected as too large."""
     sha256: str | None
     """sha256 of the parameters after the round; None if they cannot be computed."""
     is_audited: bool
@@ -70,6 +72,7 @@ class LogCheck:
                 round_,
                 () if record is None else tuple(entry.replica for entry in record.contributions),
                 () if record is None else tuple(record.late),
+                () if record is None else tuple(record.left_out),
                 sha256,
                 sha256 is not None and record is not None and self._hold_against_audit(record, sha256),
                 has_snapshot,
@@ -97,7 +100,7 @@ class LogCheck:
             optimizer = self._optimizer
 
             def apply() -> dict[str, Tensor]:
-                replay(theta, self._run, record, read, optimizer)
+                apply_round(theta, self._run, record, read, optimizer)
                 return theta
 
             self._theta = self._noting(apply)

@@ -1,6 +1,7 @@
 """Runs the rules: passes events to the coordinator, carries out its effects in the store, and wakes waiting calls.
 
-Nothing is decided here. The coordinator's answers to members are kept for their calls, which wait for them.
+The coordinator decides; only contributions that are too large are rejected here, before their record is written. The
+coordinator's answers to members are kept for their calls, which wait for them.
 """
 
 from __future__ import annotations

@@ -53,9 +53,10 @@ def bound(
 
     `before`: the records of `remembered_before`. With `trains_on`, a replica that was not counted sends several rounds'
     changes at once. Without `limits`, the smaller of two contributions bounds the larger until that has a history.
-    A contribution is not left out for being the larger of two, nor where nothing would be left.
+    With fewer than three, one without history is rejected only for exceeding the limits. If all would be rejected,
+    none is.
     """
-    if len(record.contributions) >= _LEAST_REPLICAS:  # others are a measure, so that the lowest level is not needed
+    if len(record.contributions) >= _LEAST_REPLICAS:  # the others are a measure; the lowest own level is not
         before = [past for past in before if past.round >= record.round - RECENT_ROUNDS]
     *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
     if limits is not None:

@@ -13,7 +13,7 @@ from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.replay import replay
+from replica_groups.outer.apply_round import apply_round
 
 OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
 """Returns the run's outer optimizer for the run's basis."""
@@ -97,7 +97,7 @@ def snapshot_after(
     for number in range(snapshot.round + 1, round_ + 1):
         try:
             record = log.read_record(number)
-            replay(theta, run, record, log.blobs_of(record), optimizer)
+            apply_round(theta, run, record, log.blobs_of(record), optimizer)
         except FileNotFoundError as error:
             if log.has_record(number):
                 damaged.append(f"{error.filename} is missing")

@@ -48,7 +48,7 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
         case e.Heal(place, term, round_, parameter):
             cause = f"held a {parameter} that differs from the run log"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
-        case e.Excluded(place, term, round_, until, cause):
+        case e.Barred(place, term, round_, until, cause):
             replica = replicas[place]
             cause = f"{cause}: {replica} takes part in no round before {until}, unless a quorum needs it"
             yield _report(EXCLUDED, place=place, replica=replica, term=term, round=round_, cause=cause)

@@ -28,7 +28,7 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor, ReceivedBlob, 
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed
-from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
+from replica_groups.outer.apply_round import FetchBlob, apply_round, cut_rows
 from replica_groups.outer.error_feedback import ErrorFeedback
 from replica_groups.outer.own_rounds import LocalStart, OwnRounds
 from replica_groups.outer.parameter_store import ParameterStore
@@ -209,10 +209,11 @@ class OuterRound:
         self.feedback.take_back()
 
     def _decide(self, record: RoundRecord) -> bool:
-        """Decide the contribution to a round: restore it to error feedback, unless the record includes it.
+        """Settle this member's contribution to a round, once the record is known.
 
-        Return whether it is included. The record may instead include a contribution of an earlier generation of the
-        replica, which another coordinator received first. That one is then subtracted from error feedback.
+        Restore it to error feedback unless the record includes it. Return whether it does. The record may instead
+        include a contribution of an earlier generation of the replica, which another coordinator received first. That
+        one is then subtracted from error feedback.
         """
         decided, self.feedback.undecided = self.feedback.undecided, None
         assert decided is not None
@@ -239,8 +240,8 @@ class OuterRound:
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
         """Apply the included contributions of a round.
 
-        `own` contains this member's own blobs by block, if they were included: on the first rank only, but not None on
-        the others.
+        `own`: this member's own blobs by block, or None if the record does not include them. Only the first rank needs
+        the blobs; the others pass an empty mapping.
         """
         fetched = self.calls.fetches(record.round)
 
@@ -250,7 +251,7 @@ class OuterRound:
             return fetched(replica, block)
 
         self._is_applying = True
-        replay(self.theta, self.calls.run, record, fetch, self.optimizer)
+        apply_round(self.theta, self.calls.run, record, fetch, self.optimizer)
         self._is_applying = False
         hashes = {}
         for name, rows in self.theta.items():

@@ -19,7 +19,7 @@ from typing import Any
 from replica_groups.protocol import events as e
 from replica_groups.protocol.places import Place, Replica
 from replica_groups.protocol.rounds import OpenRound
-from replica_groups.protocol.slots import EXCLUDED_ROUNDS, RETRY_SECONDS, SlotTransitions
+from replica_groups.protocol.slots import BARRED_ROUNDS, RETRY_SECONDS, SlotTransitions
 from replica_groups.protocol.state import Late
 
 LOOK_SECONDS = 10.0
@@ -148,7 +148,7 @@ class Coordinator(SlotTransitions):
         self.open, self._look_at = None, None
         if self.last_round < self.rounds:
             number = self.last_round + 1
-            taking_part = {name for name in taking_part if not self._is_excluded(name, number)}
+            taking_part = {name for name in taking_part if not self._is_barred(name, number)}
             unawaited = frozenset(name for name, one in self.replicas.items() if now < one.awaited_from)
             self.open = OpenRound(number, now, taking_part, unawaited=unawaited)
             self._look_at = now + self.rules.limit
@@ -182,7 +182,7 @@ class Coordinator(SlotTransitions):
             yield e.Refused(place.name, complaint, term=event.term)
 
     def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
-        """Learn from the delay of a late contribution, once, and exclude it."""
+        """Exclude a late contribution, and add its delay to the learned lateness, at most once."""
         replica, late = self.places[event.place].replica, self._late.get(event.round)
         if late is not None and replica in late.replicas:
             late.replicas.discard(replica)
@@ -307,9 +307,9 @@ class Coordinator(SlotTransitions):
             place.differs = True
             yield e.Heal(place.name, place.term, round_, parameter)
         replica, healed = self.replicas[place.replica], place.healed_for
-        if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.excluded_until:
+        if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.barred_until:
             cause = f"after round {round_}, {place.name} again held parameters that differ from the run log"
-            yield self._exclude(place, round_, round_ + 1 + EXCLUDED_ROUNDS, cause)
+            yield self._bar(place, round_, round_ + 1 + BARRED_ROUNDS, cause)
 
     # ---- time ----
 

@@ -384,7 +384,7 @@ class Heal:
 
 
 @dataclass(frozen=True)
-class Excluded:
+class Barred:
     """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
     The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed.
@@ -438,7 +438,7 @@ Effect = (
     | WentOn
     | Over
     | Heal
-    | Excluded
+    | Barred
     | NotAwaited
     | Stop
 )

@@ -107,8 +107,8 @@ class Replica:
     """Number of consecutive rounds that it took part in without contributing in time."""
     awaited_from: float = 0.0
     """Rounds that open before this time do not wait for the replica, because it missed several in a row."""
-    excluded_until: int = 0
-    """First round in which the replica may take part, after an exclusion."""
+    barred_until: int = 0
+    """First round in which the replica may take part, after it was barred."""
 
     @property
     def has_guests(self) -> bool:

@@ -11,11 +11,11 @@ from replica_groups.protocol.state import State
 RETRY_SECONDS = 1.0
 """Pause before a failed write to a store is retried."""
 
-EXCLUDED_ROUNDS = 16
+BARRED_ROUNDS = 16
 """Rounds from which a replica is barred after a member's bits differed again, or after MOST_MALFORMED messages."""
 
 MOST_MALFORMED = 3
-"""Malformed messages in one round, between two members without tickets, after which their replica is excluded.
+"""Malformed messages in one round, between two members without tickets, after which their replica is barred.
 
 The replica diverged or one of its machines is damaged, so the failure would repeat forever.
 """
@@ -169,7 +169,7 @@ class SlotTransitions(State):
             yield from self._end_term(place, event.cause)
 
     def _count_malformed(self, event: e.Broken) -> Iterator[e.Effect]:
-        """Count a malformed message between two trusted members. The last of MOST_MALFORMED excludes their replica.
+        """Count a malformed message between two trusted members. The last of MOST_MALFORMED bars their replica.
 
         The run stops only if no quorum is left without the replica.
         """
@@ -188,12 +188,12 @@ class SlotTransitions(State):
             left = f"without {place.replica}, {len(others)} of {needed} needed replicas are left"
             yield e.Stop(f"{cause}; {left}: check whether training diverged, and the memory of both machines")
             return
-        yield self._exclude(place, number, number + EXCLUDED_ROUNDS, cause)
+        yield self._bar(place, number, number + BARRED_ROUNDS, cause)
 
-    def _exclude(self, place: Place, round_: int, until: int, cause: str) -> e.Excluded:
+    def _bar(self, place: Place, round_: int, until: int, cause: str) -> e.Barred:
         """Bar a replica from rounds before `until`, and from the open round unless it trains or has contributed."""
         replica = self.replicas[place.replica]
-        replica.excluded_until = until = max(until, replica.excluded_until)
+        replica.barred_until = until = max(until, replica.barred_until)
         if self.open is not None and replica.round != self.open.number:
             self.open.taking_part.discard(replica.name)
-        return e.Excluded(place.name, place.term, round_, until, cause)
+        return e.Barred(place.name, place.term, round_, until, cause)

@@ -178,7 +178,7 @@ class State:
     def _may_join(self, replica: str, now: float) -> bool:
         """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
         assert self.open is not None
-        if self._is_excluded(replica, self.open.number) and replica not in self.open.taking_part:
+        if self._is_barred(replica, self.open.number) and replica not in self.open.taking_part:
             return self.open.is_overdue or self._others_there(replica) < self._needed
         if replica in self.open.taking_part or replica in self.open.whole:
             return replica not in self.open.whole
@@ -191,12 +191,12 @@ class State:
         assert self.open is not None
         return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
 
-    def _is_excluded(self, replica: str, round_: int) -> bool:
+    def _is_barred(self, replica: str, round_: int) -> bool:
         """Return whether a replica is barred, because its bits differed again or its links had malformed messages.
 
         Callers let it join if a quorum needs it.
         """
-        return round_ < self.replicas[replica].excluded_until
+        return round_ < self.replicas[replica].barred_until
 
     def _closes_at(self) -> float | None:
         """Return when the open round closes if nothing more comes; None while a quorum is missing."""

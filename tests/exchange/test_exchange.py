@@ -34,7 +34,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.replay import replay
+from replica_groups.outer.apply_round import apply_round
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
 from replica_groups.protocol import events as e
@@ -393,15 +393,15 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_pat
     exchange.end_watching()
 
 
-@pytest.mark.parametrize(("after", "is_excluded"), [(-1, False), (0, True), (15, True), (16, False)])
-def test_a_replica_is_excluded_if_a_member_differs_again_within_16_rounds(after: int, is_excluded: bool) -> None:
+@pytest.mark.parametrize(("after", "is_barred"), [(-1, False), (0, True), (15, True), (16, False)])
+def test_a_replica_is_barred_if_a_member_differs_again_within_16_rounds(after: int, is_barred: bool) -> None:
     coordinator = Coordinator(Rules({"a": "a", "b": "b"}, dict.fromkeys("ab", FIRST)))
     for place in coordinator.places.values():
         place.take(1, None, 0.0, coordinator.rules)
     coordinator.places["a"].healed_for = 20
     coordinator.step(e.Audited(20 + after, {"w": b"right"}), 0.0)
     effects = coordinator.step(e.Confirmed("a", 1, 20 + after, {"w": b"wrong"}), 0.0)
-    assert any(isinstance(one, e.Excluded) for one in effects) == is_excluded
+    assert any(isinstance(one, e.Barred) for one in effects) == is_barred
 
 
 def test_guests_alone_do_not_end_a_run_either(snapshot: Snapshot, tmp_path: Path) -> None:
@@ -811,7 +811,7 @@ def _replayed(
     optimizer = OuterOptimizer(SETTINGS)
     for round_ in rounds:
         record = exchange.log.read_record(round_)
-        replay(theta, "run", record, exchange.log.blobs_of(record), optimizer)
+        apply_round(theta, "run", record, exchange.log.blobs_of(record), optimizer)
     return theta
 
 
@@ -873,7 +873,7 @@ def test_a_blob_that_was_changed_in_the_log_is_found(
         return exchange.log.store.get(stored_blob(exchange.log, 2, replica, EPOCHS[replica], block))
 
     with pytest.raises(MalformedContribution, match="home, norm"):
-        replay(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))
+        apply_round(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))
 
 
 def test_every_round_is_verified_for_every_replica(trained: tuple[Exchange, dict[str, Tensor]]) -> None:

@@ -30,7 +30,7 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import key_of
 from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound, remembered_before
-from replica_groups.exchange.replay import replay
+from replica_groups.outer.apply_round import apply_round
 from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS
 
 SETTING = MagnitudeSettings()
@@ -291,7 +291,7 @@ def test_replay_applies_the_factor(run: Run) -> None:
         return run.log.read_blob(key_of(record, entry, blob), blob.sha256)
 
     plain = SETTINGS.model_copy(update={"momentum": 0.0})
-    replay(theta, "run", record, fetch, OuterOptimizer(plain))
+    apply_round(theta, "run", record, fetch, OuterOptimizer(plain))
     for block, shapes in shapes_by_block(shapes_of(start)).items():
         totals = {name: torch.zeros(shape) for name, shape in shapes.items()}
         for entry in record.contributions:
@@ -370,7 +370,7 @@ def test_decoded_values_are_what_is_bounded(
     def fetch(replica: str, block: str) -> bytes:
         return run.exchange.fetch("a", 1, replica, block)
 
-    replay(theta, "run", record, fetch, OuterOptimizer(settings))
+    apply_round(theta, "run", record, fetch, OuterOptimizer(settings))
     assert all(bool(tensor.isfinite().all()) for tensor in theta.values())
 
 

@@ -283,7 +283,7 @@ def _without_home_in_round_2(
     """Return the included blobs of a run in which `home` is honest, and barred from one round."""
     hosts = Hosts(folder, _spec(corpus, 0.5, "other"), stack)
     coordinator = hosts.exchange.coordinator
-    monkeypatch.setattr(coordinator, "_is_excluded", lambda replica, round_: (replica, round_) == ("home", 2))
+    monkeypatch.setattr(coordinator, "_is_barred", lambda replica, round_: (replica, round_) == ("home", 2))
     _other_waits_for_home(monkeypatch, hosts, lambda: True)
     for name in hosts.spec.members:
         hosts.trusted(name)
@@ -309,15 +309,15 @@ def _other_waits_for_home(monkeypatch: pytest.MonkeyPatch, hosts: Hosts, is_barr
     monkeypatch.setattr(ExchangeClient, "deposit_blob", waits)
 
 
-def test_a_trusted_group_whose_link_carries_malformed_messages_is_excluded_and_the_run_goes_on(
+def test_a_trusted_group_whose_link_carries_malformed_messages_is_barred_and_the_run_goes_on(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     """The group takes part again afterwards. All bits are those of a run without the group in that round."""
-    monkeypatch.setattr(slots, "EXCLUDED_ROUNDS", 1)
+    monkeypatch.setattr(slots, "BARRED_ROUNDS", 1)
     expected = _without_home_in_round_2(corpus, tmp_path / "expected", monkeypatch, stack)
     hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
     home = hosts.exchange.coordinator.replicas["home"]
-    _other_waits_for_home(monkeypatch, hosts, lambda: home.excluded_until == 3)
+    _other_waits_for_home(monkeypatch, hosts, lambda: home.barred_until == 3)
     for name in hosts.spec.members:
         hosts.trusted(name)
     hosts.ends()

@@ -33,6 +33,15 @@ def test_the_wire_keeps_every_symbol(format_: CoefficientFormat) -> None:
         assert format_.coefficients(back).equal(format_.coefficients(symbols))
 
 
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_an_elementwise_format_writes_each_coefficient_alone(format_: CoefficientFormat) -> None:
+    """Another number in one place then leaves the symbols of all other places unchanged."""
+    changed = _coefficients()
+    changed[0, 0, 0] *= 1000
+    before, after = (format_.activation(one)[0].flatten()[1:] for one in (_coefficients(), changed))
+    assert before.equal(after) == format_.is_elementwise
+
+
 @pytest.mark.parametrize("width", STEP_OF_BITS)
 def test_activations_follow_the_definition(width: int) -> None:
     """q = (clamp(floor(c / step), -L/2, L/2 - 1) + 1/2) step; step = a s; s is the rms to 1/8 octave."""

@@ -361,7 +361,7 @@ def test_every_method_is_printed_with_where_it_is_from_and_what_it_sets(capsys: 
     names = get_args(OuterSettings.model_fields["method"].annotation)
     assert list(METHODS) == list(names)
     for name, method in METHODS.items():
-        assert f"{name}: {method.source} {as_yaml(method.cells)}" in said
+        assert f"{name}: {method.paper} {as_yaml(method.cells)}" in said
         cells = YAML(typ="safe").load(as_yaml(method.cells))
         told = OuterSettings.model_validate({"rounds": 3, "method": name, **cells})
         assert told == OuterSettings(rounds=3, method=name)

@@ -146,6 +146,19 @@ def test_what_is_not_as_it_should_be_is_named(
     assert [one["round"] for one in found] == [0, 1, 2, 3, 4]
 
 
+def test_a_rejected_contribution_is_named(run: Path) -> None:
+    log = ContributionLog(FolderStore(run / "log"))
+    record = log.read_record(3)
+    del record.contributions[1:]
+    record.left_out.append("home")
+    (run / "log" / record_key(3)).unlink()
+    log.create_record(record)
+    code, told, _ = _invoke("replay", run)
+    assert code == 1  # the audit is that of the other record
+    assert told.splitlines()[3].startswith("round 3: included dc; rejected home; sha256 ")
+    assert [one["left_out"] for one in _found(run)[1]] == [[], [], [], ["home"], []]
+
+
 def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
     for round_ in (1, 2):
         (path,) = (run / "log").glob(f"round-{round_:06d}/dc/1/layers.0.*.blob")
@@ -240,8 +253,7 @@ def test_a_file_of_a_run_that_is_not_what_was_written_is_named(
     name: str, content: str | None, told: str, run: Path, finished: Path
 ) -> None:
     text = (run / name).read_text() if content is None else ""
-    cut = text[: text.index("\nouter:") + len("\noute")] if content is None else content  # in the middle of a key
-    (run / name).write_text(cut)
+    (run / name).write_text(text.partition("licas:")[0] if content is None else content)  # ends within a key
     for command, (code, errors) in _all(run, finished).items():
         assert code in (1, 2) and re.search(told, errors), command
         assert content is not None or f"{run / name}:" in errors

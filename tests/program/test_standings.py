@@ -215,6 +215,13 @@ def test_a_rounds_line_names_a_contribution_that_is_too_large() -> None:
     assert "excluded: dc sent a contribution that is too large" in round_line(state, 1)
 
 
+def test_a_rejected_contribution_is_named_even_if_a_slot_of_its_replica_was_vacant() -> None:
+    closed = closed_without(START + 8, 1, "home")
+    closed.round_closed.left_out.append("home")
+    state = state_of([*there(), *killed(START + 5), back(START + 6), closed])
+    assert "excluded: home sent a contribution that is too large" in round_line(state, 1)
+
+
 def test_a_replica_that_came_back_too_late_for_a_round() -> None:
     reports = [*there(), *killed(START + 1), back(START + 2), round_closed(START + 8, 1)]
     state = state_of([*reports, closed_without(START + 18, 2, "home")])

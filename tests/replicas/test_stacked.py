@@ -10,6 +10,7 @@ import torch
 from table_config import table_config
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.pipeline.coefficients import Floats
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.stack import is_faster
 from hetero_pp.research.vectorized.train import train_fast
@@ -74,10 +75,14 @@ def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path
     assert stacked.uncompressed == pytest.approx(looped.uncompressed, rel=1e-4)
 
 
-def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path) -> None:
-    """Boundaries with few bits have one scale per message. One replica alone is no stack."""
+def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries with few bits have one scale per message, and their format says so. One replica alone is no stack."""
     spec, store = _spec(corpus, tmp_path, 3, boundary={"bits": 4})
     assert AllReplicas(spec, store, stacks=True).loose == [0, 1, 2, 3]
+    spec, store = _spec(corpus, tmp_path, 4)
+    with monkeypatch.context() as other:
+        other.setattr(Floats, "is_elementwise", False)
+        assert AllReplicas(spec, store, stacks=True).loose == [0, 1, 2, 3]
     spec, store = _spec(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})
     group = AllReplicas(spec, store, stacks=True)
     assert (group.loose, len(group.stacks)) == ([0, 1], 1)

@@ -267,10 +267,10 @@ class Invariants:
                 watched.unawaited_until[replica] = host.now + seconds
             case e.Over():
                 watched.finish_by = host.now + host.coordinator.rules.grace.most
-            case e.Heal(place) | e.Excluded(place) if place not in self._world.corrupted:
+            case e.Heal(place) | e.Barred(place) if place not in self._world.corrupted:
                 raise Violation(4, f"{place} holds the bits of replay, and is told that it does not")
-            case e.Excluded(place, _, _, until):
-                self._world.excluded_until[places[place]] = until
+            case e.Barred(place, _, _, until):
+                self._world.barred_until[places[place]] = until
             case e.Stop(cause):
                 raise Violation(4, f"the run ends: {cause}")
 

@@ -74,7 +74,7 @@ class World:
         self.corrupt_again_at = 0.0
         self.corrupted: set[str] = set()
         """Slots of which a member once held wrong parameters."""
-        self.excluded_until: dict[str, int] = {}
+        self.barred_until: dict[str, int] = {}
         """First round that a replica may take part in again, by replica."""
         self._number = 0
         self._calm_since = dict.fromkeys(self.rules.replicas, 0.0)
@@ -235,7 +235,7 @@ class World:
 
     def _take_stock(self, replica: str, before: float, record: Record) -> None:
         """Require that rounds include a replica that is present, at least now and then."""
-        if record.round < self.excluded_until.get(replica, 0):
+        if record.round < self.barred_until.get(replica, 0):
             self._calm_since[replica] = self.timeline.now
             return
         if self._calm_since[replica] > before or not self._is_well(replica):

@@ -187,13 +187,13 @@ class Standings:
 
     def _why_not(self, replica: str, round_: int) -> str:
         closed, before = self.rounds[round_], self.rounds.get(round_ - 1)
+        if replica in closed.left_out:  # a fact of the record, even if a slot was vacant for a moment
+            return f"{replica} sent a contribution that is too large"
         gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
         if gone is not None:
             return gone
         if all(not place.changes for place in self.places.values() if place.replica == replica):
             return f"{replica} has not joined yet"
-        if replica in closed.left_out:
-            return f"{replica} sent a contribution that is too large"
         return f"{replica} was late" if replica in closed.late else f"{replica} did not take part"
 
     def gone(self, replica: str, start: float, end: float) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.model.transformer import build_filled
+from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, with_ablations
 from hetero_pp.research.peers.peer import peer_of
 from hetero_pp.research.settings import AblationSettings, ablations_of
@@ -32,7 +33,8 @@ def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
         return False
     if not isinstance(replica, ParticipantsReplica):
         return True
-    return replica.boundary.bits is None and replica.boundary.anchors is None and ablations == AblationSettings()
+    boundary = replica.boundary
+    return format_of(boundary).is_elementwise and boundary.anchors is None and ablations == AblationSettings()
 
 
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:

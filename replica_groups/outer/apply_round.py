@@ -1,4 +1,4 @@
-"""Replay of a round: theta after it from theta before it, its record and the named contributions, bit for bit."""
+"""Application of a round: theta after it from theta before it, its record and its contributions, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> bytes of a blob of the round."""
 
 
-def replay(
+def apply_round(
     theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, optimizer: RoundOptimizer
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
 
-    Only the blobs of the blocks that the optimizer needs are fetched: in most methods, those of `theta`.
+    Fetches only the blobs that the optimizer needs: in most methods those of the blocks of `theta`.
 
-    Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
+    `theta` must contain every tensor of each of its blocks. Raises MalformedContribution if a blob is not the one that
+    the record names.
     """
     optimizer.begin(record.round)
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
