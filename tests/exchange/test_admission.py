@@ -463,7 +463,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         asked.close()
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
-    assert "run: waiting for a group to form: 1 of 2 hosts are waiting" in said
+    assert "run: waiting for a group to form: 1 of 2 hosts are waiting" in said + capsys.readouterr().out
     with pytest.raises(Refused, match="every slot of the run is taken"):
         served.takes(served.ticket(), "clara")
 

@@ -148,14 +148,17 @@ def test_what_is_wrong_is_told_by_file_line_and_key_in_one_line(text: str, words
     assert [str(one) for one in broken.values()] == [str(error.value)]
 
 
-def test_what_is_wrong_with_a_scale_is_told_by_its_file(mine: Path) -> None:
-    (mine / "quick.yaml").write_text(SCALE.replace("name: micro", "name: quick").replace("steps: 10", "stepz: 10"))
-    with pytest.raises(ConfigError, match=r"quick\.yaml:12: base\.inner\.stepz: found an unknown key"):
-        Request(Catalog(mine), names=["mine"], scale="quick").settings()
-    (mine / "quick.yaml").write_text(
-        SCALE.replace("name: micro", "name: quick").replace("hardware: cpu", "hardware: x")
-    )
-    with pytest.raises(ConfigError, match=r"quick\.yaml:8: hardware: found `x`, expected one of `cpu`, `gpu`"):
+@pytest.mark.parametrize(
+    ("line", "wrong", "told"),
+    [
+        ("steps: 10", "stepz: 10", r"base\.inner\.stepz: found an unknown key"),
+        ("hardware: cpu", "hardware: x", "hardware: found `x`, expected one of `cpu`, `gpu`"),
+    ],
+)
+def test_what_is_wrong_with_a_scale_is_told_by_its_file(mine: Path, line: str, wrong: str, told: str) -> None:
+    number = 1 + SCALE[: SCALE.index(line)].count("\n")
+    (mine / "quick.yaml").write_text(SCALE.replace("name: micro", "name: quick").replace(line, wrong))
+    with pytest.raises(ConfigError, match=rf"quick\.yaml:{number}: {told}"):
         Request(Catalog(mine), names=["mine"], scale="quick").settings()
     assert Request(Catalog(mine), names=["mine"]).settings()
 
