@@ -92,12 +92,12 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
-def remove_parts(folder: Path, name: str = "*") -> None:
+def remove_parts(folder: Path) -> None:
     """Remove the partial files that killed writers left in a folder and below.
 
     No other process may write there meanwhile.
     """
-    for part in (*folder.rglob(f"{name}{PART}"), *(folder.rglob(f"{SAFETENSORS_PART}*") if name == "*" else ())):
+    for part in (*folder.rglob(f"*{PART}"), *folder.rglob(f"{SAFETENSORS_PART}*")):
         part.unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.files import PART, complaint, flush, naming, remove_parts
+from hetero_pp.core.files import PART, complaint, flush, naming
 from hetero_pp.core.tensor_files import save_object
 from replica_groups.outer.ranks import Ranks
 
@@ -41,7 +41,8 @@ class Checkpoint:
 
         Raises ConfigError if the file belongs to another run.
         """
-        remove_parts(self.path.parent, f"{self.path.name}.*")
+        for part in self.path.parent.glob(f"{self.path.name}.*{PART}"):  # of a killed writer
+            part.unlink(missing_ok=True)
         found: dict[str, Any] | None = None
         if self.path.exists():
             found = torch.load(self.path, map_location="cpu", weights_only=True)
