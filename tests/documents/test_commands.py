@@ -107,8 +107,6 @@ NOT_RUN = {
     "pip install lm-eval[hf]": ELSEWHERE,
     "lm_eval run --model hf --model_args pretrained=quickstart-hf,dtype=float32 --tasks arc_easy,hellaswag,piqa "
     "--device cuda:0 --batch_size 16 --output_path results": ELSEWHERE,
-    "vllm serve quickstart-hf --dtype bfloat16": ELSEWHERE,
-    "python llama.cpp/convert_hf_to_gguf.py quickstart-hf --outfile quickstart.gguf --outtype bf16": ELSEWHERE,
     ".venv/bin/python -m pytest tests/method tests/stages": TESTS,
     ".venv/bin/python -m pytest tests/documents": TESTS,
     "make quick": TESTS,
