@@ -1,4 +1,4 @@
-"""Launches a run whose supervisor injects the faults of a schedule."""
+"""Launches a run with a supervisor that injects the faults of a schedule."""
 
 from __future__ import annotations
 

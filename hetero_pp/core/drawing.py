@@ -59,7 +59,7 @@ def draw_curve(axes: Axes, points: Iterable[tuple[float, float]], most_marks: in
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = DPI) -> None:
-    """Write a figure to a file, whose suffix selects the format; by default PNG."""
+    """Write a figure to a file. The suffix of its name selects the format; by default PNG."""
     content = io.BytesIO()
     figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".") or "png")
     write_whole(path, content.getvalue())

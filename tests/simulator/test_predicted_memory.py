@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 from live_bytes import LiveBytes
 
 from hetero_pp.model import loss
+from hetero_pp.model.transformer import Transformer
 from hetero_pp.program.launch import in_process
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_memory import memory_of_exchange
 from hetero_pp.simulator.memory import Memory, Phase, memory_of_member
+from replica_groups.engines import build
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.loop.training_loop import TrainingLoop
 from replica_groups.outer.outer_round import OuterRound
@@ -86,6 +88,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "activations": ([{**DC, "batch_size": 4}], {"data": {"sequence_length": 128}, "model": {"vocabulary": 300}}),
     "logits": ([DC], {"data": {"sequence_length": 128}}),
     "micro-batches": ([{**DC, "batch_size": 4, "micro_batches": 4}], {"data": {"sequence_length": 64}}),
+    "compiled": ([{**DC, "compile": True}], {"data": {"sequence_length": 128}}),
     "pieces": ([{**DC, "micro_batches": 2}], {"data": {"sequence_length": 256}}),
     "recompute": ([{**DC, "recompute": "layers"}], {"data": {"sequence_length": 256}, "model": {"vocabulary": 300}}),
     "bf16": ([{**DC, "precision": "bf16"}], {"data": {"sequence_length": 256}, "model": {"vocabulary": 300}}),
@@ -97,6 +100,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+def _give_a_gradient(models: Iterable[Transformer]) -> None:
+    for model in models:
+        model.gradient_of_logits = lambda *arguments: loss.gradient_of_logits(*arguments)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_member_holds_the_tensors_that_are_predicted(
     case: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +113,9 @@ def test_a_member_holds_the_tensors_that_are_predicted(
     spec, peaks = _spec(corpus, replicas, **changes), Peaks()
     if case == "pieces":
         monkeypatch.setattr(loss, "PIECE_BYTES", 4 * 2000 * 64)
+    if case == "compiled":  # the same loss, without a compiler
+        monkeypatch.setattr(build, "require_compiler", lambda device: None)
+        monkeypatch.setattr(build, "compile_layers", _give_a_gradient)
     monkeypatch.setattr(in_process, "take_part", peaks.take_part(in_process.take_part))
     monkeypatch.setattr(TrainingLoop, "_take_steps", peaks.within(Phase.STEP, TrainingLoop._take_steps))
     monkeypatch.setattr(OuterRound, "contribute", peaks.within(Phase.CONTRIBUTE, OuterRound.contribute))
