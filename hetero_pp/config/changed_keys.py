@@ -44,6 +44,10 @@ class Changes:
     history: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     """Dotted key -> first round -> value; for every changed key, from round 1 on."""
 
+    def newest(self, round_: int) -> int:
+        """Return the first round whose configuration is that of this round."""
+        return max((first for values in self.history.values() for first in values if first <= round_), default=1)
+
     def at(self, config: Config, round_: int) -> Config:
         """Return the configuration of a round.
 

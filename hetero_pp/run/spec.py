@@ -116,7 +116,8 @@ class RunSpec:
         self.config = config = changes.at(config, 1).model_copy(update={"replicas": current})
         """Settings that never change, and the current replicas. Others have the values of the start: ask `at`."""
         self.changes = changes
-        self._by_round: dict[int, RunConfig] = {}
+        self._since: dict[int, RunConfig] = {}
+        """First round of a configuration -> the configuration; not one for each round, because runs may be long."""
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(self.at(1), NotPartOf.RUN), sort_keys=True)
         """Settings that all hosts agree on, as JSON."""
@@ -181,9 +182,10 @@ class RunSpec:
 
     def at(self, round_: int) -> RunConfig:
         """Return the configuration of a round, with the replicas that take part in it."""
-        if round_ not in self._by_round:
-            self._by_round[round_] = self.changes.at(self.config, round_)
-        return self._by_round[round_]
+        since = self.changes.newest(round_)
+        if since not in self._since:
+            self._since[since] = self.changes.at(self.config, since)
+        return self._since[since]
 
     @property
     def latest(self) -> RunConfig:

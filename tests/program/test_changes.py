@@ -100,6 +100,7 @@ def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> N
     folder = RunFolder(runs / "mixed")
     spec, log = read_run(folder), ContributionLog(FolderStore(folder.log))
     assert [spec.at(round_).outer.learning_rate for round_ in (0, 1, 3, 4, 6, 9)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
+    assert len({id(spec.at(round_)) for round_ in range(1000)}) == 2, "a long run keeps no configuration for each round"
     last = load_snapshot(folder.log / snapshot_key(6))
     for round_ in log.snapshots() - {0}:
         (folder.log / snapshot_key(round_)).unlink()
