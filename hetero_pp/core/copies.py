@@ -107,6 +107,10 @@ class BesideCompute:
         self._device, self._streams, self._pinned = device, streams, pinned
         self._down, self._up = streams.Stream(device), streams.Stream(device)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> BesideCompute:
+        """Return this object: a copy of a replica computes on the same device, and streams cannot be copied."""
+        return self
+
     def to_host(self, tensors: Tensors) -> Arriving:
         self._down.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._down):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -103,6 +104,12 @@ def test_the_computation_waits_for_what_it_needs_from_the_host(streams: _Streams
     streams.compute.run()
     assert doubled.tolist() == [2.0] * 3
     assert (own.data_ptr(), streams.compute) in streams.used_by, "its memory could be used for something else"
+
+
+def test_a_copy_of_a_replica_shares_its_streams(streams: _Streams) -> None:
+    """torch.cuda, which makes the streams, is a module, and modules cannot be copied."""
+    copies = BesideCompute(CPU, streams, _memory)
+    assert copy.deepcopy(copies) is copies
 
 
 def test_where_nothing_is_copied_nothing_waits() -> None:
