@@ -19,7 +19,7 @@ from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.overview import write_overview
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.report import result_of, write_result
-from hetero_pp.research.experiments.request import Request, scale_of
+from hetero_pp.research.experiments.request import Request, scale_of, with_device
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of, judge
 
@@ -392,6 +392,14 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     table = tmp_path / "results" / "tiny" / "toy" / "one.md"
     epochs = float(table.read_text().partition("read ")[2].partition(" times")[0])
     assert epochs > 1
+
+
+@pytest.mark.parametrize(("scale", "rounds"), [("micro", False), ("paper", True)])
+def test_only_scales_for_gpus_round_products(scale: str, rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the other scales are compared with rows that a CPU has trained."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    training = with_device(Request(SHIPPED, scale=scale), "cuda").training
+    assert (training.device, training.rounds_products) == ("cuda", rounds)
 
 
 @pytest.mark.starts_processes

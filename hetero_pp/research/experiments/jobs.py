@@ -72,6 +72,8 @@ class Training:
 
     device: str = "cpu"
     compiles: bool = True
+    rounds_products: bool = False
+    """Whether a GPU may round the inputs of matrix products to TF32: more digits than bf16, at its speed."""
 
 
 def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) -> Job:
@@ -146,8 +148,7 @@ def train_job(
     began_at = _own_commit()
     torch.set_num_threads(job.config.threads)
     device = torch.device(training.device) if ranks.world == 1 else ranks.device
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
+    torch.set_float32_matmul_precision("high" if training.rounds_products else "highest")
     source = open_source(job.config.data, job.cache)
     on_round(0, math.nan)
     outcomes: list[Outcome] = []

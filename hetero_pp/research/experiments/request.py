@@ -123,7 +123,8 @@ def short_name(brought: str) -> str:
 def with_device(request: Request, device: str) -> Request:
     """Return the request with its device: `cpu`, `cuda`, or for `auto` the scale's hardware if it is available.
 
-    Raises ConfigError for `cuda` if torch finds no GPU.
+    Rows of a scale for CPUs keep fp32 products on a GPU, so that they can be compared with rows of CPUs. Raises
+    ConfigError for `cuda` if torch finds no GPU.
     """
     import torch
 
@@ -132,4 +133,5 @@ def with_device(request: Request, device: str) -> Request:
         raise ConfigError((), "--device cuda: found no GPU that torch can use")
     chosen = device if device != "auto" else "cuda" if wants_gpu and has_gpu else "cpu"
     can_train = not wants_gpu or chosen == "cuda" or device == "cpu"
-    return replace(request, training=replace(request.training, device=chosen), can_train=can_train)
+    training = replace(request.training, device=chosen, rounds_products=wants_gpu)
+    return replace(request, training=training, can_train=can_train)
