@@ -93,7 +93,7 @@ class AblatedOptimizer(InnerOptimizer):
     ) -> None:
         self.basis = basis
         """U [D, K]; it may change only with a new split."""
-        self._ablations = ablations
+        self.ablations = ablations
         self._coefficients: nn.Parameter | None = None
         if ablations.embedding == "coefficients" and EMBEDDING in parameters:
             self._coefficients = nn.Parameter(parameters[EMBEDDING].detach() @ basis)
@@ -113,7 +113,7 @@ class AblatedOptimizer(InnerOptimizer):
         embedding = [group for group in groups if group.get("embeds")]
         for group in embedding if self._coefficients is not None else ():
             group["params"] = [self._coefficients]
-        if self._ablations.modified_adamw:
+        if self.ablations.modified_adamw:
             special = [p for name, p in self._named.items() if name.endswith(OUTPUT_PROJECTIONS)]
             for group in groups:
                 group["params"] = [p for p in group["params"] if not any(p is one for one in special)]
@@ -150,14 +150,14 @@ class AblatedOptimizer(InnerOptimizer):
     @torch.no_grad()
     def _after(self) -> None:
         embedding, table, basis = self._embedding, self._perpendicular, self.basis
-        if self._ablations.weight_projection:
-            which = OUTPUT_PROJECTIONS[:1] if self._ablations.weight_projection == "w_p1" else OUTPUT_PROJECTIONS
+        if self.ablations.weight_projection:
+            which = OUTPUT_PROJECTIONS[:1] if self.ablations.weight_projection == "w_p1" else OUTPUT_PROJECTIONS
             project_weights(self._named, basis, which)
         if embedding is None or table is None:
             return
         if self._coefficients is not None:
             embedding.copy_(table + self._coefficients @ basis.T)
-        elif self._ablations.embedding == "projected":
+        elif self.ablations.embedding == "projected":
             embedding.copy_(table + ((embedding - table) @ basis) @ basis.T)
 
 

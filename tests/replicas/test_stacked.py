@@ -75,6 +75,17 @@ def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path
     assert stacked.uncompressed == pytest.approx(looped.uncompressed, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "ablations", [{"embedding": "coefficients"}, {"embedding": "projected"}, {"weight_projection": "both"}]
+)
+def test_losses_with_ablations_agree(ablations: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    spec, store = _spec(corpus, tmp_path, 4, None, {"dtype": "fp32", "ablations": ablations})
+    looped, stacked, free = train_fast(spec, store), train_fast(spec, store, stacks=True), _spec(corpus, tmp_path, 4)
+    assert (looped.stacked, stacked.stacked) == (False, True)
+    assert stacked.validation_loss == pytest.approx(looped.validation_loss, rel=1e-4)
+    assert stacked.validation_loss != pytest.approx(train_fast(*free).validation_loss, rel=1e-4)
+
+
 def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boundaries with few bits have one scale per message, and their format says so. One replica alone is no stack."""
     spec, store = _spec(corpus, tmp_path, 3, boundary={"bits": 4})
@@ -83,7 +94,7 @@ def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path, monkeypatch
     with monkeypatch.context() as other:
         other.setattr(Floats, "is_elementwise", False)
         assert AllReplicas(spec, store, stacks=True).loose == [0, 1, 2, 3]
-    spec, store = _spec(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})
+    spec, store = _spec(corpus, tmp_path, 2, boundary={"ablations": {"modified_adamw": True}})
     group = AllReplicas(spec, store, stacks=True)
     assert (group.loose, len(group.stacks)) == ([0, 1], 1)
     assert group.round(1)

@@ -18,6 +18,9 @@ from stages.anchors import Anchors, anchors_of
 from stages.boundary import boundary_of
 from stages.own_parameters import OwnParameters
 
+_STACKED = AblationSettings().model_dump(include={"embedding", "weight_projection"})
+"""Ablations of the optimizer that a stack of replicas can have, at their defaults."""
+
 
 def forward_of(replica: ReplicaSettings) -> object:
     """Return a key that is equal for replicas with equal forwards."""
@@ -33,8 +36,8 @@ def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
         return False
     if not isinstance(replica, ParticipantsReplica):
         return True
-    boundary = replica.boundary
-    return format_of(boundary).is_elementwise and boundary.anchors is None and ablations == AblationSettings()
+    boundary, others = replica.boundary, ablations.model_copy(update=_STACKED)
+    return format_of(boundary).is_elementwise and boundary.anchors is None and others == AblationSettings()
 
 
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:

@@ -2,7 +2,7 @@
 
 Parameters are one tensor [n, ...] per name, and each replica's are views of it. Code that reads or changes a replica's
 parameters between steps needs no change. Boundaries may write floats but not few bits, because a bit format has one
-scale for a whole message. They have no ablations.
+scale for a whole message.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.model.inner import InnerOptimizer
+from hetero_pp.research.ablations import AblatedOptimizer
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.research.vectorized.stacked_model import Block, stacked_block, stacked_losses
 
@@ -27,7 +28,7 @@ class Stack:
         self.batches = batches
         first = replicas[0]
         self.parameters = {name: _join([each.parameters[name] for each in replicas]) for name in first.parameters}
-        self.optimizer = StackedOptimizer(self.parameters, first.optimizer.settings, first.optimizer.total_steps)
+        self.optimizer = _stacked_optimizer(self.parameters, first.optimizer)
         self._block: Block = torch.compile(stacked_block, dynamic=False) if compiles else stacked_block
         self._device = next(iter(self.parameters.values())).device
         self._no_key = torch.tensor(0)
@@ -89,7 +90,7 @@ class Stack:
 
 
 class StackedOptimizer(InnerOptimizer):
-    """InnerOptimizer for parameters [n, ...] of n replicas, each clipped by its own norm."""
+    """Inner optimizer of parameters [n, ...] of n replicas, each clipped by its own norm."""
 
     leading_dimensions = 1
 
@@ -103,6 +104,17 @@ class StackedOptimizer(InnerOptimizer):
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factors.view(-1, *[1] * (parameter.ndim - 1)))
+
+
+class StackedAblatedOptimizer(StackedOptimizer, AblatedOptimizer):
+    """The same with ablations that act on the last two dimensions of a parameter."""
+
+
+def _stacked_optimizer(parameters: Mapping[str, nn.Parameter], own: InnerOptimizer) -> StackedOptimizer:
+    """Return the optimizer of a stack whose replicas have optimizers like `own`."""
+    if isinstance(own, AblatedOptimizer):
+        return StackedAblatedOptimizer(parameters, own.settings, own.total_steps, own.basis, own.ablations)
+    return StackedOptimizer(parameters, own.settings, own.total_steps)
 
 
 def is_faster(stacks: Sequence[Stack], theta: Mapping[str, Tensor]) -> bool:
