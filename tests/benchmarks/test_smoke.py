@@ -44,6 +44,7 @@ PRINTED = {
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
+    "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n"],
     "mutants": [r"232 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
     "real_size": [
@@ -66,8 +67,18 @@ PRINTED = {
 
 
 LONG = {"access_lines", "boundary_ideas", "chaos", "codec", "compressors", "engines", "engines_agree", "exchange_load"}
-LONG |= {"gpu", "homes", "kernel_links", "mutants", "overlap", "real_size", "simulator", "simulator_growth"}
-LONG |= {"strangers", "unequal_speeds"}
+LONG |= {
+    "gpu",
+    "homes",
+    "kernel_links",
+    "loss_by_token",
+    "mutants",
+    "overlap",
+    "real_size",
+    "simulator",
+    "simulator_growth",
+}
+LONG |= {"simulator_growth", "strangers", "unequal_speeds"}
 """Benchmarks that take more than three seconds at their smallest size."""
 SMALLEST = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in BENCHMARKS]
 

@@ -1,0 +1,149 @@
+"""Where compression costs loss: by a token's position in its sequence, and by how frequent it is.
+
+    python benchmarks/loss_by_token.py [--rows NAME NAME] [--seed N] [--device cpu|cuda] [--json FILE]
+
+Trains two rows of `beyond/gap` at scale micro: one without compression and one with. Then it evaluates each token of
+the validation sequences in the forward of the first replica. Positions are grouped by powers of two, and tokens by
+their rank in the training text, the most frequent first. A group's gap is the second row's mean loss less the first's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from command_line import parse, save
+from torch import Tensor
+
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.corpus import prepare_corpus
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.replica import TableReplica
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+
+FOLDER = Path(__file__).parents[1]
+SMOKE = {"rounds": 1, "sequences": 2}
+RANKS = (0, 16, 64, 256)
+"""First ranks of the groups of tokens."""
+
+
+def token_losses(replica: TableReplica, batches: Sequence[Tensor]) -> Tensor:
+    """Return the loss of each token [N, L] of batches [b, L + 1] in a replica's forward."""
+    found = []
+    replica.module.loss = _each_loss(replica)  # type: ignore[method-assign]
+    with torch.no_grad():
+        for tokens in batches:
+            found.append(replica.loss(tokens))
+    return torch.cat(found).cpu()
+
+
+def _each_loss(replica: TableReplica) -> Callable[..., Tensor]:
+    def losses(inputs: Tensor, targets_BL: Tensor, after_layer: Any = None) -> Tensor:
+        logits_BLV = replica.module(inputs, after_layer)
+        return F.cross_entropy(logits_BLV.transpose(1, 2).float(), targets_BL, reduction="none")
+
+    return losses
+
+
+def trained(config: RunConfig, store: TokenStore, device: torch.device) -> AllReplicas:
+    """Return the replicas of a row after its last round."""
+    group = AllReplicas(RunSpec(config, store.vocabulary), store, device=device)
+    for round_ in range(1, config.outer.rounds + 1):
+        group.read_ahead(round_)
+        if not group.round(round_):
+            raise SystemExit(f"{config.name} diverged in round {round_}")
+    return group
+
+
+def groups(targets_NL: Tensor, counts_V: Tensor) -> dict[str, dict[str, Tensor]]:
+    """Return the groups of tokens by kind and name, each a mask [N, L]."""
+    positions = torch.arange(targets_NL.shape[1]).expand_as(targets_NL)
+    starts = [0, *(2**power for power in range(targets_NL.shape[1].bit_length() - 1))]
+    ranks = counts_V.argsort(descending=True).argsort()[targets_NL]
+    return {
+        "position": _parts(positions, starts, targets_NL.shape[1]),
+        "rank": _parts(ranks, RANKS, len(counts_V)),
+    }
+
+
+def _parts(values: Tensor, starts: Sequence[int], end: int) -> dict[str, Tensor]:
+    ends = [*starts[1:], end]
+    return {f"{a} to {b - 1}": (values >= a) & (values < b) for a, b in zip(starts, ends, strict=True)}
+
+
+def measure(arguments: argparse.Namespace, cache: Path, text: Path | None) -> dict[str, Any]:
+    """Train both rows, and return the mean losses and the shares of tokens by group.
+
+    Reads `text` instead of the table's corpus if there is one.
+    """
+    catalog, device = Catalog(FOLDER / "configs" / "experiments"), torch.device(arguments.device)
+    setting = Setting(
+        catalog.scale("micro"), catalog.experiment("beyond/gap"), corpus=None if text is None else str(text)
+    )
+    rows = {row.name: row for row in setting.experiment.rows}
+    configs = [setting.config(rows[name], arguments.seed) for name in arguments.rows]
+    corpus = prepare_corpus(configs[0].data, setting.scale.vocabulary, cache)
+    assert isinstance(corpus.source, TokenStore)
+    counts_V = torch.bincount(torch.from_numpy(corpus.source.train.astype("int64")), minlength=setting.scale.vocabulary)
+    losses, targets_NL = [], torch.empty(0)
+    for config in configs:
+        data = config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})
+        outer = config.outer.model_copy(update={"rounds": arguments.rounds or config.outer.rounds})
+        if arguments.sequences:
+            data = data.model_copy(update={"validation_sequences": arguments.sequences})
+        group = trained(config.model_copy(update={"data": data, "outer": outer}), corpus.source, device)
+        targets_NL = torch.cat(group.validation)[:, 1:].cpu().long()
+        losses.append(token_losses(group.replicas[0], group.validation))
+    return {
+        kind: {name: _group(mask, losses, targets_NL) for name, mask in parts.items()}
+        for kind, parts in groups(targets_NL, counts_V).items()
+    }
+
+
+def _group(mask: Tensor, losses: Sequence[Tensor], targets_NL: Tensor) -> dict[str, Any]:
+    means = [one[mask].mean().item() for one in losses]
+    return {"share": mask.sum().item() / targets_NL.numel(), "losses": means, "gap": means[1] - means[0]}
+
+
+def _made_text(folder: Path) -> Path:
+    drawn, path = random.Random(1), folder / "made.txt"
+    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(1, 6))) for _ in range(400)]
+    path.write_text(" ".join(drawn.choices(words, k=60_000)))
+    return path
+
+
+def main() -> None:
+    """Run, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs=2, default=["none", "all"], metavar="NAME", help="two rows of beyond/gap")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, help="outer rounds, instead of the row's")
+    parser.add_argument("--sequences", type=int, help="validation sequences, instead of the row's")
+    arguments = parse(parser, SMOKE)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-loss-") as name:
+        text = _made_text(Path(name)) if arguments.smoke else None
+        found = measure(arguments, Path("runs/.tokens") if text is None else Path(name), text)
+    for kind, parts in found.items():
+        print(f"{kind:<14}{'of tokens':>10}{arguments.rows[0]:>12}{arguments.rows[1]:>12}{'gap':>9}{'%':>7}")
+        for name, one in parts.items():
+            first, second = one["losses"]
+            share = f"{name:<14}{100 * one['share']:>8.1f} %{first:>12.3f}{second:>12.3f}"
+            print(f"{share}{one['gap']:>9.3f}{100 * one['gap'] / first:>7.1f}")
+    asked = {name: getattr(arguments, name) for name in ("rows", "seed", "device")}
+    save({"machine": machine(), "commit": commit(), **asked, "groups": found}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
