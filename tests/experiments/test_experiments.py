@@ -15,6 +15,7 @@ from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
+from hetero_pp.research.experiments.facts import parameter_count
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.overview import write_overview
 from hetero_pp.research.experiments.provenance import commit, machine
@@ -22,24 +23,32 @@ from hetero_pp.research.experiments.report import result_of, write_result
 from hetero_pp.research.experiments.request import Request, scale_of
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of, judge
+from hetero_pp.research.settings import ResearchConfig
+from hetero_pp.run.spec import RunSpec
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """The type of the fixture of conftest.py."""
 
-ANYWHERE = [experiment for experiment in SHIPPED.experiments.values() if experiment.scale is None]
+EVERYWHERE = [
+    (name, scale)
+    for name, experiment in SHIPPED.experiments.items()
+    for scale in ("micro", "micro_long", "ladder", "small", "paper")
+    if experiment.has_scale(scale)
+]
 NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c", "5d", "7", "8")]
 
 
 def test_the_tables_are_there() -> None:
     assert {*NAMES, "het-pp/alpha", "beyond/rank_for_bits"} <= set(SHIPPED.experiments)
-    assert set(SHIPPED.scales) == {"micro", "micro_long", "ladder", "small", "paper"}
+    recipes = {"paper", "paper/sparseloco", "paper/diloco"}
+    assert set(SHIPPED.scales) == {"micro", "micro_long", "ladder", "small", *recipes}
 
 
-@pytest.mark.parametrize("scale", SHIPPED.scales.values(), ids=lambda scale: scale.name)
-@pytest.mark.parametrize("experiment", ANYWHERE, ids=lambda experiment: experiment.name)
-def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale) -> None:
-    setting = Setting(scale, experiment)
-    for row in experiment.rows:
+@pytest.mark.parametrize(("experiment", "scale"), EVERYWHERE)
+def test_every_row_validates_at_every_scale(experiment: str, scale: str) -> None:
+    found = SHIPPED.experiment(experiment)
+    setting = Setting(SHIPPED.scale_of(found, scale), found)
+    for row in found.rows:
         reason = setting.not_representable(row)
         if reason is not None:
             assert isinstance(row.rank, float) or row.replicas is not None or row.steps is not None
@@ -78,6 +87,55 @@ def test_the_papers_models_are_those_of_its_table_9() -> None:
         "table7": ("1b", 2, 1024, 1e-3, 10),
         "table4": ("512m", 8, 2048, 3e-4, 10),
     }
+
+
+def _at_paper(name: str, row: str) -> ResearchConfig:
+    experiment = SHIPPED.experiment(name)
+    setting = Setting(SHIPPED.scale_of(experiment, "paper"), experiment)
+    return setting.config(next(one for one in experiment.rows if one.name == row))
+
+
+def test_sparselocos_rows_are_those_of_its_table_9() -> None:
+    """Compares parameters, batch, steps and rates. Table 9 of ours has the searched values, not ten times of them."""
+    config = _at_paper("sparseloco/table1", "SparseLoCo, 1/32")
+    assert parameter_count(RunSpec(config, 32000)) == 512_398_848
+    assert [(one.batch_size, len(config.replicas)) for one in config.replicas] == [(256, 8)] * 8
+    assert (config.data.sequence_length, config.inner.warmup_steps) == (2048, 500)
+    found = {}
+    for row in SHIPPED.experiment("sparseloco/table1").rows:
+        config = _at_paper("sparseloco/table1", row.name)
+        steps, compression = config.outer.rounds * (config.inner.steps or 0), config.outer.compression
+        found[row.name] = (steps, config.inner.learning_rate, config.outer.learning_rate, compression.density)
+    assert found == {
+        "AdamW DDP": (2445, 2e-3, 1.0, 1.0),
+        "DiLoCo": (2445, 8e-4, 0.6, 1.0),
+        "SparseLoCo, 1/128": (2445, 1e-3, 1.0, 1 / 128),
+        "SparseLoCo, 1/32": (2445, 1e-3, 1.0, 1 / 32),
+        "DeMo, 1/128": (2445, 1.0, 1e-3, 1 / 128),
+        "DeMo, 1/32": (2445, 1.0, 1e-3, 1 / 32),
+    }
+    for row in SHIPPED.experiment("sparseloco/table9").rows:
+        config = _at_paper("sparseloco/table9", row.name)
+        rate = config.outer.learning_rate if row.name.startswith("DeMo") else config.inner.learning_rate
+        assert rate == pytest.approx(float(row.name.split(", ")[1]) / 10)
+    demo = _at_paper("sparseloco/table7", "DeMo").outer
+    assert (demo.learning_rate, demo.warmup_rounds, demo.compression.density) == (1e-3, 500, 1 / 128)
+    long = _at_paper("sparseloco/table8", "DiLoCo")
+    assert (long.outer.rounds * 250, long.inner.learning_rate) == (4750, 6e-4)
+    assert _at_paper("sparseloco/figure1", "DiLoCo, H = 30").inner.learning_rate == 6e-4
+
+
+def test_dilocos_rows_are_those_of_its_tables_1_and_5() -> None:
+    """Compares batch, steps and rates, and the parameters with one matrix for embedding and output."""
+    config = _at_paper("diloco/table2", "DiLoCo on shards that differ, after pretraining")
+    shape = config.model.resolve(32000)
+    assert (shape.layers, shape.width, shape.heads, shape.head_size) == (12, 896, 16, 64)
+    assert parameter_count(RunSpec(config, 32000)) - 32000 * 896 == 149_794_176
+    assert [(one.batch_size, config.data.sequence_length) for one in config.replicas] == [(512, 1024)] * 8
+    inner, outer = config.inner, config.outer
+    assert (inner.steps, inner.learning_rate, inner.warmup_steps, inner.weight_decay) == (500, 4e-4, 1000, 0.1)
+    assert (outer.rounds, config.research.pretraining) == (176, 48)  # 88,000 and 24,000 steps
+    assert (outer.learning_rate, outer.momentum, outer.nesterov) == (0.7, 0.9, True)
 
 
 def _losses(**rows: list[float]) -> dict[str, dict[int, float]]:
@@ -314,7 +372,8 @@ def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
         (["toy/two"], "found no experiment `toy/two`, expected one of toy/one"),
         (
             ["toy/one", "--scale", "huge"],
-            "found no scale `huge`, expected one of ladder, micro, micro_long, paper, small, tiny",
+            "found no scale `huge`, expected one of ladder, micro, micro_long, paper, paper/diloco, paper/sparseloco, "
+            "small, tiny",
         ),
     ],
 )

@@ -58,6 +58,11 @@ class Scale(Definition):
 
     name: Name
     about: str = ""
+    experiments: str | None = Field(
+        None,
+        description="folder of the experiments that use this scale instead of the scale of the same name without this "
+        "key: each paper has its own recipe",
+    )
     replicas: int = Field(ge=1, description="number of replicas (M)")
     stages: int = Field(ge=1, description="stages of a compressed replica")
     batch_size: int = Field(ge=1, description="sequences per replica and inner step")
@@ -71,6 +76,11 @@ class Scale(Definition):
         default_factory=dict, description="changed cells of rows with this size, by name of the size"
     )
 
+    @property
+    def key(self) -> str:
+        """Return the unique name: `paper`, or `paper/diloco` for the recipe of a folder of experiments."""
+        return self.name if self.experiments is None else f"{self.name}/{self.experiments}"
+
 
 class Row(Settings):
     """One line of a table: which replicas are compressed, how, and other changed cells."""
@@ -83,7 +93,7 @@ class Row(Settings):
     bits: int | None = None
     ablations: dict[str, Any] = Field(default_factory=dict, description="values of `research.ablations`")
     cells: Cells = Field(default_factory=dict)
-    at: dict[str, Cells] = Field(default_factory=dict, description="additional cells, by scale")
+    at: dict[str, Cells] = Field(default_factory=dict, description="cells at a scale, in place of `cells`, by scale")
     size: str | None = Field(None, description="one of the scale's `sizes`")
     budget: float = Field(1.0, gt=0, description="number of tokens, as a multiple of the scale's")
     steps: int | None = Field(
@@ -192,7 +202,9 @@ class Experiment(Definition):
     paper: str = Field("", description="location of the numbers in the paper")
     note: str = ""
     corpus: str | None = Field(None, description="corpus, instead of the scale's")
-    scale: Name | None = Field(None, description="the only scale of the experiment; rows use its `sizes`")
+    scale: Name | None = Field(
+        None, description="the only scale of the experiment beside those in `at`; rows use its `sizes`"
+    )
     bring: str | None = Field(None, description="corpus to supply at a scale of a paper, instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of the bias in equation 5")
@@ -230,6 +242,15 @@ class Experiment(Definition):
                     f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
         return self
+
+    @property
+    def folder(self) -> str:
+        """Return the folder in the experiment's name, which is the paper's; an empty string without one."""
+        return self.name.rpartition("/")[0]
+
+    def has_scale(self, name: str) -> bool:
+        """Return whether the experiment is defined for a scale."""
+        return self.scale in (None, name) or name in self.at
 
     def baseline_of(self, row: Row) -> str:
         """Return the name of the row to which a row's percentage refers."""
