@@ -73,8 +73,8 @@ def test_each_papers_experiments_have_its_recipe(mine: Path) -> None:
     assert (setting.experiment.name, setting.scale.name) == ("sparseloco/one", "paper")
     with pytest.raises(ConfigError) as error:
         Request(catalog, names=["sparseloco/one"], scale="paper/diloco").settings()
-    found_and_expected = "found the experiment `sparseloco/one`, expected one in the folder `diloco`"
-    assert str(error.value).startswith(f"{SHIPPED_SCALES / 'paper' / 'diloco.yaml'}:7: experiments: {found_and_expected}")
+    said = "7: experiments: found the experiment `sparseloco/one`, expected one in the folder `diloco`"
+    assert str(error.value).startswith(f"{SHIPPED_SCALES / 'paper' / 'diloco.yaml'}:{said}")
 
 
 def test_a_broken_recipe_is_told_and_no_other_is_taken(mine: Path) -> None:

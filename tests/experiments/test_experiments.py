@@ -14,7 +14,7 @@ from catalogs import SHIPPED
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.catalog import Catalog
-from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
+from hetero_pp.research.experiments.definition import Claim, Experiment, Row
 from hetero_pp.research.experiments.facts import parameter_count
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.overview import write_overview

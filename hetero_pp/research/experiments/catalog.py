@@ -21,7 +21,8 @@ class Catalog:
     """Experiments and scales that the YAML files of a folder and of its direct subfolders define.
 
     A file with the key `base`, or in a folder `scales`, is a scale; any other file is an experiment. Shipped scales are
-    added if the folder has none of that name, with the recipes of single papers in `scales/NAME/`. `broken` maps the names of unusable experiments to their errors.
+    added if the folder has none of that name, with the recipes of single papers in `scales/NAME/`. `broken` maps the
+    names of unusable experiments to their errors.
 
     Raises ConfigError if there is no such folder.
     """
