@@ -144,6 +144,18 @@ WRONG = {
         SMALLEST + "claims: [{text: a, of: similarity, lower: [none, all]}]\n",
         "found a claim about similarity without `similarity_every`, expected the rounds between measurements",
     ),
+    "a reason that nothing shows": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small.}\n",
+        "mine.yaml:9: claims[0]: found `why` without `shown_by`, expected rows that show it, or `not known` in its text",
+    ),
+    "a reason that no row shows": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small., shown_by: [small]}\n",
+        "mine.yaml:9: claims[0].shown_by: found `small`, expected a row of this table, the name of a table, or",
+    ),
+    "a reason that no row of another table shows": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: Small., shown_by: [all, other, other | small]}\n",
+        "mine.yaml:9: claims[0].shown_by: found `other | small`, expected a row of this table, the name of a table, or",
+    ),
     "a name that leads elsewhere": (
         SMALLEST.replace("name: mine", "name: ../mine"),
         "mine.yaml:1: name: found `../mine`",
@@ -237,6 +249,16 @@ def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
     code, _, errors = reproduce("toy/two", "--no-train")
     assert code == 2
     assert said in errors
+
+
+def test_a_reason_is_shown_by_rows_or_not_known(mine: Path) -> None:
+    claims = [
+        "{text: a, lower: [none, all], why: Small., shown_by: [all, other, other | none]}",
+        "{text: b, lower: [none, all], why: Not known.}",
+    ]
+    (mine / "mine.yaml").write_text(SMALLEST + "claims:\n" + "".join(f"  - {claim}\n" for claim in claims))
+    (mine / "other.yaml").write_text(SMALLEST.replace("name: mine", "name: other"))
+    assert set(Catalog(mine).experiments) == {"mine", "other"}
 
 
 def test_a_row_of_another_method_has_none_of_the_scales_cells(tmp_path: Path) -> None:

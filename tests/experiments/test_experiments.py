@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.definition import Claim, Experiment, Row
 from hetero_pp.research.experiments.facts import parameter_count
-from hetero_pp.research.experiments.markdown import markdown
+from hetero_pp.research.experiments.markdown import difference_cell, markdown
 from hetero_pp.research.experiments.overview import write_overview
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.report import result_of, write_result
@@ -145,7 +146,6 @@ def _losses(**rows: list[float]) -> dict[str, dict[int, float]]:
 def test_intervals_are_students_t() -> None:
     low, high = interval_of([1.0, 2.0, 3.0])  # mean 2, deviation 1, t(2) = 4.303, 4.303 / sqrt(3) = 2.484
     assert (low, high) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
-    assert interval_of([0.5]) == pytest.approx((0.47, 0.53))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_intervals_are_students_t() -> None:
         ([4.0, 4.1, 4.2], [4.2, 4.3, 4.4], "holds"),
         ([4.2, 4.3, 4.4], [4.0, 4.1, 4.2], "does not hold"),
         ([4.0, 4.1, 4.2], [4.1, 4.0, 4.3], "within noise"),
-        ([4.0], [4.02], "within noise"),
-        ([4.0], [4.04], "holds"),
+        ([4.0], [4.02], "one seed"),
+        ([4.0], [5.0], "one seed"),
     ],
 )
 def test_lower(a: list[float], b: list[float], verdict: str) -> None:
@@ -228,10 +228,10 @@ def test_tables(tmp_path: Path) -> None:
         similarity_every=1,
         rows=[Row(name="none", paper=2.0), Row(name="all", compressed="all", rank=8, paper=2.2), Row(name="bad")],
         claims=[
-            Claim(text="costs", lower=("none", "all"), why="because"),
+            Claim(text="costs", lower=("none", "all"), why="because", shown_by=["all"]),
             Claim(text="bias", of="bias", lower=("none", "all")),
             Claim(text="alike", of="similarity", lower=("none", "all")),
-            Claim(text="early", lower=("none", "all"), after=0.4),
+            Claim(text="early", lower=("none", "all"), after=0.4, ours=True),
         ],
     )
     outcomes = {
@@ -264,21 +264,28 @@ def test_tables(tmp_path: Path) -> None:
     assert "| alike | cosine | **holds** | +0.150 to +0.150 | 2 |" in text
     assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | 0.375 | done |" in text
     assert "| costs | own | **holds** |" in text
+    assert "| early (ours) | own | **does not hold** |" in text
+    assert "*costs*: because Shown by: `all`." in text
     path = tmp_path / "results" / "micro" / "toy" / "one.json"
     write_result(result, outcomes, path)
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
     assert path.with_suffix(".png").stat().st_size > 10_000
     write_overview(tmp_path / "results", tmp_path / "results.md", tmp_path)
     assert (
-        "| [toy/one](results/micro/toy/one.md) | Toy | micro | 2 | 1 | 0 | 1 |" in (tmp_path / "results.md").read_text()
+        "| [toy/one](results/micro/toy/one.md) | Toy | micro | 2 | 1 | 0 | 0 | 1 | 1 |"
+        in (tmp_path / "results.md").read_text()
     )
 
 
 def test_what_is_encoded_does_not_depend_on_a_seed() -> None:
-    """One seed therefore decides. For losses, differences below 0.03 nats stay undecided."""
+    """One seed therefore decides. It does not for losses: there is a difference, and no interval."""
     values = _losses(a=[1.0], b=[1.01])
-    assert judge(Claim(text="", of="ring", lower=("a", "b")), values, {}).verdict == "holds"
-    assert judge(Claim(text="", lower=("a", "b")), values, {}).verdict == "within noise"
+    sent = judge(Claim(text="", of="ring", lower=("a", "b")), values, {})
+    assert (sent.verdict, sent.interval) == ("holds", None)
+    loss = judge(Claim(text="", lower=("a", "b")), values, {})
+    assert (loss.verdict, loss.interval, loss.difference) == ("one seed", None, pytest.approx(0.01))
+    assert difference_cell({**asdict(loss), "of": "own"}) == "+0.010 nats"
+    assert difference_cell({**asdict(sent), "of": "ring"}) == "+0.010 MB"
 
 
 def test_a_row_lasts_until_something_is_measured() -> None:

@@ -42,6 +42,24 @@ class Catalog:
             called = path.relative_to(shipped).with_suffix("").as_posix()
             if not own & {called, called.partition("/")[0]}:
                 self._add(path, called)
+        unknown = {name: self._unknown_reason(experiment) for name, experiment in self.experiments.items()}
+        for name, error in unknown.items():
+            if error is not None:
+                del self.experiments[name]
+                self.broken[name] = error
+
+    def _unknown_reason(self, experiment: Experiment) -> ConfigError | None:
+        """Return the error of a claim whose `shown_by` names a table or a row that does not exist."""
+        known = {row.name for row in experiment.rows}
+        for index, claim in enumerate(experiment.claims):
+            for shown in claim.shown_by:
+                table, _, row = shown.partition(" | ")
+                other = self.experiments.get(table)
+                rows = [] if other is None else [one.name for one in other.rows]
+                if shown not in known and (other is None or (row and row not in rows)):
+                    found = f"found `{shown}`, expected a row of this table, the name of a table, or `TABLE | ROW`"
+                    return experiment.located(ConfigError(("claims", index, "shown_by"), found))
+        return None
 
     def scale(self, name: str) -> Scale:
         """Return a scale by name. Raises ConfigError: the error of its file, or a list of the known names."""

@@ -165,12 +165,27 @@ class Claim(Settings):
     margin: float = Field(
         0.03, gt=0, description="allowed difference, in nats, as a share (bias), a cosine, or megabytes"
     )
-    why: str = Field("", description="explanation, where the verdict differs from the paper's")
+    ours: bool = Field(False, description="whether the claim is ours, and not one that the paper makes")
+    why: str = Field(
+        "",
+        description="explanation, where the verdict differs from the paper's; it needs `shown_by`, or the words `not "
+        "known`",
+    )
+    shown_by: list[str] = Field(
+        default_factory=list,
+        description="rows that show the explanation: a row of this table, `TABLE`, or `TABLE | ROW` of another table",
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Claim:
         if sum(part is not None for part in (self.lower, self.equal, self.grows, self.proportional)) != 1:
             raise ValueError("expected exactly one of `lower`, `equal`, `grows`, `proportional`")
+        return self
+
+    @model_validator(mode="after")
+    def _reason_is_shown(self) -> Claim:
+        if self.why and not self.shown_by and "not known" not in self.why.lower():
+            raise ValueError("found `why` without `shown_by`, expected rows that show it, or `not known` in its text")
         return self
 
     @model_validator(mode="after")
@@ -200,6 +215,7 @@ class Experiment(Definition):
     name: Name
     title: str
     paper: str = Field("", description="location of the numbers in the paper")
+    ours: bool = Field(False, description="whether all claims of the table are ours, and none the paper's")
     note: str = ""
     corpus: str | None = Field(None, description="corpus, instead of the scale's")
     scale: Name | None = Field(
@@ -242,6 +258,10 @@ class Experiment(Definition):
                     f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
         return self
+
+    def is_ours(self, claim: Claim) -> bool:
+        """Return whether a claim is ours, and not one that a paper makes."""
+        return self.ours or claim.ours or not self.paper
 
     @property
     def folder(self) -> str:
