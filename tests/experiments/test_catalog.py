@@ -146,7 +146,7 @@ WRONG = {
     ),
     "a reason that nothing shows": (
         SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small.}\n",
-        "mine.yaml:9: claims[0]: found `why` without `shown_by`, expected rows that show it, or `not known` in its text",
+        "mine.yaml:9: claims[0]: found `why` without `shown_by`, expected rows that show it, or `not known` in its",
     ),
     "a reason that no row shows": (
         SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small., shown_by: [small]}\n",
