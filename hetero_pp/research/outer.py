@@ -1,19 +1,23 @@
 """Parts of an outer round that only tables vary.
 
-They are rounds of one replica alone, a momentum that drops values, and averages of the moments of inner AdamW. Over the
-network the averages would triple the bytes, and contributions hold no moments.
+They are rounds of one replica alone and a second warm-up after them, a momentum that drops values, a mean of elected
+signs, and averages of the moments of inner AdamW. Over the network the averages would triple the bytes, and
+contributions hold no moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, outer_step
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.engines.whole import WholeReplica
 from replica_groups.outer.ranks import Ranks
@@ -39,6 +43,46 @@ class PretrainedOptimizer(OuterOptimizer):
             outer_step(theta[name], mean, 1.0)
         else:
             super()._step(theta, name, mean)
+
+
+@dataclass(frozen=True)
+class RenewedWarmup:
+    """Learning rates that rise linearly once more, from step `since` on (DiLoCo, section 3.1)."""
+
+    rates: LearningRates
+    since: int
+    steps: int
+
+    def at(self, step: int) -> float:
+        rate = self.rates.at(step)
+        return rate if step < self.since else rate * min(1.0, (step - self.since + 1) / max(1, self.steps))
+
+
+class ElectedMean:
+    """Mean of the contributions that have the elected sign in a coordinate: the sign of the weighted sum of all.
+
+    Source: the disjoint merge of TIES (Yadav et al. 2023), which DiLoCo tried instead of the mean (section 6.1). It has
+    the interface of WeightedMean.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self.total = torch.zeros(2, *shape, device=device)
+        """Weighted sums of the positive values, and of the negative ones."""
+        self.sent = torch.zeros(2, *shape, device=device)
+        """Their weights."""
+
+    def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
+        """Add one contribution."""
+        dense = torch.zeros_like(self.total[0])
+        decoded.add_to(dense, 1.0)
+        for part, values in enumerate((dense.clamp_min(0), dense.clamp_max(0))):
+            self.total[part].add_(values, alpha=weight)
+            self.sent[part].add_(values != 0, alpha=weight)
+
+    def finish(self, weight: float | None = None) -> Tensor:
+        """Return the mean; 0 where nobody sent a value."""
+        positive, negative = self.total / self.sent.masked_fill(self.sent == 0, 1.0)
+        return torch.where(self.total.sum(0) >= 0, positive, negative)
 
 
 def drop_largest(momentum: Tensor, share: float, settings: CompressionSettings) -> None:

@@ -72,6 +72,16 @@ class ResearchSettings(Settings):
         description="rounds in which only the first replica trains, and theta is set to its "
         "parameters. The outer optimizer starts afterwards (DiLoCo, figure 3)",
     )
+    warms_up_again: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="after `pretraining`, multiply the inner learning rate by a second linear warm-up of as many steps "
+        "(DiLoCo, section 3.1)",
+    )
+    elects_signs: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="average in each coordinate only the contributions with the sign of their sum (the disjoint merge "
+        "of TIES, which DiLoCo tried in section 6.1)",
+    )
     clusters: Annotated[int | None, AddedLater()] = Field(
         None,
         ge=1,
@@ -142,6 +152,7 @@ class ResearchConfig(RunConfig):
             "sparse": (is_sparse, "`density` below 1 or `value_bits` below 32"),
             "momentum": (compression.memory == "momentum", "`memory: momentum`"),
             "feedback": (compression.memory == "error_feedback", "`memory: error_feedback`"),
+            "scratch": (own.pretraining == 0, "no `pretraining`"),
             "tokens": (outer.weights == "tokens", "`outer.weights: tokens`"),
             "stream": (self.data.streamed is not None, "a streamed corpus"),
             "equal": (own.clusters is None, "shards of equal size, without `research.clusters`"),
@@ -155,6 +166,8 @@ class ResearchConfig(RunConfig):
             ("averages_moments", own.averages_moments, "modified coefficients"),
             ("taking_part", len(own.taking_part) > 0, "gradients overlap local"),
             ("pretraining", own.pretraining > 0, "gradients overlap local sparse momentum"),
+            ("warms_up_again", own.warms_up_again, "scratch"),
+            ("elects_signs", own.elects_signs, "gradients"),
             ("clusters", own.clusters is not None, "stream"),
             ("weighs_examples", own.weighs_examples, "gradients tokens equal"),
             ("memory_drops", own.memory_drops > 0, "feedback"),

@@ -17,7 +17,13 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PARAMETERS = {"178m": 177_622_016, "512m": 512_398_848, "1b": 1_204_881_408}
+PARAMETERS = {
+    "178m": 177_622_016,
+    "512m": 512_398_848,
+    "1b": 1_204_881_408,
+    "sparseloco_512m": 512_398_848,
+    "diloco_150m": 178_466_176,
+}
 YAMLS = sorted(path for path in CONFIGS.rglob("*.yaml") if "experiments" not in path.relative_to(CONFIGS).parts)
 
 

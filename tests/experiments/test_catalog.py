@@ -41,7 +41,7 @@ def mine(tmp_path: Path) -> Path:
 def test_a_table_needs_no_paper_no_claims_and_no_scale_of_its_own(mine: Path) -> None:
     catalog = Catalog(mine)
     assert set(catalog.experiments) == {"mine"}
-    assert set(catalog.scales) == {"micro", "micro_long", "ladder", "small", "paper"}
+    assert set(catalog.scales) == set(SHIPPED.scales)
     [setting], broken = Request(catalog).settings()
     assert not broken
     assert [len(setting.config(row).replicas) for row in setting.rows()] == [4, 4]
@@ -53,13 +53,62 @@ def test_a_scale_is_found_wherever_it_lies(place: str, mine: Path) -> None:
     (mine / place).write_text(SCALE.replace("name: micro", "name: quick").replace("\nreplicas: 4", "\nreplicas: 2"))
     catalog = Catalog(mine)
     assert catalog.scale("quick").replicas == 2
-    assert set(catalog.scales) == {"quick", "ladder", "micro", "micro_long", "small", "paper"}
+    assert set(catalog.scales) == {"quick", *SHIPPED.scales}
     assert set(catalog.experiments) == {"mine"}
 
 
 def test_a_scale_of_ones_own_is_taken_before_the_shipped_one(mine: Path) -> None:
     (mine / "micro.yaml").write_text(SCALE.replace("\nreplicas: 4", "\nreplicas: 2"))
     assert Catalog(mine).scale("micro").replicas == 2
+
+
+def test_each_papers_experiments_have_its_recipe(mine: Path) -> None:
+    """Experiments of no paper have the recipe without `experiments`; nobody has that of another paper."""
+    (mine / "sparseloco").mkdir()
+    (mine / "sparseloco" / "one.yaml").write_text(SMALLEST.replace("name: mine", "name: sparseloco/one"))
+    catalog = Catalog(mine)
+    found = {one.experiment.name: one.scale.key for one in Request(catalog, scale="paper").settings()[0]}
+    assert found == {"mine": "paper", "sparseloco/one": "paper/sparseloco"}
+    [setting], _ = Request(catalog, scale="paper/sparseloco").settings()
+    assert (setting.experiment.name, setting.scale.name) == ("sparseloco/one", "paper")
+    with pytest.raises(ConfigError) as error:
+        Request(catalog, names=["sparseloco/one"], scale="paper/diloco").settings()
+    said = "7: experiments: found the experiment `sparseloco/one`, expected one in the folder `diloco`"
+    assert str(error.value).startswith(f"{SHIPPED_SCALES / 'paper' / 'diloco.yaml'}:{said}")
+
+
+def test_a_broken_recipe_is_told_and_no_other_is_taken(mine: Path) -> None:
+    (mine / "scales" / "paper").mkdir(parents=True)
+    recipe = (SHIPPED_SCALES / "paper" / "diloco.yaml").read_text()
+    (mine / "scales" / "paper" / "diloco.yaml").write_text(recipe.replace("replicas: 8", "replicas: 0"))
+    (mine / "mine.yaml").write_text(SMALLEST.replace("name: mine", "name: diloco/one"))
+    with pytest.raises(ConfigError, match=r"paper/diloco\.yaml:\d+: replicas: found `0`, expected"):
+        Request(Catalog(mine), names=["diloco/one"], scale="paper").settings()
+
+
+def test_a_scale_of_ones_own_hides_the_recipes_of_the_shipped_one(mine: Path) -> None:
+    (mine / "paper.yaml").write_text(SCALE.replace("name: micro", "name: paper"))
+    assert "paper/diloco" not in Catalog(mine).scales
+
+
+def test_cells_at_a_scale_replace_a_rows_own_and_swept_ones_replace_both(mine: Path) -> None:
+    row = "    cells: {outer.learning_rate: 0.9, inner.steps: 5}\n    at: {micro: {outer.learning_rate: 0.8}}\n"
+    (mine / "mine.yaml").write_text(SMALLEST + row)
+    catalog = Catalog(mine)
+    [setting], _ = Request(catalog).settings()
+    config = setting.config(setting.rows()[1])
+    assert (config.outer.learning_rate, config.inner.steps) == (0.8, 5)
+    [setting], _ = Request(catalog, sweeps=["outer.learning_rate=0.5,0.6"]).settings()
+    assert {setting.config(row).outer.learning_rate for row in setting.rows()} == {0.5, 0.6}
+
+
+def test_an_experiment_of_one_scale_is_defined_for_those_in_at_too(mine: Path) -> None:
+    (mine / "mine.yaml").write_text(SMALLEST + "scale: ladder\nat: {small: {inner.steps: 5}}\n")
+    catalog = Catalog(mine)
+    assert len(Request(catalog, names=["mine"], scale="small").settings()[0]) == 1
+    assert Request(catalog, scale="micro").settings()[0] == []
+    with pytest.raises(ConfigError, match="--scale micro: mine is only defined for ladder"):
+        Request(catalog, names=["mine"], scale="micro").settings()
 
 
 def test_no_folder_is_told(tmp_path: Path) -> None:
@@ -94,6 +143,18 @@ WRONG = {
     "a claim of what is not measured": (
         SMALLEST + "claims: [{text: a, of: similarity, lower: [none, all]}]\n",
         "found a claim about similarity without `similarity_every`, expected the rounds between measurements",
+    ),
+    "a reason that nothing shows": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small.}\n",
+        "mine.yaml:9: claims[0]: found `why` without `shown_by`, expected rows that show it, or `not known` in its",
+    ),
+    "a reason that no row shows": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small., shown_by: [small]}\n",
+        "mine.yaml:9: claims[0].shown_by: found `small`, expected a row of this table, the name of a table, or",
+    ),
+    "a reason that no row of another table shows": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: Small., shown_by: [all, other, other | small]}\n",
+        "mine.yaml:9: claims[0].shown_by: found `other | small`, expected a row of this table, the name of a table, or",
     ),
     "a name that leads elsewhere": (
         SMALLEST.replace("name: mine", "name: ../mine"),
@@ -188,6 +249,16 @@ def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
     code, _, errors = reproduce("toy/two", "--no-train")
     assert code == 2
     assert said in errors
+
+
+def test_a_reason_is_shown_by_rows_or_not_known(mine: Path) -> None:
+    claims = [
+        "{text: a, lower: [none, all], why: Small., shown_by: [all, other, other | none]}",
+        "{text: b, lower: [none, all], why: Not known.}",
+    ]
+    (mine / "mine.yaml").write_text(SMALLEST + "claims:\n" + "".join(f"  - {claim}\n" for claim in claims))
+    (mine / "other.yaml").write_text(SMALLEST.replace("name: mine", "name: other"))
+    assert set(Catalog(mine).experiments) == {"mine", "other"}
 
 
 def test_a_row_of_another_method_has_none_of_the_scales_cells(tmp_path: Path) -> None:

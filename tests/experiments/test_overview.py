@@ -83,9 +83,19 @@ RESULT: dict[str, Any] = {
             "of": "own",
             "about": "1",
             "verdict": "holds",
-            "others": [{"of": "compressed", "verdict": "within noise"}],
+            "seeds": 3,
+            "ours": False,
+            "others": [{"of": "compressed", "verdict": "one seed", "seeds": 1}],
         },
-        {"text": "it pays", "of": "uncompressed", "verdict": "does not hold", "others": [], "about": None},
+        {
+            "text": "it pays",
+            "of": "uncompressed",
+            "verdict": "does not hold",
+            "seeds": 2,
+            "ours": True,
+            "others": [],
+            "about": None,
+        },
     ],
     "trends": [
         {"name": "a", "law": [{"width": 64, "percent": 4.56, "interval": [1.0, 20.04]}]},
@@ -101,11 +111,11 @@ FIGURES = {
     "{s/t | sparse_ring | a - b}": "1.24",
     "{s/t | difference | base | a - b}": "0.30",  # at seed 2, which both have
     "{s/t | difference | base | a - b | compressed}": "0.38",  # at seeds 2 and 3
-    "{s/t |\n  verdict | it\n  costs}": "holds",
-    "{s/t | verdict | it costs | compressed}": "within noise",
-    "{s/t | verdict | it pays}": "does not hold",
+    "{s/t |\n  verdict | it\n  costs}": "holds (3 seeds)",
+    "{s/t | verdict | it costs | compressed}": "one seed",
+    "{s/t | verdict | it pays}": "does not hold (2 seeds)",
     "{s/t | law | a | 64}": "4.6 % (1.0 to 20.0)",
-    "{claims | all} and {claims | holds}": "2 and 1",
+    "{claims | papers | all}, {claims | papers | holds} and {claims | ours | holds}": "1, 1 and 0",
 }
 
 

@@ -35,8 +35,8 @@ def located(error: ConfigError, row: Row, experiment: Experiment, scale: Scale) 
 def _places(row: Row, experiment: Experiment, scale: Scale) -> Iterator[Key]:
     """Yield the keys in the experiment's file of everything that the row changes, in reverse order of application."""
     own: Key = ("rows", [one.name for one in experiment.rows].index(row.name))
-    yield from ((*own, "cells", cell) for cell in reversed(row.cells))
     yield from ((*own, "at", scale.name, cell) for cell in reversed(row.at.get(scale.name, {})))
+    yield from ((*own, "cells", cell) for cell in reversed(row.cells))
     yield from (("at", scale.name, cell) for cell in reversed(experiment.at.get(scale.name, {})))
     yield from ((*own, name) for name in _OWN_CELLS)
 

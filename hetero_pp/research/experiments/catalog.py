@@ -21,7 +21,8 @@ class Catalog:
     """Experiments and scales that the YAML files of a folder and of its direct subfolders define.
 
     A file with the key `base`, or in a folder `scales`, is a scale; any other file is an experiment. Shipped scales are
-    added if the folder has none of that name. `broken` maps the names of unusable experiments to their errors.
+    added if the folder has none of that name, with the recipes of single papers in `scales/NAME/`. `broken` maps the
+    names of unusable experiments to their errors.
 
     Raises ConfigError if there is no such folder.
     """
@@ -34,15 +35,47 @@ class Catalog:
         self.experiments: dict[str, Experiment] = {}
         self.broken: dict[str, ConfigError] = {}
         self._broken_scales: dict[str, ConfigError] = {}
-        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml"), *folder.glob("scales/*/*.yaml")]):
             self._add(path, path.relative_to(folder).with_suffix("").as_posix())
-        for path in sorted(shipped.glob("*.yaml")):
-            if path.stem not in {*self.scales, *self._broken_scales}:
-                self._add(path, path.stem)
+        own = {*self.scales, *self._broken_scales}
+        for path in sorted(shipped.glob("**/*.yaml")):
+            called = path.relative_to(shipped).with_suffix("").as_posix()
+            if not own & {called, called.partition("/")[0]}:
+                self._add(path, called)
+        unknown = {name: self._unknown_reason(experiment) for name, experiment in self.experiments.items()}
+        for name, error in unknown.items():
+            if error is not None:
+                del self.experiments[name]
+                self.broken[name] = error
+
+    def _unknown_reason(self, experiment: Experiment) -> ConfigError | None:
+        """Return the error of a claim whose `shown_by` names a table or a row that does not exist."""
+        known = {row.name for row in experiment.rows}
+        for index, claim in enumerate(experiment.claims):
+            for shown in claim.shown_by:
+                table, _, row = shown.partition(" | ")
+                other = self.experiments.get(table)
+                rows = [] if other is None else [one.name for one in other.rows]
+                if shown not in known and (other is None or (row and row not in rows)):
+                    found = f"found `{shown}`, expected a row of this table, the name of a table, or `TABLE | ROW`"
+                    return experiment.located(ConfigError(("claims", index, "shown_by"), found))
+        return None
 
     def scale(self, name: str) -> Scale:
         """Return a scale by name. Raises ConfigError: the error of its file, or a list of the known names."""
         return _find(name, self.scales, self._broken_scales, "scale")
+
+    def scale_of(self, experiment: Experiment, name: str) -> Scale:
+        """Return an experiment's scale by name: its paper's recipe if there is one. Raises ConfigError.
+
+        An experiment cannot have another paper's recipe.
+        """
+        recipe = f"{name}/{experiment.folder}"
+        scale = self.scale(recipe if recipe in {*self.scales, *self._broken_scales} else name)
+        if scale.experiments not in (None, experiment.folder):
+            found = f"found the experiment `{experiment.name}`, expected one in the folder `{scale.experiments}`"
+            raise scale.located(ConfigError(("experiments",), f"{found}: this is the recipe of another paper"))
+        return scale
 
     def experiment(self, name: str) -> Experiment:
         """Return an experiment by name. Raises ConfigError: the error of its file, or a list of the known names."""
@@ -61,7 +94,7 @@ class Catalog:
         except ConfigError as error:
             said = str(content.get("name", called))
             if _is_scale(path, content):
-                self._broken_scales[said] = error
+                self._broken_scales[f"{said}/{content['experiments']}" if "experiments" in content else said] = error
             else:
                 self.broken[said if is_a_name(said) and said not in self.experiments else called] = error
 
@@ -76,11 +109,12 @@ def _define(kind: type[Kind], content: Any, lines: YamlLines, known: dict[str, K
         defined = kind.model_validate(content)
     except ValidationError as error:
         raise lines.located(complaint(error, kind), kind) from None
-    if defined.name in known:
-        message = f"found `{defined.name}`, which is the name of another file, expected a unique name"
+    key = defined.key if isinstance(defined, Scale) else defined.name
+    if key in known:
+        message = f"found `{key}`, which is the name of another file, expected a unique name"
         raise lines.located(ConfigError(("name",), message), kind)
     defined.read_from(lines.path)
-    known[defined.name] = defined
+    known[key] = defined
 
 
 def _find(name: str, known: Mapping[str, Kind], broken: Mapping[str, ConfigError], what: str) -> Kind:

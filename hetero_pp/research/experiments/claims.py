@@ -38,6 +38,7 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
         slices = _slices(outcomes, claim) if claim.after == 1 else ()
         result["slices"] = slices_interval(claim, slices, values[claim.of], shares)
         result["about"] = _about(claim, outcomes)
+        result |= {"ours": experiment.is_ours(claim), "shown_by": claim.shown_by}
     return found
 
 

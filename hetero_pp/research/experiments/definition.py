@@ -58,6 +58,11 @@ class Scale(Definition):
 
     name: Name
     about: str = ""
+    experiments: str | None = Field(
+        None,
+        description="folder of the experiments that use this scale instead of the scale of the same name without this "
+        "key: each paper has its own recipe",
+    )
     replicas: int = Field(ge=1, description="number of replicas (M)")
     stages: int = Field(ge=1, description="stages of a compressed replica")
     batch_size: int = Field(ge=1, description="sequences per replica and inner step")
@@ -71,6 +76,11 @@ class Scale(Definition):
         default_factory=dict, description="changed cells of rows with this size, by name of the size"
     )
 
+    @property
+    def key(self) -> str:
+        """Return the unique name: `paper`, or `paper/diloco` for the recipe of a folder of experiments."""
+        return self.name if self.experiments is None else f"{self.name}/{self.experiments}"
+
 
 class Row(Settings):
     """One line of a table: which replicas are compressed, how, and other changed cells."""
@@ -83,7 +93,7 @@ class Row(Settings):
     bits: int | None = None
     ablations: dict[str, Any] = Field(default_factory=dict, description="values of `research.ablations`")
     cells: Cells = Field(default_factory=dict)
-    at: dict[str, Cells] = Field(default_factory=dict, description="additional cells, by scale")
+    at: dict[str, Cells] = Field(default_factory=dict, description="cells at a scale, in place of `cells`, by scale")
     size: str | None = Field(None, description="one of the scale's `sizes`")
     budget: float = Field(1.0, gt=0, description="number of tokens, as a multiple of the scale's")
     steps: int | None = Field(
@@ -155,12 +165,27 @@ class Claim(Settings):
     margin: float = Field(
         0.03, gt=0, description="allowed difference, in nats, as a share (bias), a cosine, or megabytes"
     )
-    why: str = Field("", description="explanation, where the verdict differs from the paper's")
+    ours: bool = Field(False, description="whether the claim is ours, and not one that the paper makes")
+    why: str = Field(
+        "",
+        description="explanation, where the verdict differs from the paper's; it needs `shown_by`, or the words `not "
+        "known`",
+    )
+    shown_by: list[str] = Field(
+        default_factory=list,
+        description="rows that show the explanation: a row of this table, `TABLE`, or `TABLE | ROW` of another table",
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Claim:
         if sum(part is not None for part in (self.lower, self.equal, self.grows, self.proportional)) != 1:
             raise ValueError("expected exactly one of `lower`, `equal`, `grows`, `proportional`")
+        return self
+
+    @model_validator(mode="after")
+    def _reason_is_shown(self) -> Claim:
+        if self.why and not self.shown_by and "not known" not in self.why.lower():
+            raise ValueError("found `why` without `shown_by`, expected rows that show it, or `not known` in its text")
         return self
 
     @model_validator(mode="after")
@@ -190,9 +215,12 @@ class Experiment(Definition):
     name: Name
     title: str
     paper: str = Field("", description="location of the numbers in the paper")
+    ours: bool = Field(False, description="whether all claims of the table are ours, and none the paper's")
     note: str = ""
     corpus: str | None = Field(None, description="corpus, instead of the scale's")
-    scale: Name | None = Field(None, description="the only scale of the experiment; rows use its `sizes`")
+    scale: Name | None = Field(
+        None, description="the only scale of the experiment beside those in `at`; rows use its `sizes`"
+    )
     bring: str | None = Field(None, description="corpus to supply at a scale of a paper, instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of the bias in equation 5")
@@ -230,6 +258,19 @@ class Experiment(Definition):
                     f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
         return self
+
+    def is_ours(self, claim: Claim) -> bool:
+        """Return whether a claim is ours, and not one that a paper makes."""
+        return self.ours or claim.ours or not self.paper
+
+    @property
+    def folder(self) -> str:
+        """Return the folder in the experiment's name, which is the paper's; an empty string without one."""
+        return self.name.rpartition("/")[0]
+
+    def has_scale(self, name: str) -> bool:
+        """Return whether the experiment is defined for a scale."""
+        return self.scale in (None, name) or name in self.at
 
     def baseline_of(self, row: Row) -> str:
         """Return the name of the row to which a row's percentage refers."""

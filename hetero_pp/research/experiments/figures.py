@@ -22,12 +22,12 @@ Results = Mapping[str, Result]
 def with_figures(path: Path, results: Results) -> str:
     """Return the text of a file with its figures filled in.
 
-    `{claims | VERDICT}` is the number of distinct claims with that verdict; `all` counts all of them. `{TABLE | WHAT |
-    NAME...}` is one of:
+    `{claims | WHOSE | VERDICT}` is the number of distinct claims of `papers`, or of `ours`, with that verdict; `all`
+    counts all of them. `{TABLE | WHAT | NAME...}` is one of:
     - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values.
     - `bias` (percent), `similarity` (a cosine), `gather`, `ring`, `sparse_ring` (megabytes) of a row.
     - `difference` (nats): the second row's loss minus the first's.
-    - `verdict` of a claim.
+    - `verdict` of a claim, with its number of seeds.
     - `law` of a trend at a width: percent, and its interval.
 
     A last name `compressed` or `uncompressed` selects the forward of a difference or a verdict. Raises ConfigError with
@@ -45,9 +45,16 @@ def with_figures(path: Path, results: Results) -> str:
     return _folded(re.sub(r"\{([^{}]*)\}", figure, text))
 
 
-def distinct_claims(results: Results) -> list[Mapping[str, Any]]:
-    """Return the claims of all tables; claims that state the same about the same rows are returned once."""
-    claims = [claim for result in results.values() for claim in result["claims"]]
+WHOSE = {"papers": False, "ours": True}
+"""Claims of the papers, and those that are ours."""
+
+
+def distinct_claims(results: Results, ours: bool | None = None) -> list[Mapping[str, Any]]:
+    """Return the claims of all tables; claims that state the same about the same rows are returned once.
+
+    `ours`: only those that are ours, or only the papers'.
+    """
+    claims = [claim for one in results.values() for claim in one["claims"] if ours in (None, claim["ours"])]
     known = {claim["about"]: claim for claim in reversed(claims) if claim["about"] is not None}
     return [claim for claim in claims if claim["about"] is None or known[claim["about"]] is claim]
 
@@ -66,15 +73,16 @@ def _folded(text: str) -> str:
 
 def _figure(parts: list[str], results: Results) -> str:
     if parts[0] == "claims":
-        verdicts = [claim["verdict"] for claim in distinct_claims(results)]
-        return str(len(verdicts) if parts[1] == "all" else verdicts.count(parts[1]))
+        _, whose, kind = parts
+        verdicts = [claim["verdict"] for claim in distinct_claims(results, WHOSE[whose])]
+        return str(len(verdicts) if kind == "all" else verdicts.count(kind))
     table, what, *names = parts
     result = results[table]
     forward = names.pop() if names[-1] in FORWARDS else None
     if what == "verdict":
         [name] = names
         [claim] = [claim for claim in result["claims"] if claim["text"] == name]
-        by_forward = {one["of"]: str(one["verdict"]) for one in (claim, *claim["others"])}
+        by_forward = {one["of"]: _with_seeds(one) for one in (claim, *claim["others"])}
         return by_forward[forward or claim["of"]]
     if what == "law":
         return _law(result["trends"], *names)
@@ -83,6 +91,11 @@ def _figure(parts: list[str], results: Results) -> str:
         first, second = (_losses(rows[name], forward or "own") for name in names)
         return _difference(first, second)
     return _OF_ROWS[what](rows, *(rows[name] for name in names))
+
+
+def _with_seeds(judged: Mapping[str, Any]) -> str:
+    """Return a verdict with its number of seeds: `holds (5 seeds)`, `one seed`."""
+    return f"{judged['verdict']} ({judged['seeds']} seeds)" if judged["seeds"] > 1 else str(judged["verdict"])
 
 
 def _law(trends: Sequence[Mapping[str, Any]], name: str, width: str) -> str:

@@ -135,14 +135,15 @@ def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
         yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
     for claim in claims:
         forward = _NAMED.get(claim["of"], claim["of"])
-        verdict = f"**{claim['verdict']}** | {interval_cell(claim['interval'], claim['of'])} | {claim['seeds']}"
-        yield f"| {claim['text']} | {forward} | {verdict} | {_family(claim)} | {_slices(claim)} |"
+        verdict = f"**{claim['verdict']}** | {difference_cell(claim)} | {claim['seeds']}"
+        text = f"{claim['text']} (ours)" if claim["ours"] else claim["text"]
+        yield f"| {text} | {forward} | {verdict} | {_family(claim)} | {_slices(claim)} |"
         for one in claim["others"]:
-            interval = interval_cell(one["interval"], one["of"])
-            yield f"| | {one['of']} | {one['verdict']} | {interval} | {one['seeds']} | | |"
+            yield f"| | {one['of']} | {one['verdict']} | {difference_cell(one)} | {one['seeds']} | | |"
     for claim in claims:
         if claim["why"]:
-            yield from ("", f"*{claim['text']}*: {claim['why']}")
+            shown = f" Shown by: {'; '.join(f'`{one}`' for one in claim['shown_by'])}." if claim["shown_by"] else ""
+            yield from ("", f"*{claim['text']}*: {claim['why']}{shown}")
 
 
 def _trends(trends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -193,6 +194,13 @@ def _family(claim: Mapping[str, Any]) -> str:
 
 def _slices(claim: Mapping[str, Any]) -> str:
     return interval_cell(claim["slices"], claim["of"])
+
+
+def difference_cell(judged: Mapping[str, Any]) -> str:
+    """Return the interval of a claim's difference, or with one seed the difference; with the unit."""
+    if judged["interval"] is not None or judged["difference"] is None:
+        return interval_cell(judged["interval"], judged["of"])
+    return interval_cell([judged["difference"]] * 2, judged["of"]).partition(" to ")[2]
 
 
 def interval_cell(interval: Sequence[float] | None, of: str) -> str:

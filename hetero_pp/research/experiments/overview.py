@@ -17,7 +17,7 @@ from hetero_pp.research.experiments.verdict import holm
 FAMILIES = ("het-pp", "sparseloco", "diloco", "beyond")
 """Folders of experiments in the order of the page; others follow."""
 
-VERDICTS = ("holds", "does not hold", "within noise", "not run")
+VERDICTS = ("holds", "does not hold", "within noise", "one seed", "not run")
 
 INTRODUCTION = """\
 `hetero-pp reproduce --no-train --docs FILE` generates this page from the trained rows. It also fills in the figures
@@ -25,9 +25,10 @@ of the text above. [reproducing.md](reproducing.md) explains how to make these t
 [experiments.md](experiments.md) how to define your own.
 
 A verdict compares two rows at the seeds that both have. A claim *holds* or *does not hold* if the 95 % interval
-(Student's t) of the difference excludes zero. It is *within noise* otherwise. With one seed, a difference below
-0.03 nats decides nothing. A claim that two rows are equal holds if the interval lies within a margin, 0.03 nats by
-default.
+(Student's t) of the difference excludes zero. It is *within noise* otherwise. One seed has no interval and decides
+nothing: the table then says *one seed* and has the difference. Sizes of messages are an exception, because they hardly
+depend on the seed. A claim that two rows are equal holds if the interval lies within a margin, 0.03 nats by default.
+A claim is a paper's if the paper makes it, and otherwise marked as ours.
 
 One of twenty claims about nothing gets a verdict by chance. The column *as a family* gives the verdict after Holm's
 correction over all claims of the table, with the interval used there. The column *slices* gives the interval of the
@@ -73,7 +74,7 @@ def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.glob("*/**/*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "claims" in content:
-            if "trends" not in content or any("about" not in claim for claim in content["claims"]):
+            if "trends" not in content or any("ours" not in claim for claim in content["claims"]):
                 raise ConfigError(
                     (), f"{path}: was written by an older hetero-pp; expected one that `reproduce --no-train` renewed"
                 )
@@ -87,13 +88,14 @@ def _columns() -> Iterator[str]:
 
 def _counts(results: dict[str, dict[str, Any]], folder: str) -> Iterator[str]:
     """Yield a table of verdicts; `folder` is the path from the page to the results."""
-    yield f"| table | title | scale | {' | '.join(VERDICTS)} |"
-    yield "|" + "---|" * (3 + len(VERDICTS))
+    yield f"| table | title | scale | {' | '.join(VERDICTS)} | of these, ours |"
+    yield "|" + "---|" * (4 + len(VERDICTS))
     for key, result in results.items():
         verdicts = [claim["verdict"] for claim in result["claims"]]
         counts = " | ".join(str(verdicts.count(kind)) for kind in VERDICTS)
         link = f"[{result['name']}]({(Path(folder) / key).as_posix()}.md)"
-        yield f"| {link} | {result['title']} | {result['scale']} | {counts} |"
+        ours = sum(claim["ours"] for claim in result["claims"])
+        yield f"| {link} | {result['title']} | {result['scale']} | {counts} | {ours} |"
 
 
 def _together(results: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -101,8 +103,9 @@ def _together(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     claims = distinct_claims(results)
     levels = holm([claim["p"] for claim in claims])
     kept = sum(level is not None and claim["p"] <= level for claim, level in zip(claims, levels, strict=True))
-    verdicts = [claim["verdict"] for claim in claims]
-    counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in VERDICTS)
+    for whose, is_ours in (("The papers' claims", False), ("Our claims", True)):
+        verdicts = [claim["verdict"] for claim in distinct_claims(results, is_ours)]
+        yield f"{whose}: {', '.join(f'{verdicts.count(kind)} {kind}' for kind in VERDICTS)}."
     judged = len(levels) - levels.count(None)
-    yield f"All tables together: {counts}. Claims that compare the same rows count once. {judged} claims have two"
-    yield f"seeds or more. If Holm's correction treats these as one family, {kept} of them are not `within noise`."
+    yield f"Claims that compare the same rows count once. {judged} claims have two seeds or more. If Holm's correction"
+    yield f"treats these as one family, {kept} of them are not `within noise`."

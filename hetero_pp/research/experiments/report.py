@@ -17,7 +17,7 @@ from hetero_pp.research.experiments.claims import claim_results, known_values, w
 from hetero_pp.research.experiments.corpus import Corpus
 from hetero_pp.research.experiments.definition import Measurement, Row, SweptRow
 from hetero_pp.research.experiments.facts import facts
-from hetero_pp.research.experiments.markdown import interval_cell, markdown, number
+from hetero_pp.research.experiments.markdown import difference_cell, markdown, number
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.provenance import Trained, trained_by
@@ -181,6 +181,6 @@ def print_result(console: Console, result: Mapping[str, Any], path: Path) -> Non
         table.add_row(row["name"], *numbers, difference, row["state"])
     console.print(table)
     for claim in result["claims"]:
-        interval = f" ({interval_cell(claim['interval'], claim['of'])})" if claim["interval"] else ""
-        say(console, f"{claim['verdict']}: {claim['text']}{interval}", indent="  ")
+        found = difference_cell(claim)
+        say(console, f"{claim['verdict']}: {claim['text']}" + (f" ({found})" if found else ""), indent="  ")
     say(console, f"written to {path}", style="dim", indent="  ")

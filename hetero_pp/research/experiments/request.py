@@ -13,7 +13,6 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import STREAMED
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import with_tokenizer
-from hetero_pp.research.experiments.definition import Scale
 from hetero_pp.research.experiments.jobs import Training
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
@@ -55,13 +54,13 @@ class Request:
         """
         scale = with_tokenizer(self.catalog.scale(self.scale), self.tokenizer)
         if self.names:
-            return [self._setting(scale, name) for name in self.names], {}
+            return [self._setting(name) for name in self.names], {}
         found, broken = [], dict(self.catalog.broken)
         for name, experiment in sorted(self.catalog.experiments.items()):
-            if experiment.scale not in (None, scale.name):
+            if not experiment.has_scale(scale.name) or scale.experiments not in (None, experiment.folder):
                 continue
             try:
-                found.append(self._setting(scale, name))
+                found.append(self._setting(name))
             except ConfigError as error:
                 broken[name] = error
         return found, broken
@@ -70,10 +69,11 @@ class Request:
         """Return whether the row is one of those to train."""
         return not self.rows or any(fnmatchcase(name, pattern) for pattern in self.rows)
 
-    def _setting(self, scale: Scale, name: str) -> Setting:
+    def _setting(self, name: str) -> Setting:
         """Return an experiment whose every row is a valid run. Raises ConfigError otherwise."""
         experiment = self.catalog.experiment(name)
-        if experiment.scale not in (None, scale.name):
+        scale = with_tokenizer(self.catalog.scale_of(experiment, self.scale), self.tokenizer)
+        if not experiment.has_scale(scale.name):
             raise ConfigError((), f"--scale {scale.name}: {name} is only defined for {experiment.scale}")
         command = self._command(experiment.name)
         setting = Setting(scale, experiment, self.can_train, self.corpus, self.repeat, command)

@@ -102,7 +102,7 @@ class Setting:
     def cells(self, row: Row) -> Iterator[tuple[str, Any]]:
         """Yield the cells that change the scale's base, in the order in which they are applied."""
         name = self.scale.name
-        for cells in (self._size(row), self.experiment.at.get(name, {}), row.at.get(name, {}), row.cells):
+        for cells in (self._size(row), self.experiment.at.get(name, {}), row.cells, row.at.get(name, {})):
             yield from cells.items()
 
     def _size(self, row: Row) -> Cells:

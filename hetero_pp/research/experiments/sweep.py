@@ -96,7 +96,9 @@ class _Effects:
         own = {cell: value for cell, value in read.items() if cell in ROW_CELLS}
         cells = {cell: value for cell, value in read.items() if cell not in ROW_CELLS}
         name = self.named(chosen, set(said))
+        at = {scale: {**there, **cells} for scale, there in self.row.at.items()}
         changed = {**own, "name": name, "of": self.row.name, "swept": said, "cells": {**self.row.cells, **cells}}
+        changed |= {"at": at}
         try:
             return SweptRow.model_validate(self.row.model_dump() | changed)
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Verdict on a claim from paired seeds: holds, does not hold, or within noise, with an interval.
+"""Verdict on a claim from paired seeds: holds, does not hold, or within noise, with an interval; one seed decides none.
 
 A claim bounds one quantity or several: a difference should be positive or, for equality, small. Each quantity's values
 at the seeds that all rows share give a mean and an interval (Student's t). Rows of one seed share initial weights and
@@ -18,9 +18,6 @@ from hetero_pp.research.experiments.definition import WAYS, Claim
 LEVEL = 0.05
 """Share of claims about noise that get a verdict by chance."""
 
-ONE_SEED_NOISE = 0.03
-"""Difference in nats that one seed cannot decide: the spread over seeds that was found."""
-
 Values = Mapping[str, Mapping[int, float]]
 """Final loss (or other measurement) by row and seed."""
 
@@ -29,12 +26,15 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a claim. `interval` is that of the claim's difference, in nats for losses."""
+    """Verdict on a claim: `holds`, `does not hold`, `within noise`, `one seed`, or `not run`."""
 
     text: str
     verdict: str
     interval: Interval | None
+    """Interval of the claim's difference, in nats for losses; None with fewer than two seeds."""
     seeds: int
+    difference: float | None = None
+    """Mean of the claim's difference over the seeds."""
 
 
 def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: float = LEVEL) -> Verdict:
@@ -45,16 +45,19 @@ def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: floa
     found = quantities(claim, values, shares)
     if not found:
         return Verdict(claim.text, "not run", None, 0)
-    noise = ONE_SEED_NOISE if claim.of not in WAYS else 0.0  # encoded sizes hardly depend on the seed
-    intervals = [interval_of(list(one.values()), level, noise) for one in found]
+    seeds = len(found[0])
+    intervals = [interval_of(list(one.values()), level) for one in found]
     lowest, highest = _bounds(claim)
-    if all(lowest < low and high < highest for low, high in intervals):
+    if seeds == 1 and claim.of not in WAYS:  # encoded sizes hardly depend on the seed
+        verdict = "one seed"
+    elif all(lowest < low and high < highest for low, high in intervals):
         verdict = "holds"
     elif any(high < lowest or low > highest for low, high in intervals):
         verdict = "does not hold"
     else:
         verdict = "within noise"
-    return Verdict(claim.text, verdict, intervals[_decisive(claim, intervals)], len(found[0]))
+    place = _decisive(claim, intervals)
+    return Verdict(claim.text, verdict, intervals[place] if seeds > 1 else None, seeds, fmean(found[place].values()))
 
 
 def p_value(claim: Claim, values: Values, shares: Mapping[str, float]) -> float | None:
@@ -142,10 +145,10 @@ def _decisive(claim: Claim, intervals: Sequence[Interval]) -> int:
     return slack.index(min(slack))
 
 
-def interval_of(values: Sequence[float], level: float = LEVEL, noise: float = ONE_SEED_NOISE) -> Interval:
-    """Return the interval of the mean (95 % by default); with one value, that value plus or minus `noise`."""
+def interval_of(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """Return the interval of the mean (95 % by default); one value is both ends."""
     if len(values) == 1:
-        return values[0] - noise, values[0] + noise
+        return values[0], values[0]
     from scipy.special import stdtrit
 
     # Rounded to three decimals as in printed tables of Student's t, because committed results were made with those.

@@ -21,7 +21,7 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step
-from hetero_pp.research.outer import PretrainedOptimizer, average_moments
+from hetero_pp.research.outer import PretrainedOptimizer, RenewedWarmup, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
 from hetero_pp.research.peers.peer import average_peers
 from hetero_pp.research.settings import research_of
@@ -88,6 +88,10 @@ class AllReplicas:
         self.own_embeddings: dict[int, Tensor] = {}
         """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the vectorized trainer has no clock")
+        if self.research.warms_up_again:
+            since, warmup = pretraining * self.inner_steps, spec.config.inner.warmup_steps or 0
+            for replica in self.replicas:
+                replica.optimizer.follow(RenewedWarmup(replica.optimizer.rates, since, warmup))
         self._weights = Weights(spec, source)
         self._enter(1)
         self.stacks: list[Stack] = []

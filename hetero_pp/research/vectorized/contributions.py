@@ -11,7 +11,7 @@ from hetero_pp.outer.step import WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
-from hetero_pp.research.outer import drop_largest
+from hetero_pp.research.outer import ElectedMean, drop_largest
 from hetero_pp.research.participation import missed_in, replicas_in
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.measured import Measured
@@ -47,7 +47,8 @@ class Contributions:
         `deltas` are the pseudo-gradients of replicas here, by their index.
         """
         shape, divides_by = self._spec.parameter_shapes[name], self._spec.config.outer.divides_by
-        mean = WeightedMean(shape, divides_by, self._device)
+        elects = research_of(self._spec.config).elects_signs
+        mean = ElectedMean(shape, self._device) if elects else WeightedMean(shape, divides_by, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
         self._measured.parameter(name, sent)
         self._ranks.sum(mean.total)
@@ -55,7 +56,7 @@ class Contributions:
             self._ranks.sum(mean.sent)
         return mean.finish(self._counted), sent
 
-    def _send(self, index: int, name: str, delta: Tensor, mean: WeightedMean) -> DecodedTensor:
+    def _send(self, index: int, name: str, delta: Tensor, mean: WeightedMean | ElectedMean) -> DecodedTensor:
         """Add a replica's contribution to the mean, or restore it to error feedback if the round excludes it."""
         outer, replica, error = self._spec.config.outer, self._names[index], self.errors[index][name]
         selection = select(
