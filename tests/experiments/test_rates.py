@@ -44,6 +44,7 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "diloco_sgd": [
         {"cells": _SGD},
         {"cells": {"outer.compression.density": 1, "outer.compression.error_feedback_decay": 0}},
+        {"cells": {"outer.compression.density": 1, "outer.compression.value_bits": 2}},
     ],
     "diloco_momentum": [{"cells": {**_DILOCO, "outer.nesterov": False}}],
     "diloco_adam": [{"cells": {**_SGD, "outer.optimizer": "adam"}}],

@@ -45,7 +45,7 @@ def method_of(config: ResearchConfig) -> Method:
         return _compressed(config, compressed == len(config.replicas))
     if outer.compression.memory == "momentum":
         return "diloco_lom"
-    if outer.compression.error_feedback_decay > 0:
+    if outer.compression.density < 1 and outer.compression.error_feedback_decay > 0:
         return "sparseloco"
     return _diloco(outer, is_alone)
 
