@@ -262,7 +262,7 @@ def test_tables(tmp_path: Path) -> None:
     assert early["interval"] == pytest.approx((-1.5, -1.5))
     text = "\n".join(markdown(result))
     assert "| alike | cosine | **holds** | +0.150 to +0.150 | 2 |" in text
-    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | 0.375 | done |" in text
+    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 0.01 | 16.0 | 30.00 | 0.375 | done |" in text
     assert "| costs | own | **holds** |" in text
     assert "| early (ours) | own | **does not hold** |" in text
     assert "*costs*: because Shown by: `all`." in text

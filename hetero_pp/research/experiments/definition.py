@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PrivateAttr, model_validator
 
 from hetero_pp.config.settings import Ratio, Settings
 from hetero_pp.config.topology import Rank
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.research.experiments.rates import Method
 from hetero_pp.run.yaml_lines import YamlLines
 
 Cells = dict[str, Any]
@@ -74,6 +75,11 @@ class Scale(Definition):
     base: dict[str, Any]
     sizes: dict[str, Cells] = Field(
         default_factory=dict, description="changed cells of rows with this size, by name of the size"
+    )
+    rates: dict[Method, PositiveFloat] = Field(
+        default_factory=dict,
+        description="learning rate of rows by method, instead of the one in `base`; a row, its size or its table can "
+        "set another",
     )
 
     @property

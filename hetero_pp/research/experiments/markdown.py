@@ -20,6 +20,7 @@ COLUMNS = {
     "uncompressed": "loss of the same model without boundaries",
     "compressed": "loss of the same model with the boundaries of a compressed replica",
     "M": "number of replicas",
+    "rate": "inner learning rate; DeMo's outer one",
     "tokens": "training tokens of all replicas together",
     "sent, MB": "size of a replica's contributions over all rounds",
     "gathered, MB": "bytes sent by a replica if it sends its contribution once, to an exchange or a parameter server; "
@@ -40,7 +41,7 @@ A table omits a column of `_WHERE_KNOWN` if no row has a value, and M, tokens or
 """
 
 _WHERE_KNOWN = (
-    *("paper", "paper, %", "bias, %", "cosine", "CPU, s"),
+    *("paper", "paper, %", "rate", "bias, %", "cosine", "CPU, s"),
     *("gathered, MB", "ring, MB", "sparse ring, MB"),
 )
 
@@ -103,6 +104,7 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "uncompressed": number(row.get("uncompressed"), 3),
         "compressed": number(row.get("compressed"), 3),
         "M": number(row.get("replicas"), 0),
+        "rate": f"{row['rate']:g}" if "rate" in row else "",
         "tokens": "" if row.get("tokens") is None else f"{row['tokens']:,}",
         "sent, MB": number(_millions(row.get("contribution_bytes")), 2),
         "gathered, MB": _volume(row, "gather"),

@@ -21,6 +21,7 @@ from hetero_pp.research.experiments.markdown import difference_cell, markdown, n
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.provenance import Trained, trained_by
+from hetero_pp.research.experiments.rates import rate_of
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import counted
 from hetero_pp.research.experiments.trends import trend_results
@@ -93,6 +94,8 @@ def _row_result(
     if diverged := sorted(seed for seed, one in outcomes.items() if one["diverged"]):
         last = {seed: (outcomes[seed]["validation_loss"] or [None])[-1] for seed in diverged}
         result["state"] = f"diverged (seed: last finite loss {last})"
+    if setting.not_representable(row) is None:
+        result["rate"] = rate_of(setting.config(row))
     if not losses:
         return result
     result["ours"] = _spread(losses)

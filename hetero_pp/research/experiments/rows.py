@@ -14,6 +14,7 @@ from hetero_pp.outer.methods import change_method
 from hetero_pp.research.experiments.blame import located
 from hetero_pp.research.experiments.definition import EVERY, Cells, Experiment, Row, Scale
 from hetero_pp.research.experiments.identity import settings_of
+from hetero_pp.research.experiments.rates import method_of, rate_cell
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.known_keys import keys_of_replica, places_of
 from hetero_pp.run.yaml_lines import complaint
@@ -53,7 +54,7 @@ class Setting:
     def config(self, row: Row, seed: int = 0) -> ResearchConfig:
         """Return the row's validated configuration. Raises ConfigError with the row, and with file, line and key."""
         try:
-            config = ResearchConfig.model_validate(self._values(row, seed))
+            config = self._at_its_rate(row, ResearchConfig.model_validate(self._values(row, seed)))
             config.check()
             config.inner.require_steps("rows are compared after equal numbers of steps")
         except ValidationError as error:
@@ -62,6 +63,13 @@ class Setting:
             raise self._told(row, error) from None
         self._require_measured(row, config)
         return config
+
+    def _at_its_rate(self, row: Row, config: ResearchConfig) -> ResearchConfig:
+        """Return the configuration at the scale's rate for its method, unless a cell sets the rate."""
+        rate, (section, key) = self.scale.rates.get(method_of(config)), rate_cell(config)
+        if rate is None or any(cell == f"{section}.{key}" for cell, _ in self.cells(row)):
+            return config
+        return config.model_copy(update={section: getattr(config, section).model_copy(update={key: rate})})
 
     def _require_measured(self, row: Row, config: ResearchConfig) -> None:
         """Raise ConfigError if a measurement's interval exceeds the number of rounds."""
