@@ -17,6 +17,7 @@ from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import Message
 from hetero_pp.run.spec import RunSpec
+from replica_groups.member import build_member
 from stages import worker
 from stages.worker import StageWorker
 
@@ -156,6 +157,7 @@ def test_what_cannot_be_sent_ends_the_step(corpus: Path, tmp_path: Path, monkeyp
     spec = group_spec(str(corpus))
     expected = _trained(_group(spec, tmp_path))
     monkeypatch.setattr(worker, "copies_of", lambda device: _Late())
+    monkeypatch.setattr(build_member, "RECEIVE_TIMEOUT", SECONDS)
     group = _group(spec, tmp_path)
     with torch.no_grad():
         next(iter(group.members[0].parameters.parameters.values())).fill_(torch.nan)
