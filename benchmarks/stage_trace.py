@@ -1,8 +1,10 @@
 """Where the time of a launched group's steps goes: fill and drain of its pipeline, hop by hop.
 
 Each process of a stage writes the times of its messages; all use the machine's monotonic clock. A hop has three parts:
-from receiving a message to queueing the work for the next one, from there until that is computed, copied and checked,
-and from there until the neighbour has it.
+
+- queue: from receiving a message to queueing the work for the next one;
+- compute: until the device has computed that message, and it is copied and checked;
+- transit: until the neighbour has it.
 """
 
 from __future__ import annotations
