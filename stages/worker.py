@@ -279,7 +279,7 @@ class StageWorker:
             raise AssertionError("no step waits for a gradient norm")
         started = time.perf_counter()
         with computing("optimizer step", self.stage.device):
-            (norm_here,) = self._copies.to_device((torch.tensor(norm),))  # clipping would wait for its copy
+            norm_here = torch.full((), norm, device=self.stage.device)  # a copy from the host would wait for the device
             self.learning_rate = self.stage.step(self._pending_step, norm_here)
         self.gradient_norm = self._norm_to_announce = norm
         self._pending_step = None
