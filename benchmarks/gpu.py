@@ -6,7 +6,8 @@
   an outer round: selection and coding of a pseudo-gradient of 512M parameters;
 - stages: a launched group of four stages of the 512m model, beside a launched replica that is not split. The stages are
   processes on this GPU that exchange messages over loopback gRPC. They train once more with NVIDIA's Multi-Process
-  Service, which lets kernels of several processes run at the same time;
+  Service, which lets kernels of several processes run at the same time. `--batch`, `--micro-batches` and `--in-flight`
+  take other settings, several at once. The parts of a step are printed as well (benchmarks/stage_trace.py);
 - boundary: encoding, copying and decoding of one micro-batch's activations at one boundary of that model, beside
   copying them whole;
 - compression: top-k, quantisation and error feedback, beside a copy of the same bytes (benchmarks/compressors.py);
@@ -32,13 +33,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from io import StringIO
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from command_line import parse, save
+from stage_trace import TracingSupervisor, milliseconds_a_step, table
 from torch import Tensor
 
 from hetero_pp.config.topology import BoundarySettings
@@ -47,11 +49,13 @@ from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.recorded import Start
+from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.research.experiments.provenance import commit, machine
 from stages.boundary import Boundary, boundary_of
 
 HERE = Path(__file__).parent
-SMOKE = {"device": "cpu", "steps": 3}
+SMOKE = {"device": "cpu", "steps": 3, "micro_batches": [2]}
 MPS = "nvidia-cuda-mps-control"
 WARM_UP = 3
 """Steps of a launched run that are not measured, because they compile and allocate."""
@@ -72,6 +76,7 @@ BATCH = "batch_size: {batch}, micro_batches: {parts}, device: {device}"
 WHOLE = "  - {{name: dc, kind: datacenter, compile: {compiles}, " + BATCH + "}}"
 GROUP = (
     "  - {{name: home, kind: participants, stages: 4, compile: {compiles}, boundary: {{rank: 1/8, dtype: bf16}}, "
+    + "extra_in_flight: {in_flight}, "
     + BATCH
     + "}}"
 )
@@ -89,13 +94,15 @@ MIXED = """\
 class Scale:
     """Sizes of the measurement."""
 
-    def __init__(self, is_smoke: bool, steps: int) -> None:
+    def __init__(self, is_smoke: bool, steps: int, batch: int) -> None:
         self.is_smoke, self.steps = is_smoke, WARM_UP + steps
+        self.micro_batches, self.in_flight, self.switch_intervals = list[int](), list[int](), list[float]()
+        """Settings of launched groups to compare."""
         self.model = "width: 32, layers: 4, heads: 2, feed_forward: 64, vocabulary: 300"
-        self.width, self.vocabulary, self.length, self.batch, self.parts = 32, 300, 32, 8, 2
+        self.width, self.vocabulary, self.length, self.batch, self.rows = 32, 300, 32, 8, 4
         if not is_smoke:
             self.model = "preset: 512m, vocabulary: 32000"
-            self.width, self.vocabulary, self.length, self.batch, self.parts = 1536, 32000, 1024, 64, 16
+            self.width, self.vocabulary, self.length, self.batch, self.rows = 1536, 32000, 1024, batch, 4
 
 
 def _script(name: str, arguments: Sequence[str], folder: Path, is_smoke: bool) -> Any:
@@ -121,20 +128,35 @@ def whole(scale: Scale, device: str, folder: Path) -> Any:
     return _script("engines", ["--engines", ",".join(engines), *more], folder, scale.is_smoke)
 
 
-def stages(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
-    """Launch a whole replica and a group of four stages, with equal work; return their tokens per second."""
-    found: dict[str, Any] = {}
-    settings: dict[str, Any] = {"device": device, "batch": scale.batch, "parts": scale.parts}
-    settings["compiles"] = str(not scale.is_smoke).lower()
-    ways = [("whole", WHOLE), ("staged", GROUP)]
-    if device != "cpu" and shutil.which(MPS):
-        ways.append(("staged-mps", GROUP))
-    for name, replica in ways:
-        with _multi_process(folder) if name == "staged-mps" else nullcontext():
-            run = _launched(name, replica.format(**settings), scale, 1, folder)
-        found[name] = _tokens_per_second(run)
-        print(f"{name:<12}{found[name]:>12,.0f} tokens/s{found[name] / found['whole']:>8.3f}", flush=True)
+def stages(scale: Scale, device: str, folder: Path) -> list[dict[str, Any]]:
+    """Launch a whole replica and groups of four stages, with equal work; return their tokens per second."""
+    settings: dict[str, Any] = {"device": device, "batch": scale.batch, "compiles": str(not scale.is_smoke).lower()}
+    found: list[dict[str, Any]] = []
+    for parts in scale.micro_batches:
+        settings["parts"] = parts
+        run = _launched(f"whole-{parts}", WHOLE.format(**settings), scale, 1, folder)
+        found.append({"way": "whole", "micro_batches": parts, "tokens_per_second": _tokens_per_second(run)})
+        print(f"{parts} micro-batches: whole {found[-1]['tokens_per_second']:>12,.0f} tokens/s", flush=True)
+        whole = found[-1]["tokens_per_second"]
+        for in_flight, switch_interval, way in product(scale.in_flight, scale.switch_intervals, _ways(device)):
+            settings["in_flight"] = in_flight
+            traces = folder / f"traces-{len(found)}"
+            traces.mkdir()
+            start = partial(launch, make_supervisor=partial(TracingSupervisor, traces, switch_interval))
+            with _multi_process(folder) if way == "staged-mps" else nullcontext():
+                run = _launched(f"{way}-{len(found)}", GROUP.format(**settings), scale, 1, folder, start)
+            row = {"way": way, "micro_batches": parts, "in_flight": in_flight, "switch_interval": switch_interval}
+            row["tokens_per_second"] = speed = _tokens_per_second(run)
+            row["milliseconds"] = times = milliseconds_a_step(traces, WARM_UP)
+            print(f"{way:<12}{speed:>12,.0f} tokens/s{speed / whole:>8.3f}", end="  ")
+            print(f"{in_flight} extra in flight, switch interval {1e3 * switch_interval:g} ms")
+            print(table(times), flush=True)
+            found.append(row)
     return found
+
+
+def _ways(device: str) -> list[str]:
+    return ["staged", *(["staged-mps"] if device != "cpu" and shutil.which(MPS) else [])]
 
 
 @contextmanager
@@ -152,7 +174,7 @@ def _multi_process(folder: Path) -> Iterator[None]:
             del os.environ[name]
 
 
-def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path) -> Path:
+def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path, start: Start = launch) -> Path:
     """Launch a run as a user would; return its folder."""
     corpus, yaml = folder / "corpus.txt", folder / f"{name}.yaml"
     if not corpus.exists():
@@ -164,7 +186,7 @@ def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path)
     run = folder / "runs" / name
     try:
         with redirect_stdout(StringIO()):
-            run_topology(yaml, [], run.parent, in_process=False, new=True)
+            run_topology(yaml, [], run.parent, in_process=False, new=True, start=start)
     except HeteroPPError:
         for log in sorted(run.glob("logs/*.log")):
             print(f"{log.name}: {log.read_text()[-3000:]}")
@@ -181,7 +203,7 @@ def _tokens_per_second(run: Path) -> float:
 
 def boundary(scale: Scale, device: str, folder: Path) -> list[dict[str, Any]]:
     """Time the parts of a boundary for one micro-batch, in microseconds, for the ways to write coefficients."""
-    here, rows = torch.device(device), scale.batch // scale.parts
+    here, rows = torch.device(device), scale.rows
     generator = torch.Generator().manual_seed(1)
     x_BLD = torch.randn(rows, scale.length, scale.width, generator=generator).to(here, torch.bfloat16)
     embedding = torch.randn(scale.vocabulary, scale.width, generator=generator).to(here)
@@ -246,7 +268,7 @@ def rows(scale: Scale, device: str, folder: Path) -> Any:
 
 def mixed(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
     """Train a run with members on the CPU and on the GPU. Exits with an error if the replicas differ."""
-    small = Scale(is_smoke=True, steps=1)
+    small = Scale(is_smoke=True, steps=1, batch=8)
     run = _launched("mixed", MIXED.format(device=device), small, 2, folder)
     summary = json.loads((run / "summary.json").read_text())
     hashes = set(summary["parameters_sha256"].values())
@@ -266,11 +288,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="device to measure")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure, separated by commas")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a launched run")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a step of `stages`")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[16], help="of a step of `stages`")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1], help="`extra_in_flight` of the groups")
+    parser.add_argument(
+        "--switch-intervals", type=float, nargs="+", default=[sys.getswitchinterval()], help="of threads, in seconds"
+    )
     arguments = parse(parser, SMOKE)
     if arguments.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("benchmarks/gpu.py: found no GPU; --smoke runs everything on the CPU at its smallest size")
     found: dict[str, Any] = {"machine": machine(), "commit": commit()}
-    scale = Scale(arguments.smoke, arguments.steps)
+    scale = Scale(arguments.smoke, arguments.steps, arguments.batch)
+    scale.micro_batches, scale.in_flight = arguments.micro_batches, arguments.in_flight
+    scale.switch_intervals = arguments.switch_intervals
     with tempfile.TemporaryDirectory(prefix="hetero-pp-gpu-") as name:
         for part in arguments.parts.split(","):
             print(f"\n{part}", flush=True)

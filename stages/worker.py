@@ -10,22 +10,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from hetero_pp.core.copies import Arriving, copies_of
+from hetero_pp.core.copies import Tensors, copies_of
 from hetero_pp.core.device import computing
-from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage
+from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkError, MalformedMessage
 from hetero_pp.core.finite import is_finite
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
+from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
 
 _LARGEST_NORM = torch.finfo(torch.float32).max
@@ -103,21 +105,6 @@ class _Step:
         return total
 
 
-@dataclass(frozen=True)
-class _Leaving:
-    """A message whose symbols are on their way to the host."""
-
-    link: LinkEnd
-    header: LinkHeader
-    symbols: Arriving
-    what: str
-    source: LinkEnd | None
-    """Link on which the values came that they were computed from."""
-    packed_tokens: tuple[Tensor, ...] = ()
-    ends: _Step | None = None
-    """The step, if this is its last gradient, which carries the squared norm."""
-
-
 class StageWorker:
     """One pipeline stage with its links. `upstream` is None on the first stage, `downstream` on the last."""
 
@@ -140,8 +127,7 @@ class StageWorker:
         self._own_squared = 0.0
         """Squared gradient norm of this stage in the newest step."""
         self._copies = copies_of(stage.device)
-        self._leaving: _Leaving | None = None
-        """Message to send after the next forward or backward was started, or before this stage waits."""
+        self._sender = Sender(stage.device)
         spec = stage.spec
         self._train_events = one_forward_one_backward(
             spec.index, spec.count, settings.micro_batches, settings.extra_in_flight
@@ -154,6 +140,11 @@ class StageWorker:
             Action.BACKWARD: self._backward,
             Action.SEND_GRADIENT: self._send_gradient,
         }
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the stage computes or sends what it has computed, and does not only wait. For other threads."""
+        return not self.activity.waits or self._sender.is_busy
 
     def drop(self) -> None:
         """Discard an incomplete step, and a step that waits for its gradient norm. Must not be called during a step."""
@@ -180,7 +171,8 @@ class StageWorker:
         self._pending_step = global_step
         self.was_last = under_way.is_last
         if self.stage.spec.is_first:
-            self._apply(math.sqrt(self._squared_norm(under_way)))
+            own_norm = self.stage.optimizer.gradient_norm().item()
+            self._apply(math.sqrt(self._squared_norm(under_way, own_norm, self._downstream)))
         self._require_acknowledgements()
         return under_way.loss if self.stage.spec.is_last else None
 
@@ -208,13 +200,15 @@ class StageWorker:
         return (under_way.loss / rows, rows) if spec.is_last else None
 
     def _run(self, events: Sequence[Event], under_way: _Step) -> None:
-        self._leaving = None  # of a step that was cut off
-        for event in events:
-            self._actions[event.action](under_way, event.micro_batch)
-            if event.action in (Action.FORWARD, Action.BACKWARD):
-                self._send_leaving()
-            self.activity.done += 1
-        self._send_leaving()
+        self._sender.begin()
+        try:
+            for event in events:
+                self._actions[event.action](under_way, event.micro_batch)
+                self.activity.done += 1
+        except LinkError:
+            self._sender.finish()  # raises the error that ended the link, if it was one of sending
+            raise
+        self._sender.finish()
 
     # ---- compute ----
 
@@ -252,16 +246,16 @@ class StageWorker:
         under_way.backwards_left -= 1
         self.timing.compute += time.perf_counter() - started
 
-    def _squared_norm(self, under_way: _Step) -> float:
-        """Return the squared gradient norm of this stage and all later stages.
+    def _squared_norm(self, under_way: _Step, own_norm: float, source: LinkEnd | None) -> float:
+        """Return the squared gradient norm of this stage and all later stages; values came to it from `source`.
 
         Every gradient was finite on arrival. So if the norm is not finite here, values from a neighbour caused it. This
         stage must not forward it, or the next neighbour would blame this stage.
         """
-        self._own_squared = own = self.stage.optimizer.gradient_norm().item() ** 2
+        self._own_squared = own = own_norm**2
         total = own + (under_way.squared_norm_after or 0.0)
         if not (math.isfinite(own) and total <= _LARGEST_NORM**2):
-            self._fail(self._downstream or self._upstream, f"the squared gradient norm became {total}")
+            self._fail(source, f"the squared gradient norm became {total}")
         return total
 
     def _fail(self, link: LinkEnd | None, reason: str) -> NoReturn:
@@ -285,7 +279,8 @@ class StageWorker:
             raise AssertionError("no step waits for a gradient norm")
         started = time.perf_counter()
         with computing("optimizer step", self.stage.device):
-            self.learning_rate = self.stage.step(self._pending_step, torch.tensor(norm))
+            norm_here = torch.full((), norm, device=self.stage.device)  # a copy from the host would wait for the device
+            self.learning_rate = self.stage.step(self._pending_step, norm_here)
         self.gradient_norm = self._norm_to_announce = norm
         self._pending_step = None
         self.timing.compute += time.perf_counter() - started
@@ -358,8 +353,12 @@ class StageWorker:
         packed = pack_tokens(tokens, self.stage.module.shape.vocabulary)
         header.rows = len(tokens)
         header.is_last = under_way.is_last and index == 0
-        symbols = self._copies.to_host(self.stage.boundary.encode_activation(under_way.outputs.pop(index)))
-        self._post(_Leaving(self._downstream, header, symbols, "an activation", self._upstream, (packed,)))
+        symbols = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
+        self._post(self._downstream, symbols, partial(self._activation, header, packed, self._upstream))
+
+    def _activation(self, header: LinkHeader, packed: Tensor, source: LinkEnd | None, symbols: Tensors) -> Message:
+        self._require_finite(symbols, source, "an activation")
+        return Message(header, (packed, *self.stage.boundary.format.to_wire(symbols)))
 
     def _receive_gradient(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
@@ -378,29 +377,30 @@ class StageWorker:
         symbols = under_way.gradients.pop(index)
         assert symbols is not None
         header = self._header(GRADIENT, under_way.round, under_way.step, index)
-        ends = under_way if under_way.backwards_left == 0 else None
-        source, on_their_way = self._downstream or self._upstream, self._copies.to_host(symbols)
-        self._post(_Leaving(self._upstream, header, on_their_way, "a gradient", source, ends=ends))
+        ends, tensors = None, symbols
+        if under_way.backwards_left == 0:
+            ends, tensors = under_way, (*symbols, self.stage.optimizer.gradient_norm())
+        source = self._downstream or self._upstream
+        self._post(self._upstream, tensors, partial(self._gradient, header, source, ends))
 
-    def _post(self, leaving: _Leaving) -> None:
-        """Send a message now, or a little later if its copy to the host takes place beside the computation."""
-        self._leaving = leaving
-        if not self._copies.overlaps:
-            self._send_leaving()
+    def _gradient(self, header: LinkHeader, source: LinkEnd, ends: _Step | None, tensors: Tensors) -> Message:
+        """Return the message of a gradient. With the last one of a step, `ends`, comes the norm of this stage."""
+        symbols = tensors if ends is None else tensors[:-1]
+        self._require_finite(symbols, source, "a gradient")
+        if ends is not None:
+            header.squared_norm = self._squared_norm(ends, tensors[-1].item(), source)
+        return Message(header, self.stage.boundary.format.to_wire(symbols))
 
-    def _send_leaving(self) -> None:
-        """Send the message that waits, if there is one, once its symbols are in host memory."""
-        leaving, self._leaving = self._leaving, None
-        if leaving is None:
-            return
+    def _post(self, link: LinkEnd, tensors: Tensors, message_of: MakeMessage) -> None:
+        """Send a message of these tensors: now, or beside the computation if copies take place there."""
         started = time.perf_counter()
-        symbols = leaving.symbols.wait()
+        arriving = self._copies.to_host(tensors)
+        if self._copies.overlaps:
+            self._sender.post(link, arriving, message_of)
+            return
+        tensors = arriving.wait()
         self.timing.compute += time.perf_counter() - started
-        self._require_finite(symbols, leaving.source, leaving.what)
-        if leaving.ends is not None:
-            leaving.header.squared_norm = self._squared_norm(leaving.ends)
-        wire = self.stage.boundary.format.to_wire(symbols)
-        leaving.link.send(Message(leaving.header, (*leaving.packed_tokens, *wire)))
+        link.send(message_of(tensors))
 
     def _header(
         self, purpose: Purpose, round_: int, step: int, micro_batch: int, announces_norm: bool = False
@@ -411,20 +411,14 @@ class StageWorker:
             self._norm_to_announce = None
         return header
 
-    def _arrived(self, link: LinkEnd) -> Message | None:
-        """Return the next message if it is here; otherwise send what the neighbours may wait for."""
-        with suppress(LinkTimeout):
-            return link.receive(0.0)
-        self._send_leaving()
-        return None
-
     def _receive(self, link: LinkEnd, purpose: Purpose, round_: int, step: int, micro_batch: int) -> Message:
-        message = None if self._leaving is None else self._arrived(link)
-        if message is None:
-            started, self.activity.waits = time.perf_counter(), True
-            message = link.receive(self.settings.receive_timeout)
-            self.activity.waits = False
-            self.timing.wait += time.perf_counter() - started
+        started, self.activity.waits = time.perf_counter(), True
+        message = link.receive(self.settings.receive_timeout)
+        self.activity.waits = False
+        ended = time.perf_counter()
+        computed = min(max(self._sender.copied_at, started), ended) - started  # what was queued on the device
+        self.timing.compute += computed
+        self.timing.wait += ended - started - computed
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:

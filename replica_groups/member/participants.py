@@ -122,7 +122,7 @@ class StageMember:
             load_position(self.batches, folder)
 
     def activity(self) -> tuple[int, bool]:
-        return self.worker.activity.done, not self.worker.activity.waits
+        return self.worker.activity.done, self.worker.is_computing
 
     def timing(self) -> tuple[float, float]:
         timing, self.worker.timing = self.worker.timing, Timing()

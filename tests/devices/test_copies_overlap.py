@@ -1,8 +1,9 @@
-"""Stages whose copies take place beside the computation: the same bits, and no message before its copy is complete."""
+"""Stages whose copies take place beside the computation: the same bits, and each message as soon as it is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,17 @@ from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
 from hetero_pp.core.copies import Arriving, OneMemory, Tensors
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import Message
 from hetero_pp.run.spec import RunSpec
+from replica_groups.member import build_member
 from stages import worker
 from stages.worker import StageWorker
+
+SECONDS = 10.0
+"""Longest time for which a test waits for another thread."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +40,13 @@ class _Late:
     overlaps = True
 
     def __init__(self) -> None:
-        self.under_way = 0
+        self.begun: list[Tensors] = []
+        self.complete: list[Tensors] = []
+        self.hold: Callable[[], object] = lambda: None
+        """Called before a copy is complete."""
 
     def to_host(self, tensors: Tensors) -> Arriving:
-        self.under_way += 1
+        self.begun.append(tensors)
         return _LateTensors(self, tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
@@ -49,17 +59,27 @@ class _LateTensors:
         self._rooms = tuple(torch.full_like(tensor, 77) for tensor in tensors)
 
     def wait(self) -> Tensors:
-        self._copies.under_way -= 1
+        self._copies.hold()
         for room, source in zip(self._rooms, self._sources, strict=True):
             room.copy_(source)
+        self._copies.complete.append(self._sources)
         return self._rooms
 
 
-def _group(spec: RunSpec, cache: Path) -> StageMembers:
+def _copies(one: StageWorker) -> _Late:
+    assert isinstance(one._copies, _Late)
+    return one._copies
+
+
+def _ends(spec: RunSpec) -> list[LinkEnds]:
     pairs = [in_process_pair(link, seed=1) for link in links_of(spec)]
     above = [None, *(second for _, second in pairs)]
     below = [*(first for first, _ in pairs), None]
-    return StageMembers(spec, [LinkEnds(*ends) for ends in zip(above, below, strict=True)], cache)
+    return [LinkEnds(*ends) for ends in zip(above, below, strict=True)]
+
+
+def _group(spec: RunSpec, cache: Path) -> StageMembers:
+    return StageMembers(spec, _ends(spec), cache)
 
 
 def _trained(group: StageMembers) -> tuple[list[float], dict[str, Tensor], tuple[float, int]]:
@@ -68,29 +88,80 @@ def _trained(group: StageMembers) -> tuple[list[float], dict[str, Tensor], tuple
 
 
 def test_the_bits_are_those_without_overlap(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage starts computations while a copy is under way; whether others do depends on what has come."""
     spec = group_spec(str(corpus), {"anchors": {"rank": 4}})
     expected = _trained(_group(spec, tmp_path))
     monkeypatch.setattr(worker, "copies_of", lambda device: _Late())
-    group, began = _group(spec, tmp_path), dict[int, int]()
-    for member in group.members:
-        _count_overlapped(member.worker, began)
+    group = _group(spec, tmp_path)
     losses, parameters, evaluation = _trained(group)
     assert (losses, evaluation) == (expected[0], expected[2])
     for name, tensor in parameters.items():
         assert tensor.equal(expected[1][name]), name
-    assert began[0] > 0
-    assert [one.worker._copies.under_way for one in group.members] == [0, 0, 0]  # type: ignore[attr-defined]
+    for copies in (_copies(member.worker) for member in group.members):
+        assert len(copies.complete) == len(copies.begun)
+        assert len(copies.begun) > 0
 
 
-def _count_overlapped(one: StageWorker, began: dict[int, int]) -> None:
-    """Count the forwards and backwards of a stage that start while a copy is under way."""
-    for action in (worker.Action.FORWARD, worker.Action.BACKWARD):
-        act = one._actions[action]
+def test_a_message_leaves_during_the_next_forward(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first copy is complete only while the second forward runs, and that forward ends when its message is sent."""
+    monkeypatch.setattr(worker, "copies_of", lambda device: _Late())
+    group, began, sent = _group(group_spec(str(corpus)), tmp_path), threading.Event(), threading.Event()
+    first, link = group.members[0].worker, group.ends[0].downstream
+    assert link is not None
+    forward, send, met = first._actions[worker.Action.FORWARD], link.send, list[bool]()
 
-        def counted(step: worker._Step, index: int, act: object = act) -> None:
-            assert isinstance(one._copies, _Late)
-            began[one.stage.spec.index] = began.get(one.stage.spec.index, 0) + (one._copies.under_way > 0)
-            act(step, index)  # type: ignore[operator]
+    def met_forward(step: worker._Step, index: int) -> None:
+        if index == 1:
+            began.set()
+            met.append(sent.wait(SECONDS))
+        forward(step, index)
 
-        one._actions[action] = counted
+    def noted_send(message: Message) -> None:
+        send(message)
+        sent.set()
+
+    first._actions[worker.Action.FORWARD] = met_forward
+    monkeypatch.setattr(link, "send", noted_send)
+    _copies(first).hold = lambda: met.append(began.wait(SECONDS))
+    _trained(group)
+    assert len(met) > 1
+    assert all(met)
+
+
+def test_a_stage_that_waits_computes_until_its_copies_are_complete(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a stalled device would look like a neighbour that is late."""
+    monkeypatch.setattr(worker, "copies_of", lambda device: _Late())
+    group = _group(group_spec(str(corpus)), tmp_path)
+    last, upstream = group.members[-1], group.ends[-1].upstream
+    assert upstream is not None
+    receive, waiting, seen = upstream.receive, threading.Event(), list[bool]()
+
+    def met_receive(timeout: float | None = None) -> Message:
+        if len(_copies(last.worker).begun) == 1 and not waiting.is_set():
+            seen.append(last.activity()[1])
+            waiting.set()
+        return receive(timeout)
+
+    monkeypatch.setattr(upstream, "receive", met_receive)
+    _copies(last.worker).hold = lambda: waiting.wait(SECONDS)
+    group.train(1)
+    assert seen == [True]
+    assert not last.worker._sender.is_busy
+
+
+def test_what_cannot_be_sent_ends_the_step(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage waits for a gradient when its activation turns out to be NaN. The next attempt knows nothing of it."""
+    spec = group_spec(str(corpus))
+    expected = _trained(_group(spec, tmp_path))
+    monkeypatch.setattr(worker, "copies_of", lambda device: _Late())
+    monkeypatch.setattr(build_member, "RECEIVE_TIMEOUT", SECONDS)
+    group = _group(spec, tmp_path)
+    with torch.no_grad():
+        next(iter(group.members[0].parameters.parameters.values())).fill_(torch.nan)
+    with pytest.raises(HeteroPPError, match="stage 0 of home diverged: an activation became infinite"):
+        group.train(1)
+    group.undo(_ends(spec))
+    assert _trained(group)[0] == expected[0]
