@@ -39,7 +39,8 @@ class Gate:
         Raises RunFailed once the gate is shut, even for a round that was open.
         """
         with self._changed:
-            self._here[member] = round_
+            if member in self._here:  # others do not wait for a member that has left
+                self._here[member] = round_
             self._changed.notify_all()
             was_open = round_ <= self._open
             self._changed.wait_for(lambda: self._cause is not None or round_ <= self._open)
@@ -48,9 +49,9 @@ class Gate:
             return not was_open
 
     def leave(self, member: str) -> None:
-        """Remove a member that has stopped training."""
+        """Remove a member that has stopped training; do nothing if it has left."""
         with self._changed:
-            del self._here[member]
+            self._here.pop(member, None)
             self._changed.notify_all()
 
     def shut(self, cause: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.device import CPU, computing
 from hetero_pp.core.errors import OutOfMemory, RunFailed
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Report
+from hetero_pp.model.inner import InnerOptimizer
 from hetero_pp.program.launch import supervisor as supervisor_module
+from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.job import GONE
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.credentials import Secret, SecretKeys
@@ -32,15 +35,16 @@ CAUSE = (
 )
 
 
-def _spec(corpus: str = "text", quorum: float = 0.5) -> RunSpec:
+def _spec(corpus: str = "text", quorum: float = 0.5, stages: int = 0) -> RunSpec:
+    kinds: dict[str, dict[str, Any]] = {"a": {"kind": "datacenter"}, "b": {"kind": "participants", "stages": stages}}
     config: dict[str, Any] = {
         "name": "t",
-        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": max(1, stages)},
         "data": {"corpus": corpus, "sequence_length": 16, "validation_sequences": 2},
         "inner": {"steps": 1, "warmup_steps": 1},
         "outer": {"rounds": 3},
         "exchange": {"quorum": quorum, "grace": {"least": "60 s"}},
-        "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in ("a", "b")],
+        "replicas": [{"name": name, "batch_size": 2, **kinds[name if stages else "a"]} for name in ("a", "b")],
     }
     return RunSpec(RunConfig.model_validate(config), 256)
 
@@ -89,6 +93,29 @@ def test_the_run_goes_on_without_the_member(corpus: Path, tmp_path: Path, monkey
     assert {name: str(error) for name, error in ran.errors.items()} == {"b": CAUSE}
     closed = [one.round_closed for one in ran.reports if one.HasField("round_closed")]
     assert [[entry.replica for entry in one.contributions] for one in closed] == [["a", "b"], ["a"], ["a"]]
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_a_run_in_one_process_goes_on_without_the_member(
+    stages: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the member is a stage, whose neighbour then waits until the run is over."""
+    step = InnerOptimizer.step
+
+    def fail(own: InnerOptimizer, number: int, norm: Tensor) -> float:
+        if threading.current_thread().name == ("b.1" if stages else "b") and number == 1:
+            raise torch.OutOfMemoryError(TOLD)
+        return step(own, number, norm)
+
+    monkeypatch.setattr(InnerOptimizer, "step", fail)
+    reports: list[Report] = []
+    run_in_process(_spec(str(corpus), stages=stages), RunFolder(tmp_path), reports.append)
+    closed = [one.round_closed for one in reports if one.HasField("round_closed")]
+    assert [[entry.replica for entry in one.contributions] for one in closed] == [["a", "b"], ["a"], ["a"]]
+    [told] = [one.standing for one in reports if one.HasField("standing") and one.standing.what == GIVEN_UP]
+    assert told.cause.endswith(", so the run continues without it")
+    with pytest.raises(OutOfMemory, match="out of memory in the optimizer step"):
+        run_in_process(_spec(str(corpus), 1.0, stages), RunFolder(tmp_path / "all"), reports.append)
 
 
 class _Ended:

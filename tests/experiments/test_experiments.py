@@ -23,6 +23,7 @@ from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.report import result_of, write_result
 from hetero_pp.research.experiments.request import Request, scale_of, with_device
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.supply import Supply
 from hetero_pp.research.experiments.verdict import interval_of, judge
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.spec import RunSpec
@@ -137,6 +138,16 @@ def test_dilocos_rows_are_those_of_its_tables_1_and_5() -> None:
     assert (inner.steps, inner.learning_rate, inner.warmup_steps, inner.weight_decay) == (500, 4e-4, 1000, 0.1)
     assert (outer.rounds, config.research.pretraining) == (176, 48)  # 88,000 and 24,000 steps
     assert (outer.learning_rate, outer.momentum, outer.nesterov) == (0.7, 0.9, True)
+
+
+def test_a_row_that_repeats_the_corpus_needs_no_more_of_it() -> None:
+    """Table 3 of DiLoCo has such rows with 64 replicas; the largest of the others has 16."""
+    setting = Setting(SHIPPED.scale("micro"), SHIPPED.experiment("diloco/table3"))
+    Supply(setting, 16 * 4 * 400 * 129, 10**6).require_enough()
+    with pytest.raises(
+        ConfigError, match="found 3,302,399 tokens in standard-library, expected 3,302,400: 1 are missing"
+    ):
+        Supply(setting, 16 * 4 * 400 * 129 - 1, 10**6).require_enough()
 
 
 def _losses(**rows: list[float]) -> dict[str, dict[int, float]]:

@@ -10,13 +10,13 @@ from types import MappingProxyType
 import torch
 
 from hetero_pp.config.changed_keys import Values
-from hetero_pp.config.links import stage_link_name
+from hetero_pp.config.links import EXCHANGE, stage_link_name
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
-from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFailed
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, Report, Standing
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.devices import devices_of
@@ -25,11 +25,14 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.exchange.host import begin_run, make_exchange, rules_of
 from replica_groups.loop.gate import Gate
 from replica_groups.loop.round_length import StepsOf
 from replica_groups.loop.take_part import take_part
 from replica_groups.outer.ranks import Ranks
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""Interval at which a wait for a member looks whether the run continues without it."""
 
 
 def run_in_process(
@@ -135,6 +138,9 @@ class MemberThreads:
         self._lines = Lines()
         self._links = _links(spec, self._lines)
         self._errors: list[Exception] = []
+        self._on_report = on_report
+        self._lost: set[str] = set()
+        """Replicas without which the run continues, because a device of theirs has too little memory."""
         self._auditor: Auditor | None = None
         self._watcher = Watcher(self.exchange.watch, on_report)
         self._threads = [
@@ -170,9 +176,9 @@ class MemberThreads:
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(left())
+        for member, thread in zip(self._spec.needed.values(), self._threads, strict=True):
+            while thread.is_alive() and member.replica.name not in self._lost and left() != 0:
+                thread.join(min(_SECONDS_BETWEEN_LOOKS, left() or _SECONDS_BETWEEN_LOOKS))
         if self._auditor is not None:
             self._auditor.join(left())
 
@@ -214,10 +220,30 @@ class MemberThreads:
             )
             connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
-            self._errors.append(error)
-            self.abort(f"{member.name}: {error}", str(error))
+            if isinstance(error, OutOfMemory) and self._goes_on_without(member, str(error)):
+                return
+            if member.replica.name not in self._lost:
+                self._errors.append(error)
+                self.abort(f"{member.name}: {error}", str(error))
         finally:
             self.gate.leave(member.name)
+
+    def _goes_on_without(self, member: MemberSpec, cause: str) -> bool:
+        """Report that a member has ended; return whether the run continues without its replica, as a launched one does.
+
+        The other stages of its group then wait until the run is over.
+        """
+        if rules_of(self._spec).is_lost_without({*self._lost, member.replica.name}):
+            return False
+        self._lost.add(member.replica.name)
+        told = f"{member.name}: {cause}, so the run continues without it"
+        standing = Standing(what=GIVEN_UP, place=member.name, cause=told)
+        self._on_report(Report(time=time.time(), member=EXCHANGE, standing=standing))
+        self.exchange.report([Report(member=member.name, failure=Failure(cause=cause))])
+        for stage in self._spec.needed.values():
+            if stage.replica is member.replica:
+                self.gate.leave(stage.name)
+        return True
 
     def _connections(self, member: MemberSpec) -> ThreadConnections:
         name, stage = member.replica.name, member.stage

@@ -51,6 +51,11 @@ class Supply:
         return max(map(tokens_read, self._configs))
 
     @cached_property
+    def needed_once(self) -> int:
+        """Tokens needed by the row that trains on the most without repeating the corpus; 0 if all rows repeat it."""
+        return max((tokens_read(config) for config in self._configs if not config.data.repeat), default=0)
+
+    @cached_property
     def needed_to_validate(self) -> int:
         """Tokens needed by the row that validates on the most."""
         return max(one.data.validation_sequences * (one.data.sequence_length + 1) for one in self._configs)
@@ -77,10 +82,9 @@ class Supply:
     def _lacking(self) -> str | None:
         if self.training is None or self.validation is None:
             return self._lacking_of_stream()
-        repeats = self._configs[0].data.repeat
-        if not repeats and self.needed > self.training * self._tolerance:
+        if self.needed_once > self.training * self._tolerance:
             again = f"--repeat reads this corpus {self._times} times"
-            return self._too_few(self.training, "", self.needed, f"{MORE}; {again}")
+            return self._too_few(self.training, "", self.needed_once, f"{MORE}; {again}")
         if self.needed_to_validate > self.validation * self._tolerance:
             mend = f"{MORE}; or increase `data.validation_share`, or reduce `data.validation_sequences`"
             return self._too_few(self.validation, " to validate on", self.needed_to_validate, mend)
@@ -108,7 +112,7 @@ class Supply:
             ends = "it is read again from the start" if self._configs[0].data.repeat else stops
             return f"{unknown}. {self.needed:,} are needed; if the stream ends before, {ends}"
         there = f"{self._count(self.training)} tokens to train on in {self._name}, {self.needed:,} are needed"
-        if self.needed * self._tolerance > self.training and not self._configs[0].data.repeat:
+        if self.needed_once * self._tolerance > self.training:
             return f"{there}: the tokens are counted before training starts"
         return f"{there}: " + ("enough" if self.needed <= self.training else f"they are read {self._times} times")
 
