@@ -2,8 +2,9 @@
 
 A group is one column of a few consecutive rows of a tile. The largest values of all groups are therefore elementwise
 maxima of rows, without a copy of the tiles. The k largest values of a chunk lie in the k groups with the largest
-maxima. One value more than is kept is searched. If it equals the smallest kept value, there is a tie, which `top_k`
-decides. Otherwise the k largest are known, in any order.
+maxima. One value more than is kept is searched. If it equals the smallest kept value, there is a tie, and the first of
+the equal values are kept. Ties are common: a row of the embedding that a round does not use only decays, by a few
+different amounts. Otherwise the k largest are known, in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group
-from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.pseudo_gradient.top_k import by_order, top_k_positions
 
 GROUPS_PER_KEPT = 8
 """Fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates."""
@@ -53,7 +54,8 @@ def find_among(candidates: Tensor, chosen: Tensor, matrix: Tensor, band: Group, 
     positions = _ascending(positions.scatter_(1, last, band.size))[:, :kept]
     is_tied = (values == least).sum(dim=1) > 1
     if bool(is_tied.any()):
-        positions[is_tied] = top_k_positions(band.gather(matrix)[is_tied], kept)
+        tied = band.gather(matrix)[is_tied].view(torch.int32).bitwise_and_(MAGNITUDE)
+        positions[is_tied] = by_order(tied, least[is_tied], kept)
     return positions
 
 
