@@ -5,7 +5,8 @@
 178m is one datacenter replica and one group of four stages, 512m one group of four stages. They need 16 GB and 23 GB of
 free disk. Each member is a process that `hetero-pp launch` starts, behind a shaped line. The text is random, the
 batches are tiny, and a round has few steps, so the seconds of a round beside its steps can be read. Memory is sampled
-from outside: the bytes that only this process holds (USS), by phase:
+from outside: the bytes that only this process holds (USS), by phase. The system counts them page by page, which takes
+a share of a core; so they are counted once a second, and the cheap resident set tells the changes between.
 
 - start: until a member has read the snapshot and evaluated it;
 - step: during inner steps, and while the member checkpoint before them is written;
@@ -16,9 +17,11 @@ them back when it needs memory. Seconds:
 
 - first snapshot: from the start of the exchange's process until the first snapshot is on its disk;
 - join: from the begin of the run until a member has read its part of the first snapshot over its line;
-- contribute: from a member's last inner step until its last block is in the log;
-- exchange: from the last inner step of all until the round is closed;
+- contribute: from the end of a member's inner loop until its last block is in the log;
+- exchange: from the end of the last inner loop until the round is closed;
 - apply: from there until a member holds the new parameters;
+- round: from the end of the last inner loop until all members hold the new parameters;
+- CPU: user and system time of a member in its outer round;
 - state: a member checkpoint;
 - snapshot: from the audit of the round until its snapshot is on the disk.
 """
@@ -36,7 +39,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +62,11 @@ SMOKE = {"model": "tiny", "rounds": 2, "steps": 2, "length": 32}
 DISK_BYTES = 45
 """Bytes on disk per parameter of all members: snapshots, member checkpoints, and copies for undo."""
 PHASES = ("start", "step", "round")
-SECONDS = ("join", "contribute", "apply", "state")
+SECONDS = ("join", "contribute", "apply", "state", "outer", "blocked", "cpu")
+SECONDS_BETWEEN_COUNTS = 1.0
+
+Sample = tuple[float, int, int, float]
+"""Time, bytes that only the process holds, bytes of mapped files, and CPU seconds so far."""
 
 GROUP = (
     "{name: home, kind: participants, stages: 4, batch_size: 2, micro_batches: 2, link: line, uplink: line, "
@@ -113,11 +120,12 @@ class Sampler(threading.Thread):
 
     root: psutil.Process
     every: float
-    samples: dict[str, list[tuple[float, int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Member -> (time, bytes that only it holds, bytes of mapped files)."""
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     began: dict[str, float] = field(default_factory=dict)
     """Member -> start of its process."""
     _names: dict[int, str] = field(default_factory=dict)
+    _others: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Process -> when pages that it shares were counted last, and their bytes."""
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
@@ -141,8 +149,14 @@ class Sampler(threading.Thread):
                 return
             self._names[process.pid] = logs[0].stem
             self.began.setdefault(logs[0].stem, process.create_time())
-        full = process.memory_full_info()
-        self.samples[self._names[process.pid]].append((time.time(), full.uss, getattr(full, "shared", 0)))
+        counted, others = self._others.get(process.pid, (0.0, 0))
+        if time.monotonic() - counted > SECONDS_BETWEEN_COUNTS:
+            full = process.memory_full_info()
+            others = full.rss - full.shared - full.uss
+            self._others[process.pid] = time.monotonic(), others
+        now, used = process.memory_info(), process.cpu_times()
+        own = now.rss - now.shared - others
+        self.samples[self._names[process.pid]].append((time.time(), own, now.shared, used.user + used.system))
 
 
 def launch(path: Path, runs: Path, every: float) -> Sampler:
@@ -206,44 +220,55 @@ class Told:
         assert found is not None
         return float(found[2]), float(found[1].replace(",", ""))
 
-    def seconds(self, member: str, replica: str, round_: int) -> dict[str, float]:
-        """Return the seconds of a round beside its steps."""
-        last = max(self.times("inner_step", member=member, round=round_))
+    def outer(self, member: str, round_: int) -> tuple[float, float, dict[str, Any]]:
+        """Return when a member began its outer round, when it held the new parameters, and the event after that."""
         [done] = [
             one
             for one in self.events
             if (one["event"], one.get("member"), one.get("round")) == ("member_round", member, round_)
         ]
-        closed = self.times("round_closed", round=round_)[0]
+        applied = done["time"] - done["evaluation_seconds"]
+        return applied - done["outer_seconds"], applied, done
+
+    def seconds(self, member: str, replica: str, round_: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return the seconds of a round beside its steps."""
+        began, applied, done = self.outer(member, round_)
         blobs = self.written(f"log/round-{round_:06d}/{replica}/**/*.blob")
         state = self.folder.state(member) / f"round-{round_:06d}" / "digests.json"
         found = {
-            "contribute": blobs - last,
-            "apply": done["time"] - done["evaluation_seconds"] - closed,
+            "contribute": blobs - began,
+            "apply": applied - self.times("round_closed", round=round_)[0],
             "outer": done["outer_seconds"],
             "blocked": done["blocked_seconds"],
+            "cpu": _used(samples, applied) - _used(samples, began),
         }
         if state.exists():
             found["state"] = state.stat().st_mtime - done["time"]
         return found
 
-    def rounds(self, count: int) -> dict[str, float]:
+    def rounds(self, members: Iterable[str], count: int) -> dict[str, float]:
         """Return the seconds of the whole run's parts in its last round."""
-        steps = max(self.times("inner_step", round=count))
+        began, applied, _ = zip(*(self.outer(member, count) for member in members), strict=True)
         return {
-            "exchange": self.times("round_closed", round=count)[0] - steps,
+            "exchange": self.times("round_closed", round=count)[0] - max(began),
+            "round": max(applied) - max(began),
             "snapshot": self.written(f"log/snapshot-{count:06d}*")
             - self.written(f"log/audited/round-{count:06d}.json"),
         }
 
 
-def phases(told: Told, member: str, samples: Sequence[tuple[float, int, int]]) -> dict[str, int]:
+def _used(samples: Sequence[Sample], at: float) -> float:
+    """Return the CPU seconds of a process until a time."""
+    return min(samples, key=lambda one: abs(one[0] - at))[3]
+
+
+def phases(told: Told, member: str, samples: Sequence[Sample]) -> dict[str, int]:
     """Return the peak of a member by phase."""
     started = told.times("begun")[0]
     if member != EXCHANGE:
         started = min(told.times("link_use", member=member, round=0))
     found = dict.fromkeys(PHASES, 0)
-    for at, size, _ in samples:
+    for at, size, *_ in samples:
         phase = "start" if at <= started else "step" if told.trains(member, at) else "round"
         found[phase] = max(found[phase], size)
     return found
@@ -265,7 +290,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "load": psutil.getloadavg()[0],
         "parameters": sum(_numbers(spec, member) for member in spec.members["home.0"].replica.members),
         "first_snapshot_seconds": told.written("log/snapshot-000000*") - sampler.began[EXCHANGE],
-        "seconds": told.rounds(arguments.rounds),
+        "seconds": told.rounds(spec.members, arguments.rounds),
         "members": [_member(spec, told, sampler, name, arguments) for name in names],
     }
 
@@ -284,7 +309,7 @@ def _numbers(spec: RunSpec, name: str) -> int:
 
 def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     samples = sampler.samples[name]
-    peak = max(size for _, size, _ in samples)
+    peak = max(size for _, size, *_ in samples)
     held = exchange_load(spec).memory_bytes
     if name in spec.members:
         held = memory_of_member(spec, spec.members[name], accelerated=False).held()
@@ -294,7 +319,7 @@ def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: a
         "parameters": _numbers(spec, name),
         "peak_bytes": peak,
         "peaks": phases(told, name, samples),
-        "mapped_bytes": max(mapped for _, _, mapped in samples),
+        "mapped_bytes": max(mapped for _, _, mapped, _ in samples),
         "predicted_bytes": predicted,
         "predicted": held,
         "ratio": predicted / peak,
@@ -305,7 +330,7 @@ def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: a
     loads = exchange_link_loads(spec, member)
     join_seconds, join_bytes = told.join_rate(name)
     bandwidth = spec.links[exchange_link_name(name)].shape("backward").bandwidth or float("inf")
-    found["seconds"] = {"join": join_seconds, **told.seconds(name, member.replica.name, rounds)}
+    found["seconds"] = {"join": join_seconds, **told.seconds(name, member.replica.name, rounds, samples)}
     found["join_share_of_line"] = 8 * join_bytes / join_seconds / bandwidth
     found["bytes"] = {
         "first snapshot": [join_bytes, snapshot_bytes(spec, member)],
@@ -323,9 +348,9 @@ def show(found: Mapping[str, Any]) -> None:
         peaks = "".join(f"{one['peaks'].get(phase, 0) / 1e9:>7.2f}" for phase in PHASES)
         ends = f"{one['peak_bytes'] / 1e9:>7.2f}{one['predicted_bytes'] / 1e9:>11.2f}{one['ratio']:>7.2f}"
         print(f"{one['member']:<10}{peaks}{ends}{one['peak_bytes'] / one['parameters']:>9.1f}")
-    print(f"\n{'seconds':<10}" + "".join(f"{part:>12}" for part in (*SECONDS, "outer", "blocked")) + f"{'of line':>9}")
+    print(f"\n{'seconds':<10}" + "".join(f"{part:>12}" for part in SECONDS) + f"{'of line':>9}")
     for one in found["members"][1:]:
-        parts = (one["seconds"].get(part) for part in (*SECONDS, "outer", "blocked"))
+        parts = (one["seconds"].get(part) for part in SECONDS)
         print(
             f"{one['member']:<10}"
             + "".join("           –" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)

@@ -40,8 +40,8 @@ class Boundary:
     def split(self, embedding: Tensor) -> None:
         """Derive T_perp from the synchronized token embedding [V, D], which may lie on another device."""
         if self.basis is not None:
-            self.perpendicular = None  # first, to avoid holding two tables
-            self.perpendicular = perpendicular(embedding.detach().to(self.basis.device), self.basis)
+            table = embedding.detach().to(self.basis.device)
+            self.perpendicular = perpendicular(table, self.basis, self.perpendicular)
 
     def move(self, basis_DK: Tensor) -> None:
         """Change to another basis, at an outer round; the embedding has to be split again."""

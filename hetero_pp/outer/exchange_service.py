@@ -26,9 +26,17 @@ IsAsked = Callable[[], bool]
 """Returns whether the caller still waits for the reply."""
 
 
+Arrived = Callable[[int], None]
+"""Is told how many more bytes of a reply have arrived."""
+
+
 def always() -> bool:
     """Return True: a caller that is a thread of this process waits for its reply."""
     return True
+
+
+def untold(n_bytes: int) -> None:
+    """Do nothing with the bytes of a reply."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,13 @@ class ExchangeService(ABC):
         """Return the reply to a request. Its type is the one that messages.proto gives for the request's type."""
 
     @abstractmethod
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
-        """Return tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        """Return tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum.
+
+        `arrived` is told of the bytes as they come, and may delay what follows.
+        """
 
     @abstractmethod
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
@@ -224,8 +237,10 @@ class ForwardedExchange(ExchangeService):
     def call(self, request: Message, caller: Caller) -> Any:
         return self._exchange.call(request, caller)
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
-        return self._exchange.read_snapshot(request, caller)
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        return self._exchange.read_snapshot(request, caller, arrived)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._exchange.deposit_blob(header, data, caller)

@@ -67,7 +67,7 @@ class WeightedMean:
 
 def outer_step(theta: Tensor, direction: Tensor, learning_rate: float) -> None:
     """Change theta to theta - eta direction, in place; the direction is used up, because a copy of it may be large."""
-    theta.sub_(direction.mul_(learning_rate))
+    theta.sub_(direction if learning_rate == 1 else direction.mul_(learning_rate))
 
 
 class RoundOptimizer(Protocol):

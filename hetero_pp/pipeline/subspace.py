@@ -13,6 +13,9 @@ from torch import Tensor
 
 from hetero_pp.core.seeds import seed_of
 
+_ROWS = 512
+"""Rows of a table that are split at once."""
+
 
 def random_basis(width: int, rank: int, seed: int) -> Tensor:
     """Return U [D, K] with orthonormal columns: QR of a Gaussian matrix.
@@ -48,8 +51,14 @@ def expand_gradient(gradient_BLK: Tensor, basis_DK: Tensor) -> Tensor:
     return gradient_BLK @ basis_DK.T
 
 
-def perpendicular(embedding_VD: Tensor, basis_DK: Tensor) -> Tensor:
-    """Return T_perp = TE - TE U U^T, [V, D] in fp32, from the synchronized TE (equations 3 and 4, solved for it)."""
+def perpendicular(embedding_VD: Tensor, basis_DK: Tensor, room_VD: Tensor | None = None) -> Tensor:
+    """Return T_perp = TE - TE U U^T, [V, D] in fp32, from the synchronized TE (equations 3 and 4, solved for it).
+
+    `room_VD` is overwritten and returned, if given. Some rows at a time stay in the cache.
+    """
     table = embedding_VD.float()
-    inside = (table @ basis_DK) @ basis_DK.T
-    return inside.neg_().add_(table)  # the bits of a difference, without another table
+    found = torch.empty_like(table) if room_VD is None else room_VD
+    for start in range(0, len(table), _ROWS):
+        rows = table[start : start + _ROWS]
+        found[start : start + _ROWS] = rows - (rows @ basis_DK) @ basis_DK.T
+    return found

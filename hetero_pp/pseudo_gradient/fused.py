@@ -30,7 +30,7 @@ def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) 
     chosen = choose(largest, band, height, kept)
     first = chosen // band.columns * (height * band.columns) + chosen % band.columns
     below = torch.arange(height, device=error.device) * band.columns
-    where = band.flat_indices((first[:, :, None] + below).view(band.count, -1))
+    where = band.flat_indices((first[:, None] + below[:, None]).view(band.count, -1))
     candidates = error.view(-1).take(where).view(torch.int32).bitwise_and(MAGNITUDE)
     return find_among(candidates, chosen, matrix, band, kept)
 

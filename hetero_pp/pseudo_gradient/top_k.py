@@ -20,11 +20,11 @@ def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
     is_tied = (magnitudes == least).sum(dim=1) > (values == least).sum(dim=1)
     positions = positions.sort(dim=1).values
     if bool(is_tied.any()):
-        positions[is_tied] = _by_order(magnitudes[is_tied], least[is_tied], kept)
+        positions[is_tied] = by_order(magnitudes[is_tied], least[is_tied], kept)
     return positions
 
 
-def _by_order(magnitudes: Tensor, least: Tensor, kept: int) -> Tensor:
+def by_order(magnitudes: Tensor, least: Tensor, kept: int) -> Tensor:
     """Return positions for rows [n, size] whose k-th largest magnitude `least` [n, 1] occurs more often than needed."""
     above, equal = magnitudes > least, magnitudes == least
     room = kept - above.sum(dim=1, keepdim=True)

@@ -2,8 +2,9 @@
 
 A group is one column of a few consecutive rows of a tile. The largest values of all groups are therefore elementwise
 maxima of rows, without a copy of the tiles. The k largest values of a chunk lie in the k groups with the largest
-maxima. One value more than is kept is searched. If it equals the smallest kept value, there is a tie, which `top_k`
-decides. Otherwise the k largest are known, in any order.
+maxima. One value more than is kept is searched. If it equals the smallest kept value, there is a tie, and the first of
+the equal values are kept. Ties are common: a row of the embedding that a round does not use only decays, by a few
+different amounts. Otherwise the k largest are known, in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group
-from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.pseudo_gradient.top_k import by_order, top_k_positions
 
 GROUPS_PER_KEPT = 8
 """Fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates."""
@@ -42,17 +43,27 @@ def choose(largest: Tensor, band: Group, height: int, kept: int) -> Tensor:
 
 
 def find_among(candidates: Tensor, chosen: Tensor, matrix: Tensor, band: Group, kept: int) -> Tensor:
-    """Return positions [count, k] of the largest of the chosen groups' values [count, (k + 1) height]."""
-    height = candidates.shape[1] // chosen.shape[1]
+    """Return positions [count, k] of the largest of the chosen groups' values [count, height (k + 1)], row by row."""
+    groups = chosen.shape[1]
+    height = candidates.shape[1] // groups
     values, where = candidates.topk(kept + 1, dim=1, sorted=False)
     least, last = values.min(dim=1, keepdim=True)
-    first = chosen.gather(1, where // height)
-    rows = first // band.columns * height + where % height
+    first = chosen.gather(1, where % groups)
+    rows = first // band.columns * height + where // groups
     positions = rows * band.columns + first % band.columns
-    positions = positions.scatter_(1, last, band.size).sort(dim=1).values[:, :kept]
+    positions = _ascending(positions.scatter_(1, last, band.size))[:, :kept]
     is_tied = (values == least).sum(dim=1) > 1
     if bool(is_tied.any()):
-        positions[is_tied] = top_k_positions(band.gather(matrix)[is_tied], kept)
+        tied = band.gather(matrix)[is_tied].view(torch.int32).bitwise_and_(MAGNITUDE)
+        positions[is_tied] = by_order(tied, least[is_tied], kept)
+    return positions
+
+
+def _ascending(positions: Tensor) -> Tensor:
+    """Return each row in order; may change the tensor. On a CPU numpy sorts short rows several times faster."""
+    if positions.device.type != "cpu":
+        return positions.sort(dim=1).values
+    positions.numpy().sort(axis=1)
     return positions
 
 
@@ -63,10 +74,11 @@ def group_height(band: Group, kept: int) -> int:
 
 
 def _candidates(magnitudes: Tensor, band: Group, height: int, chosen: Tensor) -> Tensor:
-    """Return the values [count, groups * height] of the chosen groups [count, groups] of each chunk of a band."""
+    """Return the values [count, height * groups] of the chosen groups [count, groups] of each chunk of a band."""
     width = magnitudes.shape[1]
     tops = torch.arange(0, magnitudes.shape[0], band.rows, device=chosen.device) * width
     origins = (tops[:, None] + torch.arange(0, width, band.columns, device=chosen.device)).view(-1, 1)
     first = origins + chosen // band.columns * (height * width) + chosen % band.columns
     rows = torch.arange(height, device=chosen.device) * width
-    return magnitudes.view(-1).take(first[:, :, None] + rows).view(len(chosen), -1)
+    where = first[:, None] + rows[:, None]  # with the longer dimension last, these two steps take half the time
+    return magnitudes.view(-1).index_select(0, where.view(-1)).view(len(chosen), -1)

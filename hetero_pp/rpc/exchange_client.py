@@ -31,7 +31,15 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN, Caller, ExchangeService, call_of
+from hetero_pp.outer.exchange_service import (
+    FIRST_TOLD,
+    MOST_BETWEEN,
+    Arrived,
+    Caller,
+    ExchangeService,
+    call_of,
+    untold,
+)
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
@@ -157,10 +165,12 @@ class ExchangeClient(ExchangeService):
             self.stay()  # the exchange was gone, and is there again
         return reply
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
-        return self._again(lambda: self._read_snapshot(request))
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        return self._again(lambda: self._read_snapshot(request, arrived))
 
-    def _read_snapshot(self, request: pb.SnapshotRequest) -> dict[str, Tensor]:
+    def _read_snapshot(self, request: pb.SnapshotRequest, arrived: Arrived) -> dict[str, Tensor]:
         frames = self._stream(self._wires.snapshot, request, STREAM_SECONDS)
         tensors: dict[str, Tensor] = {}
 
@@ -170,7 +180,7 @@ class ExchangeClient(ExchangeService):
             tensors.update(_empty(header))
             return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
 
-        read_into(frames, pb.SnapshotHeader, room_for)
+        read_into(frames, pb.SnapshotHeader, room_for, arrived)
         return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:

@@ -127,14 +127,23 @@ def read_frames(
 
 
 def read_into(
-    frames: Iterator[bytes], header_type: type[Header], room_for: Callable[[Header], Iterable[memoryview]]
+    frames: Iterator[bytes],
+    header_type: type[Header],
+    room_for: Callable[[Header], Iterable[memoryview]],
+    arrived: Callable[[int], None] = lambda n_bytes: None,
 ) -> Header:
-    """As `read_frames`, into the memory that `room_for` has for the payload of a header."""
+    """As `read_frames`, into the memory that `room_for` has for the payload of a header.
+
+    `arrived` is told the bytes of payload of each frame.
+    """
     header, header_bytes, part = _split(_next(frames), header_type)
     payload = _Payload(header_bytes, room_for(header))
     payload.add(part)
+    arrived(len(part))
     while payload.missing:
-        payload.add(memoryview(_next(frames)))
+        part = memoryview(_next(frames))
+        payload.add(part)
+        arrived(len(part))
     return header
 
 

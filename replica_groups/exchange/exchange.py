@@ -20,7 +20,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Caller, ExchangeService, IsAsked, always
+from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
@@ -158,9 +158,15 @@ class Exchange(ExchangeService):
     def call(self, request: Message, caller: Caller) -> Any:
         return self._answers[type(request)](request, caller)
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
         snapshot = self.snapshots.open(request)
-        return {name: snapshot.tensor(name) for name in request.names}
+        tensors = {}
+        for name in request.names:
+            tensors[name] = snapshot.tensor(name)
+            arrived(tensors[name].nbytes)
+        return tensors
 
     def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot | OpenSnapshot:
         """Return a snapshot that has the tensors of a request, to send them in pieces."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, RunFailed, Stopped, Suspended, TermOver
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller, ExchangeService, call_of
+from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from replica_groups.outer.ranks import Ranks
 
 _ANSWER = b"\0"
@@ -49,7 +49,9 @@ class CollectiveExchange(ExchangeService):
 
         return reply.FromString(self._ask(ask))
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
         """Return the tensors, each broadcast alone, because a large model would be twice in memory otherwise."""
         return {name: self._tensor(name, request, caller) for name in request.names}
 

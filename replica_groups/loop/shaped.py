@@ -11,10 +11,11 @@ from torch import Tensor
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import Stopped
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
-from hetero_pp.link.shaper import Shaper
+from hetero_pp.link.shaper import ShapedMessage, Shaper
+from hetero_pp.link.shaping import busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller, ExchangeService, ForwardedExchange
+from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, ForwardedExchange, untold
 from replica_groups.loop.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
 
 
@@ -60,10 +61,22 @@ class ShapedExchange(ForwardedExchange):
                 return pb.HashReply()
         return super().call(request, caller)
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
-        tensors = super().read_snapshot(request, caller)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        _carry(self._down, self.backward, 0, size)
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        """Read a snapshot. The line carries each frame as it comes, because a whole model takes long to come."""
+        message: ShapedMessage | None = None
+
+        def carry(n_bytes: int) -> None:
+            nonlocal message
+            message = message or self._down.start_message()
+            message.transmit(wire_bytes(raw_frames(n_bytes)))
+            arrived(n_bytes)
+
+        tensors = super().read_snapshot(request, caller, carry)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        wire = wire_bytes(raw_frames(size))
+        self.backward.add(0, size, wire, busy_seconds(self._down.shape, wire))
         return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:

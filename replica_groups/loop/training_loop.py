@@ -326,10 +326,10 @@ class TrainingLoop:
             if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
                 self.length.begin(0.0)
             self.stopping.check(self.outer.ranks, under_way if under_way < round_ else None)
-            report = self.reporter.new()
             is_last = self.length.is_last(round_, steps)
             with computing("inner step", self.outer.ranks.device):
                 done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
+            report = self.reporter.new()
             report.inner_step.CopyFrom(done)
             self.reporter.send(report)
             if steps == 0:

@@ -7,6 +7,7 @@ it is undecided, a copy of error feedback from before it can be restored, so tha
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,7 @@ class ErrorFeedback:
         self.tensors = tensors
         self.undecided: Undecided | None = None
         self._settings, self._copies = settings, copies
+        self._being_copied: dict[str, Future[None]] = {}
 
     @property
     def sent(self) -> Undecided | None:
@@ -60,16 +62,25 @@ class ErrorFeedback:
         """Begin a contribution, from the state before the last one if that is still undecided."""
         self.take_back()
         if self._copies is not None:
-            for name, error in self.tensors.items():
-                self._copies.keep(name, error)
+            copier = ThreadPoolExecutor(1, "error feedback")  # a thread, because it may wait for the disk
+            self._being_copied = {
+                name: copier.submit(self._copies.keep, name, error) for name, error in self.tensors.items()
+            }
+            copier.shutdown(wait=False)
         self.undecided = Undecided(round_, generation)
         return self.undecided
+
+    def to_change(self, name: str) -> Tensor:
+        """Return a tensor that the contribution may change, once its copy exists."""
+        if name in self._being_copied:
+            self._being_copied.pop(name).result()
+        return self.tensors[name]
 
     def take_back(self) -> None:
         """Restore the state from before the undecided contribution, where a copy was kept."""
         if self.undecided is not None and self._copies is not None:
-            for name, error in self.tensors.items():
-                error.copy_(self._copies.read(name))
+            for name in self.tensors:
+                self.to_change(name).copy_(self._copies.read(name))
             self.undecided = None
 
     @torch.no_grad()

@@ -180,7 +180,7 @@ class OuterRound:
         return self.own.starts.get(name, self.theta[name]).to(now.device) - now
 
     def _select(self, name: str, delta: Tensor, round_: int) -> Selection:
-        compression, ranks, held = self.settings.compression, self.ranks, self.error[name]
+        compression, ranks, held = self.settings.compression, self.ranks, self.feedback.to_change(name)
         error = held.to(delta.device)
         generator = generator_of(self.calls.run, round_, self.calls.replica, name, ranks.rank)
         selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None, generator)

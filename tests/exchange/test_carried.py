@@ -12,7 +12,7 @@ from torch import Tensor
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
-from hetero_pp.outer.exchange_service import Caller, ExchangeService
+from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.loop.carried import CarriedExchange
 
@@ -44,7 +44,7 @@ class Far(ExchangeService):
                 entry.blobs.add(block=block)
         return record
 
-    def read_snapshot(self, request: SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+    def read_snapshot(self, request: SnapshotRequest, caller: Caller, arrived: Arrived = untold) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def fetch_blob(self, request: FetchRequest, caller: Caller) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.scratch import Scratch
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -24,6 +26,7 @@ from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.outer.error_feedback import ErrorFeedback
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
 
@@ -259,3 +262,24 @@ def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> Non
     with pytest.raises(HeteroPPError, match=r"alpha diverged: norm\.weight is not finite after round 1"):
         replicas.outer["alpha"].synchronise(1)
     assert not list((tmp_path / "round-000001" / "alpha" / "1").glob("norm.*"))
+
+
+class _Late(Scratch):
+    """Copies some time after it was asked to."""
+
+    def keep(self, key: Hashable, tensor: Tensor) -> None:
+        time.sleep(0.05)
+        super().keep(key, tensor)
+
+
+def test_error_feedback_changes_after_it_was_copied(tmp_path: Path) -> None:
+    """The copies are made beside the selection, and are those from before the contribution."""
+    error = {"a": torch.ones(3), "b": torch.full((4,), 2.0)}
+    before = {name: tensor.clone() for name, tensor in error.items()}
+    feedback = ErrorFeedback(error, OuterSettings(rounds=1), _Late(tmp_path))
+    feedback.begin(1, None)
+    for name in error:
+        feedback.to_change(name).zero_()
+    feedback.take_back()
+    for name, tensor in before.items():
+        assert error[name].equal(tensor)

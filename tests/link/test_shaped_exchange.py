@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller, ExchangeService, call_of
+from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.loop.shaped import ShapedExchange
 
@@ -38,6 +38,8 @@ class Far(ExchangeService):
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.asked: list[tuple[float, object]] = []
+        self.frames, self.frame_seconds = [len(BLOB)], 0.0
+        """Bytes of a snapshot's frames, and the time after which each one comes."""
 
     def _ask(self, what: object) -> None:
         self.asked.append((self.clock.time, what))
@@ -46,8 +48,13 @@ class Far(ExchangeService):
         self._ask((caller.name, request))
         return GetMessageClass(call_of(request).output_type)()
 
-    def read_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> dict[str, Tensor]:
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
         self._ask(request)
+        for n_bytes in self.frames:
+            self.clock.time += self.frame_seconds
+            arrived(n_bytes)
         return {name: torch.zeros(125) for name in request.names}
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
@@ -105,6 +112,13 @@ def test_a_snapshot_comes_down_before_the_first_round(shaped: Shaped) -> None:
     assert shaped.far.asked == [(100.0, pb.SnapshotRequest(names=["a", "b"], round=3))]
     assert shaped.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
     assert shaped.counts(0) == [NOTHING, _count(1, DOWN_SECONDS)]
+
+
+def test_the_line_carries_a_snapshot_while_it_comes(shaped: Shaped) -> None:
+    """Each frame takes a second on the line. The 50 ms that the next one takes to come pass meanwhile."""
+    shaped.far.frames, shaped.far.frame_seconds = [10**6] * 20, 0.05
+    shaped.exchange.snapshot(["a"], 3)
+    assert shaped.clock.time == pytest.approx(100 + 0.05 + 0.25 + 20, rel=1e-3)
 
 
 def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
