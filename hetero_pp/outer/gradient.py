@@ -21,8 +21,10 @@ from hetero_pp.pipeline.subspace import perpendicular
 class GradientOptimizer:
     """AdamW on theta by averaged gradients; the counterpart of OuterOptimizer.
 
-    `shapes` are those of the whole model. With `basis` U [D, K], the embedding's weight decay acts on T_S = TE - T_perp
-    only, as in a compressed replica. All replicas must do the same, so the first replica decides.
+    `shapes` are those of the whole model. The result is the mean of the steps that the replicas of the round would take
+    from the same parameters and gradient, as in a round with H = 1. Their steps differ in one thing: in a compressed
+    replica, the embedding's weight decay acts on T_S = TE - T_perp only. The mean of the decays therefore acts on
+    TE - w T_perp, where w is the share of the compressed replicas in the round.
     """
 
     def __init__(
@@ -31,15 +33,16 @@ class GradientOptimizer:
         inner: InnerSettings,
         total_steps: int | None,
         shapes: Mapping[str, tuple[int, ...]],
-        basis: Tensor | None,
+        bases: Mapping[str, Tensor],
         schedule: Callable[[int], LearningRates] | None = None,
     ) -> None:
-        """`schedule` returns learning rates by round, if they change between rounds."""
+        """`bases` are U [D, K] by compressed replica; `schedule` returns learning rates by round, if they change."""
         self.settings = settings
         self._inner, self._total_steps = inner, total_steps
         self._rates: LearningRates | None = None
         self._shapes = dict(shapes)
-        self._basis = basis
+        self._bases = bases
+        self._weights: Mapping[str, float] = {}
         self._schedule = schedule
         self._adamw: InnerOptimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
@@ -47,7 +50,8 @@ class GradientOptimizer:
         self._step = 0
         self._loaded: Mapping[str, Tensor] = {}
 
-    def begin(self, round_: int) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        self._weights = weights
         if self._schedule is not None:
             self._rates = self._schedule(round_)
 
@@ -76,12 +80,25 @@ class GradientOptimizer:
             self._give_moments(self._adamw)
         if self._rates is not None:
             self._adamw.follow(self._rates)
-        if self._basis is not None and EMBEDDING in theta:
-            self._adamw.perpendicular = perpendicular(theta[EMBEDDING], self._basis)
+        if EMBEDDING in theta:
+            self._adamw.perpendicular = self._mean_perpendicular(theta[EMBEDDING])
         norm = sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5
         self._adamw.step(self._step, torch.tensor(norm))
         self._squares.clear()
         self._step += 1
+
+    def _mean_perpendicular(self, embedding: Tensor) -> Tensor | None:
+        """Return the mean T_perp [V, D] over the replicas of the round, 0 in uncompressed ones; None if all are 0."""
+        by_rank: dict[int, list[str]] = {}
+        for replica in self._weights:
+            if replica in self._bases:
+                by_rank.setdefault(self._bases[replica].shape[1], []).append(replica)
+        mean, total = None, sum(self._weights.values())
+        for replicas in by_rank.values():
+            share = sum(self._weights[replica] for replica in replicas) / total
+            own = perpendicular(embedding, self._bases[replicas[0]]).mul_(share)
+            mean = own if mean is None else mean.add_(own)
+        return mean
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
         self._loaded, self._step = state, rounds

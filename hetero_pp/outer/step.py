@@ -75,8 +75,8 @@ class RoundOptimizer(Protocol):
 
     settings: OuterSettings
 
-    def begin(self, round_: int) -> None:
-        """Begin a round; the calls below are about it."""
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        """Begin a round; the calls below are about it. `weights` are those of the included replicas, by name."""
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of the tensors whose mean is needed in a round, by name; whole layer blocks."""
@@ -121,7 +121,7 @@ class OuterOptimizer:
         self.momentum: dict[str, Tensor] = {}
         """Momentum buffers b [the parameter's shape] by parameter, if momentum is used; or both of Adam's moments."""
 
-    def begin(self, round_: int) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
         self._round = round_
         if self._settings_of is not None:
             self.settings = self._settings_of(round_)

@@ -159,7 +159,7 @@ class ResearchConfig(RunConfig):
             ("weighs_examples", own.weighs_examples, "gradients tokens equal"),
             ("memory_drops", own.memory_drops > 0, "feedback"),
             ("ablations.modified_adamw", ablations.modified_adamw, "optimizer"),
-            ("ablations.adaptation", ablations.adaptation == "discarded", "overlap"),
+            ("ablations.adaptation", ablations.adaptation == "discarded", "gradients overlap"),
             ("ablations.peer", ablations.peer is not None, "counts"),
             ("ablations.grassmann_every", ablations.grassmann_every is not None, "counts"),
         ]

@@ -14,14 +14,18 @@ from hetero_pp.run.spec import RunSpec
 
 def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:
     """Return the optimizer that computes the parameters after a round; `basis` [D, K'] is the run's."""
-    config, first = spec.config, spec.config.replicas[0]
+    config = spec.config
     if config.outer.source == "difference":
         return OuterOptimizer(config.outer, lambda round_: spec.at(round_).outer)
-    own = None
-    if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
-        own = columns_of(basis, first.boundary.dimensions(spec.shape.width))
+    ranks = {
+        replica.name: replica.boundary.dimensions(spec.shape.width)
+        for replica in spec.replicas_ever
+        if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
+    }
+    own = {rank: columns_of(basis, rank) for rank in set(ranks.values())}
+    bases = {name: columns for name, rank in ranks.items() if (columns := own[rank]) is not None}
 
     def schedule(round_: int) -> LearningRates:
         return spec.rates_in(round_, round_ - 1, 1)
 
-    return GradientOptimizer(config.outer, config.inner, spec.total_steps, spec.parameter_shapes, own, schedule)
+    return GradientOptimizer(config.outer, config.inner, spec.total_steps, spec.parameter_shapes, bases, schedule)

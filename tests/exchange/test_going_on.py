@@ -57,7 +57,7 @@ def one_torch_thread() -> Iterator[None]:
 def _optimizer(settings: OuterSettings, snapshot: Snapshot) -> RoundOptimizer:
     if settings.source == "difference":
         return OuterOptimizer(settings)
-    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(snapshot.parameters), None)
+    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(snapshot.parameters), {})
 
 
 class Run:

@@ -143,7 +143,7 @@ def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
 def test_averaged_gradients_end_where_the_staged_run_ends(
     first: str, anchors: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """With AdamW DDP, every step is a round. The kind of the first replica decides how the embedding decays."""
+    """With AdamW DDP, every step is a round. In both trainers, the embedding moves by the mean of all own steps."""
     home = {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4", **anchors}}
     config = _config(corpus, {"method": "adamw_ddp", "rounds": 6}, [DC, home] if first == "dc" else [home, DC])
     config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 1})})
@@ -261,3 +261,10 @@ def test_averaged_gradients_are_launched_only_with_rounds_of_one_step(corpus: Pa
     with pytest.raises(ConfigError) as error:
         require_launchable(_config(corpus, {"method": "adamw_ddp"}, [HOME]))
     assert error.value.key == ("inner", "steps")
+
+
+def test_a_launched_run_ignores_no_settings_of_tables(corpus: Path, tmp_path: Path) -> None:
+    home = {**HOME, "boundary": {"rank": "1/4", "ablations": {"weight_projection": "both"}}}
+    spec = RunSpec(_config(corpus, {}, [DC, home]), 256)
+    with pytest.raises(ConfigError, match=r"^research: found settings of a row of a table, expected none"):
+        run_in_process(spec, RunFolder(tmp_path / "run"), lambda report: None)
