@@ -100,11 +100,13 @@ class RoundOptimizer(Protocol):
 
 EXP_AVG, EXP_AVG_SQ = ".exp_avg", ".exp_avg_sq"
 """Suffixes of a parameter's name for Adam's moments of it."""
+COEFFICIENTS = ".coefficients-"
+"""Part of a state's name after the embedding's and before K: the state is of C [V, K]."""
 
 
 def parameter_of(state: str) -> str:
     """Return the parameter whose state of the outer optimizer has this name."""
-    return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG)
+    return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG).split(COEFFICIENTS)[0]
 
 
 class OuterOptimizer:

@@ -134,4 +134,4 @@ def build_stage(
     if not stage.is_first:
         rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
         anchors = anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of, device=device)
-    return Stage(stage, module, boundary, inner, spec.total_steps, anchors)
+    return Stage(stage, module, boundary, inner, spec.total_steps, anchors, settings.embedding)

@@ -125,7 +125,6 @@ DEFAULTS: dict[str, Any] = {
     "replicas.1.boundary.rank": "full",
     "replicas.1.boundary.dtype": "bf16",
     "replicas.1.boundary.bits": None,
-    "research.ablations.embedding": "free",
     "research.ablations.adaptation": "on",
     "research.ablations.weight_projection": False,
     "research.ablations.modified_adamw": False,

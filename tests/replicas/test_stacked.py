@@ -83,7 +83,7 @@ def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path, monkeypatch
     with monkeypatch.context() as other:
         other.setattr(Floats, "is_elementwise", False)
         assert AllReplicas(spec, store, stacks=True).loose == [0, 1, 2, 3]
-    spec, store = _spec(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})
+    spec, store = _spec(corpus, tmp_path, 2, boundary={"embedding": "projected"})
     group = AllReplicas(spec, store, stacks=True)
     assert (group.loose, len(group.stacks)) == ([0, 1], 1)
     assert group.round(1)

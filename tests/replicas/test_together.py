@@ -14,10 +14,11 @@ import torch
 from table_config import table_config
 from torch import Tensor
 
+from hetero_pp.config.topology import EmbeddingTraining
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.outer.gradient import GradientOptimizer
+from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
@@ -52,21 +53,24 @@ def own_step(embedding: Tensor, gradient: Tensor, basis: Tensor, constraint: str
 
 
 @pytest.mark.parametrize("names", ["a", "b", "ab", "abbb", "abc"])
-def test_holders_of_theta_apply_the_mean_step_of_the_round(names: str) -> None:
+@pytest.mark.parametrize("first", ["free", "coefficients"])
+def test_holders_of_theta_apply_the_mean_step_of_the_round(names: str, first: EmbeddingTraining) -> None:
     """Replicas `a` and `c` are compressed, to different ranks. A round includes those of `names`, with their counts."""
     inner = InnerSettings(steps=1, warmup_steps=0, learning_rate=RATE, final_learning_rate_share=1.0, clip_norm=None)
     basis, generator = random_basis(16, 8, seed=3), torch.Generator().manual_seed(4)
-    bases = {"a": basis[:, :4], "c": basis}
+    compressed = {"a": Compressed(basis[:, :4], first), "c": Compressed(basis)}
     theta = {EMBEDDING: torch.randn(40, 16, generator=generator)}
     outer = OuterSettings(rounds=STEPS, method="adamw_ddp")
-    ours = GradientOptimizer(outer, inner, STEPS, {EMBEDDING: (40, 16)}, bases)
+    ours = GradientOptimizer(outer, inner, STEPS, {EMBEDDING: (40, 16)}, compressed)
     alone = {name: AdamW() for name in "abc"}
     for step in range(STEPS):
         gradient, before = torch.randn(40, 16, generator=generator), theta[EMBEDDING].double()
         expected = torch.zeros(40, 16).double()
         for name, adamw in alone.items():
-            constraint = "free" if name in bases else "none"
-            own = own_step(before, gradient.double(), bases.get(name, basis).double(), constraint, adamw)
+            one = compressed.get(name)
+            own = own_step(
+                before, gradient.double(), *(one.basis.double(), one.embedding) if one else (basis, "none"), adamw
+            )
             expected += own * names.count(name) / len(names)
         ours.begin(step + 1, {name: float(names.count(name)) for name in names})
         ours.take(theta, EMBEDDING, gradient.clone())
@@ -75,7 +79,7 @@ def test_holders_of_theta_apply_the_mean_step_of_the_round(names: str) -> None:
 
 
 def _group(corpus: Path, folder: Path, constraint: str, compressed: int, whole: int) -> AllReplicas:
-    home = {"kind": "participants", "stages": 2, "boundary": {"rank": 8, "ablations": {"embedding": constraint}}}
+    home = {"kind": "participants", "stages": 2, "boundary": {"rank": 8, "embedding": constraint}}
     kinds: list[dict[str, Any]] = [home] * compressed + [{"kind": "datacenter"}] * whole
     config = table_config(
         {

@@ -17,10 +17,11 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.model.compiler import can_compile, compile_layers
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step
+from hetero_pp.research.ablations import AblatedBoundary, grassmann_step
 from hetero_pp.research.outer import PretrainedOptimizer, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
 from hetero_pp.research.peers.peer import average_peers
@@ -311,7 +312,7 @@ class AllReplicas:
         for replica in self.replicas:
             if replica.boundary is not None and replica.boundary.basis is not None:
                 replica.boundary.move(moved)
-                if isinstance(replica.optimizer, AblatedOptimizer):
+                if isinstance(replica.optimizer, SubspaceOptimizer):
                     replica.optimizer.basis = moved
 
     def _moved_basis(self, index: int) -> Tensor:

@@ -6,9 +6,10 @@ import torch
 
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.model.subspace_optimizer import inner_optimizer
 from hetero_pp.model.transformer import build_filled
 from hetero_pp.pipeline.coefficients import format_of
-from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, with_ablations
+from hetero_pp.research.ablations import AblatedOptimizer, with_ablations
 from hetero_pp.research.peers.peer import peer_of
 from hetero_pp.research.settings import AblationSettings, ablations_of
 from hetero_pp.research.vectorized.replica import TableReplica
@@ -34,7 +35,12 @@ def can_stack(replica: ReplicaSettings, ablations: AblationSettings) -> bool:
     if not isinstance(replica, ParticipantsReplica):
         return True
     boundary = replica.boundary
-    return format_of(boundary).is_elementwise and boundary.anchors is None and ablations == AblationSettings()
+    return (
+        format_of(boundary).is_elementwise
+        and boundary.anchors is None
+        and boundary.embedding == "free"
+        and ablations == AblationSettings()
+    )
 
 
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:
@@ -76,6 +82,8 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         anchors=anchors,
         peer=peer,
     )
-    if isinstance(boundary, AblatedBoundary) and boundary.basis is not None:
-        whole.optimizer = AblatedOptimizer(whole.parameters, inner, spec.total_steps, boundary.basis, ablations)
+    if isinstance(replica, ParticipantsReplica) and boundary is not None and boundary.basis is not None and cuts:
+        needed = (whole.parameters, inner, spec.total_steps, boundary.basis, replica.boundary.embedding)
+        is_ablated = ablations != AblationSettings()
+        whole.optimizer = AblatedOptimizer(*needed, ablations) if is_ablated else inner_optimizer(*needed)
     return whole

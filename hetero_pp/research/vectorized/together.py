@@ -23,8 +23,9 @@ from replica_groups.outer.ranks import Ranks
 
 def constraint_of(replica: ReplicaSettings) -> object:
     """Return a key that is equal for replicas that take equal steps from equal parameters and gradients."""
-    is_cut = isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
-    return replica.boundary.rank if isinstance(replica, ParticipantsReplica) and is_cut else "full"
+    if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
+        return replica.boundary.rank, replica.boundary.embedding
+    return None
 
 
 @dataclass(frozen=True)
