@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.config.topology import StageSpec
-from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.config.topology import EmbeddingTraining, StageSpec
+from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.subspace_optimizer import inner_optimizer
 from hetero_pp.model.transformer import EMBEDDING, Transformer, parameters_of
 from hetero_pp.pipeline.coefficients import Symbols
 from stages.anchors import Anchors
@@ -41,14 +42,16 @@ class Stage:
         inner: InnerSettings,
         total_steps: int | None,
         anchors: Anchors | None = None,
+        embedding: EmbeddingTraining = "free",
     ) -> None:
-        """Create a stage. `anchors` are those of the boundary before it."""
+        """Create a stage. `anchors` are those of the boundary before it; `embedding`: see BoundarySettings."""
         self.spec = spec
         self.module = module
         self.boundary = boundary
         self.anchors = anchors
         self.parameters = parameters_of(module)
-        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
+        basis = boundary.basis if spec.count > 1 else None
+        self.optimizer = inner_optimizer(self.parameters, inner, total_steps, basis, embedding)
         self._in_flight: dict[int, _InFlight] = {}
 
     @property

@@ -126,6 +126,9 @@ class AnchorSettings(Settings):
         return vocabulary * width if rank is None else rank * (vocabulary + width)
 
 
+EmbeddingTraining = Literal["free", "coefficients", "projected"]
+
+
 class BoundarySettings(Settings):
     """Content of messages between neighbouring stages (k in the paper is `rank`)."""
 
@@ -134,6 +137,12 @@ class BoundarySettings(Settings):
     )
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of each coefficient on the wire, without `bits`")
     bits: int | None = Field(None, ge=2, le=8, description="bits of each coefficient on the wire, instead of `dtype`")
+    embedding: Annotated[EmbeddingTraining, AddedLater()] = Field(
+        "free",
+        description="training of the embedding's part T_S between rounds, if the rank is not full: `free` (leaves the "
+        "subspace until the next split), `coefficients` (C of T_S = C U^T, which stays in it as in Het-PP 2.4), or "
+        "`projected` (back onto the subspace after each step)",
+    )
     anchors: AnchorSettings | None = Field(
         None, description="components that receivers learn in place of the dropped ones"
     )

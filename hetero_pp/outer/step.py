@@ -75,8 +75,8 @@ class RoundOptimizer(Protocol):
 
     settings: OuterSettings
 
-    def begin(self, round_: int) -> None:
-        """Begin a round; the calls below are about it."""
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        """Begin a round; the calls below are about it. `weights` are those of the included replicas, by name."""
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of the tensors whose mean is needed in a round, by name; whole layer blocks."""
@@ -100,11 +100,13 @@ class RoundOptimizer(Protocol):
 
 EXP_AVG, EXP_AVG_SQ = ".exp_avg", ".exp_avg_sq"
 """Suffixes of a parameter's name for Adam's moments of it."""
+COEFFICIENTS = ".coefficients-"
+"""Part of a state's name after the embedding's and before K: the state is of C [V, K]."""
 
 
 def parameter_of(state: str) -> str:
     """Return the parameter whose state of the outer optimizer has this name."""
-    return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG)
+    return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG).split(COEFFICIENTS)[0]
 
 
 class OuterOptimizer:
@@ -121,7 +123,7 @@ class OuterOptimizer:
         self.momentum: dict[str, Tensor] = {}
         """Momentum buffers b [the parameter's shape] by parameter, if momentum is used; or both of Adam's moments."""
 
-    def begin(self, round_: int) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
         self._round = round_
         if self._settings_of is not None:
             self.settings = self._settings_of(round_)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.model.inner import InnerOptimizer, InnerSettings
-from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.config.topology import EmbeddingTraining
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.pipeline.coefficients import Symbols
 from hetero_pp.research.settings import AblationSettings
 from stages.boundary import Boundary
@@ -80,7 +81,7 @@ def grassmann_step(basis_DK: Tensor, gradients_ND: Tensor, size: float = 0.1) ->
     return (moved * upper.diagonal().sign()).float().contiguous()
 
 
-class AblatedOptimizer(InnerOptimizer):
+class AblatedOptimizer(SubspaceOptimizer):
     """Inner optimizer of a replica whose boundaries have the basis U [D, K], with ablations."""
 
     def __init__(
@@ -89,15 +90,11 @@ class AblatedOptimizer(InnerOptimizer):
         settings: InnerSettings,
         total_steps: int | None,
         basis: Tensor,
+        embedding: EmbeddingTraining,
         ablations: AblationSettings,
     ) -> None:
-        self.basis = basis
-        """U [D, K]; it may change only with a new split."""
         self.ablations = ablations
-        self._coefficients: nn.Parameter | None = None
-        if ablations.embedding == "coefficients" and EMBEDDING in parameters:
-            self._coefficients = nn.Parameter(parameters[EMBEDDING].detach() @ basis)
-        super().__init__(parameters, settings, total_steps)
+        super().__init__(parameters, settings, total_steps, basis, embedding)
 
     def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
@@ -110,55 +107,22 @@ class AblatedOptimizer(InnerOptimizer):
     def _groups(self) -> Iterator[dict[str, Any]]:
         """Yield the groups; `shared_dim` marks those of modified AdamW."""
         groups = list(super()._groups())
-        embedding = [group for group in groups if group.get("embeds")]
-        for group in embedding if self._coefficients is not None else ():
-            group["params"] = [self._coefficients]
         if self.ablations.modified_adamw:
             special = [p for name, p in self._named.items() if name.endswith(OUTPUT_PROJECTIONS)]
             for group in groups:
                 group["params"] = [p for p in group["params"] if not any(p is one for one in special)]
-            for group in embedding:
-                group["shared_dim"] = 1
+            embedding = [group | {"shared_dim": 1} for group in groups if group.get("embeds")]
             rest = [group for group in groups if not group.get("embeds")]
             shared = {"params": special, "weight_decay": self.settings.weight_decay, "shared_dim": 0}
             groups = [*rest, shared, *embedding]
         return (group for group in groups if group["params"])
 
-    def _take_perpendicular(self, table: Tensor | None) -> None:
-        if self._coefficients is None:
-            super()._take_perpendicular(table)
-        elif self._embedding is not None:
-            with torch.no_grad():
-                self._coefficients.copy_(self._embedding @ self.basis)
-
-    @torch.no_grad()
-    def _before(self, rate: float) -> None:
-        """Project the embedding's gradient onto its coefficients, or apply weight decay to T_S."""
-        embedding = self._embedding
-        is_split = embedding is not None and self._perpendicular is not None
-        if is_split and self._coefficients is not None and embedding is not None and embedding.grad is not None:
-            self._coefficients.grad = embedding.grad @ self.basis
-        else:
-            super()._before(rate)
-
-    def step(self, step: int, replica_norm: Tensor) -> float:
-        rate = super().step(step, replica_norm)
-        if not self.defers:
-            self._after()
-        return rate
-
     @torch.no_grad()
     def _after(self) -> None:
-        embedding, table, basis = self._embedding, self._perpendicular, self.basis
         if self.ablations.weight_projection:
             which = OUTPUT_PROJECTIONS[:1] if self.ablations.weight_projection == "w_p1" else OUTPUT_PROJECTIONS
-            project_weights(self._named, basis, which)
-        if embedding is None or table is None:
-            return
-        if self._coefficients is not None:
-            embedding.copy_(table + self._coefficients @ basis.T)
-        elif self.ablations.embedding == "projected":
-            embedding.copy_(table + ((embedding - table) @ basis) @ basis.T)
+            project_weights(self._named, self.basis, which)
+        super()._after()
 
 
 @dataclass

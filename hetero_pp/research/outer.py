@@ -35,8 +35,8 @@ class PretrainedOptimizer(OuterOptimizer):
         super().__init__(settings.model_copy(update={"rounds": max(1, settings.rounds - pretraining)}))
         self._pretraining = pretraining
 
-    def begin(self, round_: int) -> None:
-        super().begin(round_ - self._pretraining)
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        super().begin(round_ - self._pretraining, weights)
 
     def _step(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         if self._round <= 0:

@@ -26,12 +26,6 @@ class PeerSettings(Settings):
 class AblationSettings(Settings):
     """Parts of a compressed replica, as the papers vary them."""
 
-    embedding: Literal["free", "coefficients", "projected"] = Field(
-        "free",
-        description="training of T_S: `free` (leaves the subspace until the next split), "
-        "`coefficients` (C of T_S = C U^T), or `projected` (back onto the subspace after "
-        "each step)",
-    )
     adaptation: Literal["on", "stale", "discarded"] = Field(
         "on",
         description="treatment of the embedding after an outer round: `on` splits it again, `stale` "
@@ -141,7 +135,9 @@ class ResearchConfig(RunConfig):
     def _require_only_one_of(self) -> None:
         """Raise ConfigError for a key that is set although the run has something that excludes it."""
         own, outer, compression = self.research, self.outer, self.outer.compression
-        ablations = own.ablations if any(isinstance(one, ParticipantsReplica) for one in self.replicas) else _NONE
+        boundaries = [one.boundary for one in self.replicas if isinstance(one, ParticipantsReplica)]
+        ablations = own.ablations if boundaries else _NONE
+        is_inside = any(one.embedding == "coefficients" for one in boundaries)
         is_sparse = compression.density < 1 or compression.value_bits < 32
         has = {
             "gradients": (outer.source == "gradient", "averaged gradients"),
@@ -158,7 +154,7 @@ class ResearchConfig(RunConfig):
             "equal": (own.clusters is None, "shards of equal size, without `research.clusters`"),
             "optimizer": (self.inner.optimizer != "adamw", "an `inner.optimizer` but `adamw`"),
             "modified": (ablations.modified_adamw, "`modified_adamw`"),
-            "coefficients": (ablations.embedding == "coefficients", "`embedding: coefficients`"),
+            "coefficients": (is_inside, "`boundary.embedding: coefficients`"),
         }
         exclusions = [
             ("missed", own.missed > 0, "gradients"),
@@ -172,7 +168,7 @@ class ResearchConfig(RunConfig):
             ("weighs_examples", own.weighs_examples, "gradients tokens equal"),
             ("memory_drops", own.memory_drops > 0, "feedback"),
             ("ablations.modified_adamw", ablations.modified_adamw, "optimizer"),
-            ("ablations.adaptation", ablations.adaptation == "discarded", "overlap"),
+            ("ablations.adaptation", ablations.adaptation == "discarded", "gradients overlap"),
             ("ablations.peer", ablations.peer is not None, "counts"),
             ("ablations.grassmann_every", ablations.grassmann_every is not None, "counts"),
         ]

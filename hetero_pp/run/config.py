@@ -153,6 +153,11 @@ class RunConfig(Settings):
                 ("outer", "overlap"),
                 "found 1 with `inner.seconds`, expected 0, or `inner.steps`: a round's seconds count from its opening",
             )
+        for index, replica in enumerate(self.replicas):
+            if isinstance(replica, ParticipantsReplica) and replica.boundary.embedding != "free":
+                found = f"found `{replica.boundary.embedding}` with `outer.overlap: 1`, expected `free`"
+                why = "a round then starts before the embedding is split again"
+                raise ConfigError(("replicas", index, "boundary", "embedding"), f"{found}: {why}")
 
     def _require_whole_boundaries(self) -> None:
         """Raise ConfigError for a subspace: the embedding is split by values that replicas share, not by local ones."""

@@ -298,8 +298,17 @@ def moment_bytes(spec: RunSpec, member: MemberSpec) -> float:
         shape = spec.parameter_shapes[name]
         hidden = name.startswith(LAYERS) and len(shape) > 1
         each = {"adamw": 8, "sgd": 4 if inner.momentum else 0, "muon": 4 if hidden else 8}[inner.optimizer]
-        total += each * math.prod(shape)
+        rank = None if name != EMBEDDING else rank_of_coefficients(spec, member)
+        total += each * math.prod(shape) if rank is None else (each + 8) * rank * shape[0]  # C and its gradient, too
     return total
+
+
+def rank_of_coefficients(spec: RunSpec, member: MemberSpec) -> int | None:
+    """Return K if a stage trains its embedding by coefficients C [V, K]; None for the whole table."""
+    replica = member.replica
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return None
+    return replica.boundary.dimensions(spec.shape.width) if replica.boundary.embedding == "coefficients" else None
 
 
 def value_bytes(replica: ReplicaSettings, accelerated: bool) -> int:

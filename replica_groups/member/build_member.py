@@ -11,10 +11,12 @@ from torch import Tensor
 
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, StageSpec
 from hetero_pp.core.device import CPU
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.plain import PlainEngine
@@ -57,8 +59,11 @@ def build_member(
 
     `folder` holds copies for `undo` (Moments).
 
-    Raises ConfigError for a corpus that is too small.
+    Raises ConfigError for a corpus that is too small, and for settings that only a row of a table has.
     """
+    if beyond := sorted(spec.config.model_fields_set - RunConfig.model_fields.keys()):
+        found = "found settings of a row of a table, expected none: only `hetero-pp reproduce` trains with them"
+        raise ConfigError((beyond[0],), found)
     if isinstance(member.replica, DatacenterReplica):
         return _build_datacenter(spec, member, member.replica, start, source, ranks, folder)
     return _build_stage(spec, member, member.replica, start, ends, source, ranks.device, folder)
@@ -129,4 +134,4 @@ def build_stage(
     if not stage.is_first:
         rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
         anchors = anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of, device=device)
-    return Stage(stage, module, boundary, inner, spec.total_steps, anchors)
+    return Stage(stage, module, boundary, inner, spec.total_steps, anchors, settings.embedding)

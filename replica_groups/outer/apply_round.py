@@ -29,7 +29,7 @@ def apply_round(
     `theta` must contain every tensor of each of its blocks. Raises MalformedContribution if a blob is not the one that
     the record names.
     """
-    optimizer.begin(record.round)
+    optimizer.begin(record.round, {entry.replica: entry.weight for entry in record.contributions})
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():

@@ -17,8 +17,8 @@ class _Wrapped:
     def __init__(self, whole: RoundOptimizer) -> None:
         self.settings, self._whole = whole.settings, whole
 
-    def begin(self, round_: int) -> None:
-        self._whole.begin(round_)
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        self._whole.begin(round_, weights)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         return self._whole.needs(theta)

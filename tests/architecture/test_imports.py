@@ -91,7 +91,7 @@ def test_no_setting_of_a_run_is_one_that_only_tables_need() -> None:
     runs = {key for model in _sections(RunConfig) for key in model.model_fields}
     tables = {key for model in _sections(ResearchConfig) - _sections(RunConfig) for key in model.model_fields}
     assert {"missed", "taking_part", "clusters", "peer", "grassmann_every"} <= tables
-    shared = RunConfig.model_fields.keys() | {"embedding", "method"}  # other settings with the same name
+    shared = RunConfig.model_fields.keys() | {"method"}  # other settings with the same name
     assert (tables & runs) - shared == set()
 
 

@@ -20,7 +20,7 @@ RUNS = {
     "mixed_engines": "e66431d5fe3d94d55f577fea84d58b84",
     "unequal_groups": "e875e037530d673233dedd22dcfc3d71",
     "plan/unequal": "f43cce604f6b0b207879f67fc057c98a",
-    "paper/1b": "3d185d9a04585da65f18739a0f9e298c",
+    "paper/1b": "47b31ccec9532180c79c27b34ee5aae1",
     "paper/het_pp_97_percent": "8b38047caa83165052357fb53a987004",
     "simulate/million": "d0cba51e457b32c2cc89ec625f246243",
 }

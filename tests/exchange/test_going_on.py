@@ -16,9 +16,10 @@ from hetero_pp.core.errors import HeteroPPError, Stopped
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
-from hetero_pp.outer.gradient import GradientOptimizer
+from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
+from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
@@ -57,7 +58,8 @@ def one_torch_thread() -> Iterator[None]:
 def _optimizer(settings: OuterSettings, snapshot: Snapshot) -> RoundOptimizer:
     if settings.source == "difference":
         return OuterOptimizer(settings)
-    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(snapshot.parameters), None)
+    alpha = Compressed(random_basis(SHAPE.width, 4, seed=1), "coefficients")
+    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(snapshot.parameters), {"alpha": alpha})
 
 
 class Run:

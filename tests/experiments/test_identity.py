@@ -125,7 +125,6 @@ DEFAULTS: dict[str, Any] = {
     "replicas.1.boundary.rank": "full",
     "replicas.1.boundary.dtype": "bf16",
     "replicas.1.boundary.bits": None,
-    "research.ablations.embedding": "free",
     "research.ablations.adaptation": "on",
     "research.ablations.weight_projection": False,
     "research.ablations.modified_adamw": False,
@@ -164,7 +163,8 @@ KNOWN = {scale: known_outcomes(kept) for scale, kept in KEPT.items()}
 @pytest.mark.parametrize("scale", KEPT)
 def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
     assert len(KEPT[scale]) >= {"micro": 1100, "micro_long": 44, "ladder": 54}[scale]
-    parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "similarity_every", "volume_every", "settings")
+    measured = ("bias_every", "bias_of", "similarity_every", "volume_every")
+    parts = ("version", "corpus", "tokenizer", "steps_of", "settings", *measured)
     for key, outcome in KEPT[scale].items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.topology import BoundarySettings, EmbeddingTraining
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, initialise
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.research.ablations import (
@@ -33,8 +34,8 @@ def _embedding(seed: int = 0) -> nn.Parameter:
     return nn.Parameter(torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(seed)))
 
 
-def _train(embedding: nn.Parameter, basis: Tensor, kind: str, steps: int = 3) -> None:
-    optimizer = AblatedOptimizer({EMBEDDING: embedding}, INNER, 100, basis, AblationSettings(embedding=kind))
+def _train(embedding: nn.Parameter, basis: Tensor, kind: EmbeddingTraining, steps: int = 3) -> None:
+    optimizer = SubspaceOptimizer({EMBEDDING: embedding}, INNER, 100, basis, kind)
     optimizer.perpendicular = perpendicular(embedding.detach(), basis)
     for step in range(steps):
         embedding.grad = _embedding(seed=step + 1).detach().clone()
@@ -42,7 +43,7 @@ def _train(embedding: nn.Parameter, basis: Tensor, kind: str, steps: int = 3) ->
 
 
 @pytest.mark.parametrize("kind", ["free", "coefficients", "projected"])
-def test_only_free_training_leaves_the_subspace(kind: str, basis: Tensor) -> None:
+def test_only_free_training_leaves_the_subspace(kind: EmbeddingTraining, basis: Tensor) -> None:
     embedding = _embedding()
     table = perpendicular(embedding.detach(), basis)
     start = embedding.detach().clone()
@@ -72,7 +73,7 @@ def test_weights_are_projected_after_a_step(basis: Tensor, choice: str, projecte
     module = Transformer(ModelSettings(width=WIDTH, heads=2, feed_forward=8, layers=1).resolve(10))
     initialise(module, 1)
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
-    optimizer = AblatedOptimizer(dict(module.named_parameters()), settings, 4, basis, ablations)
+    optimizer = AblatedOptimizer(dict(module.named_parameters()), settings, 4, basis, "free", ablations)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0, optimizer.gradient_norm())

@@ -105,7 +105,7 @@ def test_rounds_are_demos() -> None:
         direction = _written_out(total, TILE, backwards=True)
         assert direction.abs().min() > 1e-6  # so that no sign depends on rounding
         expected -= 1e-3 * direction.sign()
-        optimizer.begin(round_)
+        optimizer.begin(round_, {})
         mean = mean_of(shape, [(1.0, DecodedTensor(one.indices, one.values)) for one in sent])
         optimizer.take({"w": theta}, "w", mean)
         torch.testing.assert_close(theta.double(), expected, rtol=0, atol=1e-5)
@@ -129,7 +129,7 @@ def test_of_all_coefficients_nothing_is_lost() -> None:
         for round_ in (1, 2):
             sent = select(error, _random((20, 37), round_), settings.compression)
             mean = mean_of((20, 37), [(1.0, DecodedTensor(sent.indices, sent.values))])
-            optimizer.begin(round_)
+            optimizer.begin(round_, {})
             optimizer.take({"w": theta}, "w", mean)
         ends.append(theta)
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)

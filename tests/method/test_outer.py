@@ -142,7 +142,7 @@ def test_outer_adam_is_torchs() -> None:
         if round_ == 3:  # as from a snapshot
             state, optimizer = optimizer.state, OuterOptimizer(settings)
             optimizer.load(state, 2)
-        optimizer.begin(round_)
+        optimizer.begin(round_, {})
         for name in ours:
             mean = torch.randn(30, generator=generator)
             plain[name].grad = mean.double()
@@ -172,7 +172,7 @@ def test_the_outer_learning_rate_falls_as_a_cosine() -> None:
     assert rates == pytest.approx([0.25, 0.5, *falling], rel=1e-5)
     assert OuterSettings(rounds=12, learning_rate=1 / 3).learning_rate_in(7) == 1 / 3
     theta, optimizer = {"a": torch.zeros(1)}, OuterOptimizer(settings)
-    optimizer.begin(7)
+    optimizer.begin(7, {})
     optimizer.take(theta, "a", torch.ones(1))
     assert theta["a"].item() == pytest.approx(-rates[6], rel=1e-6)
 
@@ -208,7 +208,7 @@ def test_a_round_has_the_outer_learning_rate_of_its_own() -> None:
     )
     theta = {"a": torch.zeros(2)}
     for round_ in (1, 2):
-        ours.begin(round_)
+        ours.begin(round_, {})
         ours.take(theta, "a", torch.tensor([1.0, -4.0]))
     assert theta["a"].tolist() == [-1.5, 6.0]
 
@@ -231,11 +231,11 @@ def test_averaged_gradients_are_adamws() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in theta.items()}
     settings = OuterSettings(rounds=steps, method="adamw_ddp")
     rates = [settings_then.rates(total) for settings_then, total in planned]
-    ours = GradientOptimizer(settings, inner, steps, shapes, None, lambda round_: rates[round_ - 1])
+    ours = GradientOptimizer(settings, inner, steps, shapes, {}, lambda round_: rates[round_ - 1])
     for step in range(steps):
         for group in adamw.param_groups:
             group["lr"] = planned[step][0].learning_rate_at(step, planned[step][1])
-        ours.begin(step + 1)
+        ours.begin(step + 1, {})
         for name, parameter in plain.items():
             mean = torch.randn(parameter.shape, generator=generator)
             parameter.grad = mean.clone()
@@ -288,7 +288,7 @@ def _rounds(
     optimizer, theta = OuterOptimizer(settings), {"a": torch.zeros(8, 8)}
     kept = [torch.zeros(8, 8) for _ in deltas[0]]
     for round_, own in enumerate(deltas, 1):
-        optimizer.begin(round_)
+        optimizer.begin(round_, {})
         sent = [select(memory, delta, settings.compression) for memory, delta in zip(kept, own, strict=True)]
         for memory in kept if drops else ():
             drop_largest(memory, drops, settings.compression)

@@ -346,14 +346,16 @@ def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, 
     assert held[1] - held[0] == each * sum(prod(shape) for shape in spec.parameter_shapes.values())
 
 
-@pytest.mark.parametrize("anchors", [None, 4, "full"])
-def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "boundary", [{}, {"embedding": "coefficients"}, {"anchors": {"rank": 4}}, {"anchors": {"rank": "full"}}]
+)
+def test_what_boundaries_hold_is_what_stages_hold(boundary: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     """The members have taken their first steps.
 
     T_perp is in every stage. The followed embedding and the anchors are in all stages but the first, with gradients and
     optimizer moments.
     """
-    spec = group_spec(str(corpus), {} if anchors is None else {"anchors": {"rank": anchors}})
+    spec = group_spec(str(corpus), boundary)
     pairs = [in_process_pair(link, seed=1) for link in links_of(spec)]
     ends = zip([None, *(below for _, below in pairs)], [*(above for above, _ in pairs), None], strict=True)
     group = StageMembers(spec, [LinkEnds(*own) for own in ends], tmp_path)
@@ -368,7 +370,13 @@ def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, cor
         kept = sum(2 * tensor.nbytes for tensor in learned)  # with its gradient during a step
         kept += sum(value.nbytes for one in moments for value in one.values() if value.ndim)
         assert held.get("anchors", 0) == kept
-        assert (kept > 0) == (anchors is not None and own.follows_embedding)
+        own_state = [
+            value for one in stage.optimizer.optimizers for each in one.state.values() for value in each.values()
+        ]
+        trained = getattr(stage.optimizer, "coefficients", None)
+        beside = 0 if trained is None else 2 * trained.nbytes  # C and its gradient
+        assert held["optimizer"] == beside + sum(value.nbytes for value in own_state if value.ndim)
+        assert (kept > 0) == ("anchors" in boundary and own.follows_embedding)
 
 
 def test_anchors_cost_a_product_a_token() -> None:

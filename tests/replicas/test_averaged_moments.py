@@ -100,7 +100,6 @@ def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: P
         ({}, {"optimizer": "muon"}, {}),
         ({}, {"optimizer": "sgd"}, {}),
         ({}, {}, {"modified_adamw": True}),
-        ({}, {}, {"embedding": "coefficients"}),
     ],
 )
 def test_rounds_that_are_not_of_all_and_other_moments_are_refused(
@@ -110,3 +109,8 @@ def test_rounds_that_are_not_of_all_and_other_moments_are_refused(
     with pytest.raises(ConfigError, match=r"found this key with .*, expected only one of them") as error:
         _config(corpus, outer, inner, home=home).check()
     assert error.value.key == ("research", "averages_moments")
+
+
+def test_moments_of_coefficients_are_refused(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match=r"found this key with `boundary\.embedding: coefficients`, expected"):
+        _config(corpus, {}, {}, home={"boundary": {"rank": "1/4", "embedding": "coefficients"}}).check()

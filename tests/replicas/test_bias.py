@@ -17,14 +17,17 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.outer.ranks import ALONE
 
 
-def _train(corpus: Path, folder: Path, compressed: int, rank: int, every: int | None = 1) -> FastResult:
-    spec = _spec(corpus, compressed, rank)
+def _train(
+    corpus: Path, folder: Path, compressed: int, rank: int, every: int | None = 1, embedding: str = "free"
+) -> FastResult:
+    spec = _spec(corpus, compressed, rank, embedding)
     return train_fast(spec, prepare_tokens(spec.config.data, folder), bias_every=every)
 
 
-def _spec(corpus: Path, compressed: int, rank: int) -> RunSpec:
+def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free") -> RunSpec:
     torch.set_num_threads(1)
-    home = {"kind": "participants", "stages": 2, "boundary": {"rank": rank, "dtype": "fp32"}}
+    boundary = {"rank": rank, "dtype": "fp32", "embedding": embedding}
+    home = {"kind": "participants", "stages": 2, "boundary": boundary}
     replicas: list[dict[str, Any]] = [
         {"name": f"r{index}", "batch_size": 4} | (home if index < compressed else {"kind": "datacenter"})
         for index in range(4)
@@ -42,9 +45,10 @@ def _spec(corpus: Path, compressed: int, rank: int) -> RunSpec:
     return RunSpec(config, 256)
 
 
-def test_a_full_basis_loses_nothing(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedding", ["free", "coefficients", "projected"])
+def test_a_full_basis_loses_nothing(embedding: str, corpus: Path, tmp_path: Path) -> None:
     """With k = d, the split embedding has no part outside the subspace, and coefficients are complete."""
-    result = _train(corpus, tmp_path, 4, 32)
+    result = _train(corpus, tmp_path, 4, 32, embedding=embedding)
     assert [round_ for round_, _ in result.bias] == [1, 2, 3]
     assert max(abs(share) for _, share in result.bias) < 2e-2  # Adam amplifies rounding where gradients are near 0
 

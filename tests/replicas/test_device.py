@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "diloco": ({"method": "diloco"}, {}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),
     "few bits": ({}, {"bits": 4}),
-    "coefficients": ({}, {"ablations": {"embedding": "coefficients", "weight_projection": "both"}}),
+    "coefficients": ({}, {"embedding": "coefficients", "ablations": {"weight_projection": "both"}}),
     "modified adamw": ({}, {"ablations": {"modified_adamw": True, "adaptation": "discarded"}}),
     "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -49,8 +50,8 @@ METHODS: dict[str, Sequence[dict[str, object]]] = {
     "inner muon": ({}, {"rank": "1/4"}, {"optimizer": "muon"}),
     "inner sgd": ({}, {"rank": "1/4"}, {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1}),
     "rank for bits": ({}, {"rank": "1/2", "bits": 4}),
-    "coefficients": ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),
-    "projected": ({}, {"rank": "1/4", "ablations": {"embedding": "projected"}}),
+    "coefficients": ({}, {"rank": "1/4", "embedding": "coefficients"}),
+    "projected": ({}, {"rank": "1/4", "embedding": "projected"}),
     "stale": ({}, {"rank": "1/4", "ablations": {"adaptation": "stale"}}),
     "discarded": ({}, {"rank": "1/4", "ablations": {"adaptation": "discarded"}}),
     "weight projection": ({}, {"rank": "1/4", "ablations": {"weight_projection": "both"}}),
@@ -139,11 +140,17 @@ def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
     assert result.tokens == 3 * 4 * 2 * 4 * 32
 
 
-@pytest.mark.parametrize(("first", "anchors"), [("dc", {}), ("home", {}), ("home", {"anchors": {"rank": 4}})])
+@pytest.mark.parametrize(
+    ("first", "anchors"),
+    [
+        *[("dc", {}), ("home", {}), ("home", {"anchors": {"rank": 4}})],
+        *[("dc", {"embedding": "coefficients"}), ("home", {"embedding": "coefficients"})],
+    ],
+)
 def test_averaged_gradients_end_where_the_staged_run_ends(
     first: str, anchors: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """With AdamW DDP, every step is a round. The kind of the first replica decides how the embedding decays."""
+    """With AdamW DDP, every step is a round. In both trainers, the embedding moves by the mean of all own steps."""
     home = {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4", **anchors}}
     config = _config(corpus, {"method": "adamw_ddp", "rounds": 6}, [DC, home] if first == "dc" else [home, DC])
     config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 1})})
@@ -162,6 +169,8 @@ def test_averaged_gradients_end_where_the_staged_run_ends(
     [
         ({}, {"rank": "1/4"}),
         ({"method": "diloco"}, {"rank": "1/4"}),
+        ({}, {"rank": "1/4", "embedding": "coefficients"}),
+        ({"method": "diloco"}, {"rank": "1/4", "embedding": "projected"}),
         ({"overlap": 1}, {"rank": "1/4"}),
         ({}, {"rank": "1/2", "bits": 4}),
         ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}}),
@@ -261,3 +270,32 @@ def test_averaged_gradients_are_launched_only_with_rounds_of_one_step(corpus: Pa
     with pytest.raises(ConfigError) as error:
         require_launchable(_config(corpus, {"method": "adamw_ddp"}, [HOME]))
     assert error.value.key == ("inner", "steps")
+
+
+@pytest.mark.parametrize(
+    ("outer", "embedding", "told"),
+    [
+        (
+            {"method": "adamw_ddp"},
+            "projected",
+            "found `projected`, expected `free` or `coefficients` with method adamw",
+        ),
+        ({"overlap": 1}, "coefficients", "found `coefficients` with `outer.overlap: 1`, expected `free`"),
+    ],
+)
+def test_embeddings_that_a_path_cannot_train_are_refused(
+    outer: dict[str, object], embedding: str, told: str, corpus: Path
+) -> None:
+    home = {**HOME, "boundary": {"rank": "1/4", "embedding": embedding}}
+    config = _config(corpus, outer, [DC, home], {"steps": 1})
+    with pytest.raises(ConfigError, match=re.escape(told)) as error:
+        config.check()
+        require_launchable(config)
+    assert error.value.key == ("replicas", 1, "boundary", "embedding")
+
+
+def test_a_launched_run_ignores_no_settings_of_tables(corpus: Path, tmp_path: Path) -> None:
+    home = {**HOME, "boundary": {"rank": "1/4", "ablations": {"weight_projection": "both"}}}
+    spec = RunSpec(_config(corpus, {}, [DC, home]), 256)
+    with pytest.raises(ConfigError, match=r"^research: found settings of a row of a table, expected none"):
+        run_in_process(spec, RunFolder(tmp_path / "run"), lambda report: None)

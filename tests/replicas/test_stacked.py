@@ -76,10 +76,15 @@ def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "ablations", [{"embedding": "coefficients"}, {"embedding": "projected"}, {"weight_projection": "both"}]
+    "boundary",
+    [
+        {"embedding": "coefficients"},
+        {"embedding": "projected"},
+        {"embedding": "coefficients", "ablations": {"weight_projection": "both"}},
+    ],
 )
-def test_losses_with_ablations_agree(ablations: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
-    spec, store = _spec(corpus, tmp_path, 4, None, {"dtype": "fp32", "ablations": ablations})
+def test_losses_with_constraints_agree(boundary: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    spec, store = _spec(corpus, tmp_path, 4, None, {"dtype": "fp32", **boundary})
     looped, stacked, free = train_fast(spec, store), train_fast(spec, store, stacks=True), _spec(corpus, tmp_path, 4)
     assert (looped.stacked, stacked.stacked) == (False, True)
     assert stacked.validation_loss == pytest.approx(looped.validation_loss, rel=1e-4)

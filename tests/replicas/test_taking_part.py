@@ -128,7 +128,7 @@ def test_pretraining_is_the_first_replica_alone_and_the_outer_optimizer_begins_a
         for twin, batches in zip(twins, group.batches, strict=True):
             for step in range((round_ - 1) * STEPS, round_ * STEPS):
                 twin.inner_step(batches.train(step), step)
-        later.begin(round_ - 2)
+        later.begin(round_ - 2, {})
         for name, found in group.theta.items():
             mean = torch.stack([before[name] - twin.parameters[name].detach() for twin in twins]).mean(0)
             later.take(before, name, mean)

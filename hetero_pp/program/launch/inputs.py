@@ -25,6 +25,7 @@ from hetero_pp.run.devices import devices_of
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
+from hetero_pp.run.round_optimizer import require_own_steps
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.engines.build import require_engine
@@ -163,6 +164,7 @@ def require_launchable(config: RunConfig) -> None:
                 ("replicas", index, "engine"),
                 f"found `{replica.engine}`, expected `torch` with method {config.outer.method}",
             )
+    require_own_steps(config)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, PositiveFloat, PrivateAttr, model_validator
 
 from hetero_pp.config.settings import Ratio, Settings
-from hetero_pp.config.topology import Rank
+from hetero_pp.config.topology import EmbeddingTraining, Rank
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.rates import Method
 from hetero_pp.run.yaml_lines import YamlLines
@@ -97,6 +97,9 @@ class Row(Settings):
     )
     rank: Rank = "full"
     bits: int | None = None
+    embedding: EmbeddingTraining = Field(
+        "free", description="training of a compressed replica's embedding, as in `boundary.embedding`"
+    )
     ablations: dict[str, Any] = Field(default_factory=dict, description="values of `research.ablations`")
     cells: Cells = Field(default_factory=dict)
     at: dict[str, Cells] = Field(default_factory=dict, description="cells at a scale, in place of `cells`, by scale")

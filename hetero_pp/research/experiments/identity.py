@@ -13,7 +13,20 @@ def settings_of(config: RunConfig, vocabulary: int) -> Any:
     """Return the outcome-relevant part of a configuration as JSON, with ranks as numbers and without defaults."""
     width = config.model.resolve(vocabulary).width
     replicas = [_in_dimensions(replica, width) for replica in config.replicas]
-    return meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
+    said = meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
+    return _with_embedding_of_all(said)
+
+
+def _with_embedding_of_all(said: dict[str, Any]) -> dict[str, Any]:
+    """Move an `embedding` that all boundaries share to `research.ablations`, where older outcomes have it."""
+    boundaries = [one.get("boundary", {}) for one in said["replicas"] if one["kind"] == "participants"]
+    found = {one.get("embedding") for one in boundaries}
+    if found and len(found) == 1 and found != {None}:
+        ablations = said.setdefault("research", {}).setdefault("ablations", {})
+        ablations["embedding"] = found.pop()
+        for one in boundaries:
+            del one["embedding"]
+    return said
 
 
 def _in_dimensions(replica: ReplicaSettings, width: int) -> ReplicaSettings:

@@ -23,6 +23,7 @@ from hetero_pp.research.experiments.identity import settings_of
 from hetero_pp.research.experiments.outcomes import Outcome, add_outcome
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.vectorized.together import constraint_of
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -104,14 +105,20 @@ def identity_of(
     similarity_every: int | None = None,
     volume_every: int | None = None,
 ) -> dict[str, Any]:
-    """Return everything that determines a row's outcome as JSON, without defaults."""
+    """Return everything that determines a row's outcome as JSON, without defaults.
+
+    `steps_of` marks synchronous rows with several kinds of replicas, whose older outcomes have the first replica's step
+    for all.
+    """
     settings = settings_of(config, corpus.source.vocabulary)
     tokenizer = corpus.tokenizer
     named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
     measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
     measured |= {} if similarity_every is None else {"similarity_every": similarity_every}
     measured |= {} if volume_every is None else {"volume_every": volume_every}
-    return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **measured, "settings": settings}
+    is_mixed = len(set(map(constraint_of, config.replicas))) > 1
+    together = {"steps_of": "every replica"} if config.outer.source == "gradient" and is_mixed else {}
+    return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **together, **measured, "settings": settings}
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
@@ -120,7 +127,7 @@ def key_of(identity: Mapping[str, Any]) -> str:
 
 
 _BESIDE = ("similarity_every", "volume_every")
-_IDENTITY = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "settings")
+_IDENTITY = ("version", "corpus", "tokenizer", "steps_of", "bias_every", "bias_of", "settings")
 
 
 def known_outcomes(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from hetero_pp.config.topology import ParticipantsReplica
@@ -41,8 +42,9 @@ def method_of(config: ResearchConfig) -> Method:
         return "demo"
     if config.inner.optimizer == "muon":
         return "muon"
-    if compressed := sum(isinstance(one, ParticipantsReplica) and _compresses(config, one) for one in config.replicas):
-        return _compressed(config, compressed == len(config.replicas))
+    groups = [one for one in config.replicas if isinstance(one, ParticipantsReplica)]
+    if compressed := [one for one in groups if _compresses(config, one)]:
+        return _compressed(compressed, len(compressed) == len(config.replicas))
     if outer.compression.memory == "momentum":
         return "diloco_lom"
     if outer.compression.density < 1 and outer.compression.error_feedback_decay > 0:
@@ -67,8 +69,8 @@ def _compresses(config: ResearchConfig, replica: ParticipantsReplica) -> bool:
     return boundary.rank != "full" or boundary.bits is not None or config.research.ablations.peer is not None
 
 
-def _compressed(config: ResearchConfig, are_all: bool) -> Method:
-    if config.research.ablations.embedding == "free":
+def _compressed(replicas: Sequence[ParticipantsReplica], are_all: bool) -> Method:
+    if replicas[0].boundary.embedding == "free":
         return "pp_compress_free" if are_all else "het_pp_compress_free"
     return "pp_compress" if are_all else "het_pp_compress"
 

@@ -164,7 +164,7 @@ class Setting:
         for index in range(count):
             replica: Cells = {"name": f"r{index}", "batch_size": self.scale.batch_size}
             if index < compressed:
-                boundary = {"rank": row.rank, "bits": row.bits}
+                boundary = {"rank": row.rank, "bits": row.bits, "embedding": row.embedding}
                 yield replica | {"kind": "participants", "stages": self.scale.stages, "boundary": boundary}
             else:
                 yield replica | {"kind": "datacenter"}

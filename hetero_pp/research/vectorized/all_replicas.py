@@ -17,10 +17,11 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.model.compiler import can_compile, compile_layers
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, grassmann_step
+from hetero_pp.research.ablations import AblatedBoundary, grassmann_step
 from hetero_pp.research.outer import PretrainedOptimizer, RenewedWarmup, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
 from hetero_pp.research.peers.peer import average_peers
@@ -30,6 +31,7 @@ from hetero_pp.research.vectorized.build import build_whole, can_stack, forward_
 from hetero_pp.research.vectorized.contributions import Contributions
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.stack import Stack, is_faster
+from hetero_pp.research.vectorized.together import StepsTogether
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.whole import WholeReplica
@@ -79,6 +81,7 @@ class AllReplicas:
         names = [own.name for own in self.settings]
         self.contributions = Contributions(spec, names, self.theta, ranks, self.measured)
         outer, pretraining = spec.config.outer, self.research.pretraining
+        self.together = StepsTogether(spec.config.replicas, self.replicas, ranks)
         self.outer = PretrainedOptimizer(outer, pretraining) if pretraining else OuterOptimizer(outer)
         self.bias: list[tuple[int, float]] = []
         self.ahead: list[dict[str, Tensor]] = []
@@ -206,7 +209,7 @@ class AllReplicas:
                 _copy(start, replica.parameters)
             if not self._train(round_ + 1, starts):
                 return False
-        self.outer.begin(round_)
+        self.outer.begin(round_, self.weights)
         for name, mean in means.items():
             self.outer.take(self.theta, name, mean)
         for replica in self.replicas:
@@ -261,7 +264,7 @@ class AllReplicas:
     def _synchronise(self, round_: int) -> None:
         """Run the outer round, parameter by parameter."""
         self.contributions.begin(round_, self.weights)
-        self.outer.begin(round_)
+        self.outer.begin(round_, self.weights)
         missed = self.contributions.missed if self.outer.settings.keep_local else frozenset()
         apart = [i for i, own in enumerate(self.settings) if own.name in missed]
         self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
@@ -282,30 +285,13 @@ class AllReplicas:
                 yield index, start - self.replicas[index].parameters[name]
 
     def _step_together(self, step: int) -> None:
-        """Take one step of AdamW DDP: average and clip gradients; the very first replica's step is copied to all."""
-        first, *others = self.replicas
+        """Take one step of a synchronous method."""
         for stack in self.stacks:
             stack.backward(step)
             stack.give_gradients()
         for index in self.loose:
             self.replicas[index].backward(self.batches[index].train(step), step)
-        with torch.no_grad():
-            for name, parameter in first.parameters.items():
-                assert parameter.grad is not None
-                for other in others:
-                    theirs = other.parameters[name].grad
-                    assert theirs is not None
-                    parameter.grad += theirs
-                    other.parameters[name].grad = None
-                self.ranks.sum(parameter.grad)
-                parameter.grad /= self.count
-            if self.ranks.rank == 0:
-                first.optimizer.step(step, first.optimizer.gradient_norm())
-            for name, parameter in first.parameters.items():
-                parameter.grad = None
-                self.ranks.broadcast(parameter, 0)
-                for other in others:
-                    other.parameters[name].copy_(parameter)
+        self.together.step(step)
         for replica in self.replicas:
             replica.step_own(step)
         self._split()
@@ -330,7 +316,7 @@ class AllReplicas:
         for replica in self.replicas:
             if replica.boundary is not None and replica.boundary.basis is not None:
                 replica.boundary.move(moved)
-                if isinstance(replica.optimizer, AblatedOptimizer):
+                if isinstance(replica.optimizer, SubspaceOptimizer):
                     replica.optimizer.basis = moved
 
     def _moved_basis(self, index: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Batches
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.run.spec import RunSpec
@@ -100,11 +101,12 @@ def _after(twin: TableReplica, batches: Batches, steps: range, later: int) -> Ma
 def uncompressed_twin(replica: TableReplica) -> TableReplica:
     """Copy a compressed replica, with its weights and optimizer state, into one that trains without compression.
 
-    The replica must train its embedding directly (`free`), not by coefficients.
+    An embedding that is kept in the subspace stays in it: then the bias is that of the boundaries alone.
     """
     twin = copy.deepcopy(replica)
     twin.boundary, twin.hops, twin.anchors, twin.peer = None, {}, (), None
-    twin.optimizer.perpendicular = None
+    if not isinstance(twin.optimizer, SubspaceOptimizer) or twin.optimizer.trains == "free":
+        twin.optimizer.perpendicular = None
     return twin
 
 

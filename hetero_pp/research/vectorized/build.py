@@ -6,9 +6,10 @@ import torch
 
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.model.subspace_optimizer import inner_optimizer
 from hetero_pp.model.transformer import build_filled
 from hetero_pp.pipeline.coefficients import format_of
-from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer, with_ablations
+from hetero_pp.research.ablations import AblatedOptimizer, with_ablations
 from hetero_pp.research.peers.peer import peer_of
 from hetero_pp.research.settings import AblationSettings, ablations_of
 from hetero_pp.research.vectorized.replica import TableReplica
@@ -18,8 +19,8 @@ from stages.anchors import Anchors, anchors_of
 from stages.boundary import boundary_of
 from stages.own_parameters import OwnParameters
 
-_STACKED = AblationSettings().model_dump(include={"embedding", "weight_projection"})
-"""Ablations of the optimizer that a stack of replicas can have, at their defaults."""
+_STACKED = AblationSettings().model_dump(include={"weight_projection"})
+"""The ablation that a stack of replicas can have, at its default."""
 
 
 def forward_of(replica: ReplicaSettings) -> object:
@@ -79,6 +80,8 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         anchors=anchors,
         peer=peer,
     )
-    if isinstance(boundary, AblatedBoundary) and boundary.basis is not None:
-        whole.optimizer = AblatedOptimizer(whole.parameters, inner, spec.total_steps, boundary.basis, ablations)
+    if isinstance(replica, ParticipantsReplica) and boundary is not None and boundary.basis is not None and cuts:
+        needed = (whole.parameters, inner, spec.total_steps, boundary.basis, replica.boundary.embedding)
+        is_ablated = ablations != AblationSettings()
+        whole.optimizer = AblatedOptimizer(*needed, ablations) if is_ablated else inner_optimizer(*needed)
     return whole

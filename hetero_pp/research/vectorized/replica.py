@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING, Transformer
 from hetero_pp.pipeline.coefficients import noise_key
-from hetero_pp.research.ablations import AblatedBoundary, AblatedOptimizer
+from hetero_pp.research.ablations import AblatedBoundary
 from hetero_pp.research.peers.peer import Peer
 from replica_groups.engines.whole import WholeReplica, whole_loss
 from stages.anchors import Anchors
@@ -124,7 +125,7 @@ class TableReplica(WholeReplica):
             return
         if state["basis"] is not None:
             boundary.move(state["basis"].to(embedding.device))
-            if isinstance(self.optimizer, AblatedOptimizer) and boundary.basis is not None:
+            if isinstance(self.optimizer, SubspaceOptimizer) and boundary.basis is not None:
                 self.optimizer.basis = boundary.basis
         if state["perpendicular"] is not None:
             boundary.perpendicular = state["perpendicular"].to(embedding.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.model.inner import InnerOptimizer
+from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.research.ablations import AblatedOptimizer
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.research.vectorized.stacked_model import Block, stacked_block, stacked_losses
@@ -106,15 +107,22 @@ class StackedOptimizer(InnerOptimizer):
                 parameter.grad.mul_(factors.view(-1, *[1] * (parameter.ndim - 1)))
 
 
+class StackedSubspaceOptimizer(StackedOptimizer, SubspaceOptimizer):
+    """The same for replicas that keep the trained part of their embeddings in the subspace."""
+
+
 class StackedAblatedOptimizer(StackedOptimizer, AblatedOptimizer):
-    """The same with ablations that act on the last two dimensions of a parameter."""
+    """The same for replicas with ablations that act on the last two dimensions of a parameter."""
 
 
 def _stacked_optimizer(parameters: Mapping[str, nn.Parameter], own: InnerOptimizer) -> StackedOptimizer:
     """Return the optimizer of a stack whose replicas have optimizers like `own`."""
+    needed = parameters, own.settings, own.total_steps
     if isinstance(own, AblatedOptimizer):
-        return StackedAblatedOptimizer(parameters, own.settings, own.total_steps, own.basis, own.ablations)
-    return StackedOptimizer(parameters, own.settings, own.total_steps)
+        return StackedAblatedOptimizer(*needed, own.basis, own.trains, own.ablations)
+    if isinstance(own, SubspaceOptimizer):
+        return StackedSubspaceOptimizer(*needed, own.basis, own.trains)
+    return StackedOptimizer(*needed)
 
 
 def is_faster(stacks: Sequence[Stack], theta: Mapping[str, Tensor]) -> bool:
