@@ -193,8 +193,8 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp
     def losses_of(outer: dict[str, Any], folder: Path) -> tuple[list[float], list[float]]:
         """Return the validation losses of the vectorized trainer and of the run in process."""
         config = _config(corpus, {**outer, "missed": MISSED, "keep_local": True}, exchange)
-        spec = RunSpec(config, 256)
-        fast = train_fast(spec, prepare_tokens(config.data, folder))
+        fast = train_fast(RunSpec(config, 256), prepare_tokens(config.data, folder))
+        spec = RunSpec(RunConfig.model_validate(config.model_dump(exclude={"research"})), 256)
         reports: list[Report] = []
         run_in_process(spec, RunFolder(folder / "run"), reports.append, missed=late)
         told = [r.evaluation for r in reports if r.HasField("evaluation") and r.evaluation.round > 0]
