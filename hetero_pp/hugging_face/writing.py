@@ -40,8 +40,8 @@ def write_model(
     """Write weights, configuration and tokenizer to an existing folder; return the bytes of the weights.
 
     `shapes` are those of all parameters, by our names. The configuration's longest text is as long as the run's
-    sequences, or as that of the checkpoint in the folder `start`, from which the run started. An embedding and a head with equal values are written once, as tied. Raises ConfigError if the tokenizer
-    can no longer be read.
+    sequences, or as that of the checkpoint in the folder `start`, from which the run started. An embedding and a head
+    with equal values are written once, as tied. Raises ConfigError if the tokenizer can no longer be read.
     """
     separator = write_tokenizer(data, folder)
     is_tied = torch.equal(parameters(OUR_EMBEDDING), parameters(OUR_HEAD))
