@@ -24,6 +24,7 @@ HeteroPPError
 ├── Suspended              the member's replica must be formed again, and repeat the round
 ├── TooMuch                a caller has more open, or unread, than it may
 └── RunFailed              another member of the run failed; this one only stops
+    └── GivenUp            no process of this host is left, and none is started again
 """
 
 from __future__ import annotations
@@ -154,6 +155,10 @@ class TooMuch(HeteroPPError):
 
 class RunFailed(HeteroPPError):
     """Another member of the run failed, so this one stops."""
+
+
+class GivenUp(RunFailed):
+    """Every process of this host has ended, and a restart would not help, or none is left."""
 
 
 def dotted(key: Sequence[str | int]) -> str:

@@ -46,14 +46,23 @@ class Architecture:
 
 
 def to_json(
-    shape: ModelShape, sequence_length: int, separator: int, dtype: str, is_tied: bool = False
+    shape: ModelShape,
+    sequence_length: int,
+    separator: int,
+    dtype: str,
+    is_tied: bool = False,
+    earlier: int | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of a model of this shape, trained on texts with `separator` before and after them."""
-    scaling, longest = None, sequence_length
+    """Return the config.json of a model of this shape, trained on texts with `separator` before and after them.
+
+    `earlier`: positions of the checkpoint from which the training started. If they are not known, scaled frequencies
+    reach `factor` times their original length.
+    """
+    scaling, longest = None, max(sequence_length, earlier or 0)
     if shape.rope_scaling is not None:
         own = shape.rope_scaling
         scaling = {"rope_type": "llama3", **{theirs: getattr(own, ours) for ours, theirs in _SCALING_NAMES.items()}}
-        longest = max(longest, int(own.factor * own.original_length))
+        longest = longest if earlier else max(longest, int(own.factor * own.original_length))
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -87,6 +96,15 @@ def read_architecture(folder: Path) -> Architecture:
         raise _refused(path, _NAMES.get(wrong, wrong), shape.get(wrong, rope), "a number") from None
     _require(path, values, found)
     return Architecture(found.reduced(), bool(values.get("tie_word_embeddings", False)))
+
+
+def positions_of(folder: Path) -> int | None:
+    """Return the positions (`max_position_embeddings`) of the checkpoint in a folder; None if they cannot be read."""
+    try:
+        found = read_json(folder / "config.json").get("max_position_embeddings")
+    except ConfigError:
+        return None
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

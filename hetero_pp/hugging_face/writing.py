@@ -14,7 +14,7 @@ from torch import Tensor
 from hetero_pp.core.files import whole, write_whole
 from hetero_pp.core.tensor_files import save_tensors
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.hugging_face.config_json import to_json
+from hetero_pp.hugging_face.config_json import positions_of, to_json
 from hetero_pp.hugging_face.names import OUR_EMBEDDING, OUR_HEAD, halves_of_pairs, is_rotated, their_name
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.model.transformer import ModelShape
@@ -35,12 +35,13 @@ def write_model(
     shape: ModelShape,
     data: DataSettings,
     dtype: DTypeName,
+    start: str | None = None,
 ) -> int:
     """Write weights, configuration and tokenizer to an existing folder; return the bytes of the weights.
 
     `shapes` are those of all parameters, by our names. The configuration's longest text is as long as the run's
-    sequences. An embedding and a head with equal values are written once, as tied. Raises ConfigError if the tokenizer
-    can no longer be read.
+    sequences, or as that of the checkpoint in the folder `start`, from which the run started. An embedding and a head
+    with equal values are written once, as tied. Raises ConfigError if the tokenizer can no longer be read.
     """
     separator = write_tokenizer(data, folder)
     is_tied = torch.equal(parameters(OUR_EMBEDDING), parameters(OUR_HEAD))
@@ -49,7 +50,8 @@ def write_model(
     name = str(_DTYPES[dtype]).removeprefix("torch.")
     ends = {"bos_token_id": separator, "eos_token_id": separator}
     _write_json(folder / "generation_config.json", {**ends, "max_length": data.sequence_length})
-    _write_json(folder / "config.json", to_json(shape, data.sequence_length, separator, name, is_tied))
+    earlier = None if start is None else positions_of(Path(start))
+    _write_json(folder / "config.json", to_json(shape, data.sequence_length, separator, name, is_tied, earlier))
     return size
 
 

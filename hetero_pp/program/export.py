@@ -36,7 +36,10 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
         except OSError as error:
             raise ConfigError((), f"--to {to}: cannot be created ({error.strerror})") from None
         try:
-            size = write_model(to, parameters, spec.parameter_shapes, spec.shape, spec.config.data, dtype)
+            config = spec.config
+            size = write_model(
+                to, parameters, spec.parameter_shapes, spec.shape, config.data, dtype, config.model.weights
+            )
         except OSError:
             for path in to.iterdir():  # the folder was empty before: empty it again, so that a retry can use it
                 path.unlink()

@@ -1,8 +1,8 @@
 """Parts of an outer round that only tables vary.
 
-They are rounds of one replica alone and a second warm-up after them, a momentum that drops values, a mean of elected
-signs, and averages of the moments of inner AdamW. Over the network the averages would triple the bytes, and
-contributions hold no moments.
+They are rounds of one replica alone, a second warm-up, a momentum that drops values, a mean of elected signs, and
+averages of the moments of inner AdamW. Over the network the averages would triple the bytes, and contributions hold no
+moments.
 """
 
 from __future__ import annotations

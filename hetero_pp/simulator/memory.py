@@ -339,8 +339,8 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     - q, k, v and the attention's output (4 D, also if several queries share a head of k and v: each has its copy);
     - gate, its silu, up and their product (4 F).
 
-    With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
-    down (4 D + F).
+    With checkpointing a layer keeps only its input (D). With `selective` it also keeps q, v, gate and down (3 D + F),
+    and on an accelerator the attention's output (D). The kernel of a CPU is not in torchtitan's policy.
 
     One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
     gradients of both in fp32 (4 V). If the loss is computed in pieces, it holds two of these for one piece, and the
@@ -350,7 +350,7 @@ def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
     width, feed_forward = shape.width, shape.feed_forward
     queries, values = shape.heads * shape.head_size, shape.groups * shape.head_size
     whole = 6 * width + 4 * queries + 4 * feed_forward
-    selective = 2 * width + 2 * queries + values + feed_forward
+    selective = 2 * width + (1 + trains.accelerated) * queries + values + feed_forward
     kept = {"none": whole, "selective": selective, "full": width}[trains.checkpointing]
     per_token = part.layers * kept * trains.value_bytes
     tokens = trains.sequences * trains.length

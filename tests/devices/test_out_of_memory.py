@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ from torch import Tensor
 
 from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.device import CPU, computing
-from hetero_pp.core.errors import OutOfMemory, RunFailed
+from hetero_pp.core.errors import GivenUp, OutOfMemory, RunFailed
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Report
 from hetero_pp.model.inner import InnerOptimizer
+from hetero_pp.program.join import command
+from hetero_pp.program.join.membership import Membership
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.job import GONE
@@ -140,7 +145,9 @@ class _Ended:
         os.close(self.sentinel)
 
 
-def _ends(members: list[str], spec: RunSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
+def _ends(
+    members: list[str], spec: RunSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, beside: Sequence[str] = ("a",)
+) -> list[Report]:
     """Let a supervisor find that the processes of these members have ended; return its reports."""
     monkeypatch.setattr(supervisor_module, "tell_died", lambda *_: None)
     reports: list[Report] = []
@@ -150,7 +157,7 @@ def _ends(members: list[str], spec: RunSpec, folder: Path, monkeypatch: pytest.M
         ended: dict[str, Any] = {member: _Ended() for member in members}
         supervisor._processes |= ended
         supervisor._connections |= ended
-        supervisor.start(["a"])
+        supervisor.start(list(beside))
         supervisor._replace("b")
     return reports
 
@@ -161,6 +168,40 @@ def test_its_process_is_not_started_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert (report.standing.what, report.standing.place) == (GIVEN_UP, "b")
     assert report.standing.cause.startswith(f"b: {CAUSE} (output: ")
     assert report.standing.cause.endswith(", so the run continues without it")
+
+
+@pytest.mark.starts_processes
+def test_the_last_process_of_a_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the run has a quorum without it or not."""
+    for quorum in (0.5, 1.0):
+        with pytest.raises(GivenUp, match="b: cpu is out of memory in the forward"):
+            _ends(["b"], _spec(quorum=quorum), tmp_path, monkeypatch, beside=[])
+
+
+def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A join that fails for another reason does not: its members may come back."""
+    freed: list[str] = []
+    prepared = SimpleNamespace(spec=SimpleNamespace(config=None))
+    for name in ("_prepared", "_require_same_text", "_exchange"):
+        monkeypatch.setattr(command, name, lambda *_: prepared)
+    for name in ("leavable", "renewed"):
+        monkeypatch.setattr(command, name, lambda *_: nullcontext())
+
+    def give_back(membership: Membership) -> str:
+        freed.append(membership.place)
+        return f"{membership.place} is free again"
+
+    monkeypatch.setattr(command, "_give_back", give_back)
+    membership, here = SimpleNamespace(run="t", place="b"), SimpleNamespace(runs=tmp_path)
+    for error in (RunFailed("the exchange is gone"), GivenUp(CAUSE)):
+
+        def fail(*_: object, error: RunFailed = error) -> None:
+            raise error
+
+        monkeypatch.setattr(command, "run_members", fail)
+        with pytest.raises(RunFailed):
+            command._train(cast(Any, membership), cast(Any, here), has_answered=True)
+    assert freed == ["b"]
 
 
 @pytest.mark.starts_processes

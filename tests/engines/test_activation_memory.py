@@ -48,4 +48,4 @@ def test_activations_take_what_is_predicted(
     )
     part = Part(LAYERS, embeds=True, predicts=True, parameters=0)
     predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, 1, value_bytes=4, checkpointing=checkpointing))
-    assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.15)
+    assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.03)

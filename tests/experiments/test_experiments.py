@@ -277,6 +277,8 @@ def test_tables(tmp_path: Path) -> None:
     assert "| costs | own | **holds** |" in text
     assert "| early (ours) | own | **does not hold** |" in text
     assert "*costs*: because Shown by: `all`." in text
+    assert "*early*: Not known." in text  # a claim that does not hold has a reason, or none is known
+    assert "*alike*" not in text
     path = tmp_path / "results" / "micro" / "toy" / "one.json"
     write_result(result, outcomes, path)
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2

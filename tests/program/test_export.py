@@ -520,6 +520,7 @@ def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -
         assert _invoke("export", run, "--to", to, "--round", number, "--dtype", "fp32") == (0, "")
         assert read_architecture(to).is_tied == is_tied
         assert ("lm_head.weight" in load_file(to / "model.safetensors")) == (not is_tied)
+        assert _positions(to) == _positions(theirs) == 2048
     first, returned = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "after 0"))
     assert all(torch.equal(returned[key], tensor) for key, tensor in first.items())
     trained = load_snapshot(run / "log" / "snapshot-000002.safetensors").parameters
@@ -529,6 +530,13 @@ def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -
     with torch.no_grad():
         found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after 2")(tokens).logits
     torch.testing.assert_close(found, _logits(ours, tokens), rtol=0, atol=1e-5)
+    (theirs / "config.json").unlink()
+    assert _invoke("export", run, "--to", tmp_path / "without", "--dtype", "bf16") == (0, "")
+    assert _positions(tmp_path / "without") == 8 * 64  # factor times original length
+
+
+def _positions(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
 
 
 MISMATCHES = {

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from hetero_pp.config.links import RELAYED
 from hetero_pp.core.device import resolved
-from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver, TooMuch
+from hetero_pp.core.errors import (
+    ConfigError,
+    GivenUp,
+    HeteroPPError,
+    LinkError,
+    LinkTimeout,
+    NewRun,
+    Refused,
+    RunOver,
+    TooMuch,
+)
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.program.join.leave import leavable
@@ -92,7 +102,7 @@ def _train(membership: Membership, here: Here, has_answered: bool) -> None:
                 run_members(
                     prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here, has_answered)
                 )
-        except (ConfigError, OSError, KeyboardInterrupt):
+        except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
                 say(f"{membership.run}: {became}")
             raise

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess
 
 from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
-from hetero_pp.core.errors import ConfigError, RunFailed
+from hetero_pp.core.errors import ConfigError, GivenUp, RunFailed
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
@@ -335,12 +335,14 @@ class Supervisor:
     def _give_up(self, member: str, cause: str, restarts: str) -> None:
         """Continue without a member; `restarts` says why it is not restarted, if the cause does not.
 
-        Raises RunFailed if too few replicas are left for a quorum, or no member on this host.
+        Raises GivenUp if no member is left on this host, else RunFailed if too few replicas are left for a quorum.
         """
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
-        if member == EXCHANGE or rules.is_lost_without(lost) or self._given_up >= self._processes.keys():
+        if self._given_up >= self._processes.keys():
+            raise GivenUp(cause)
+        if member == EXCHANGE or rules.is_lost_without(lost):
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}{restarts}, so the run continues without it")
 

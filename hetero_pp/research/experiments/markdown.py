@@ -143,9 +143,10 @@ def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
         for one in claim["others"]:
             yield f"| | {one['of']} | {one['verdict']} | {difference_cell(one)} | {one['seeds']} | | |"
     for claim in claims:
-        if claim["why"]:
+        why = claim["why"] or ("Not known." if claim["verdict"] == "does not hold" else "")
+        if why:
             shown = f" Shown by: {'; '.join(f'`{one}`' for one in claim['shown_by'])}." if claim["shown_by"] else ""
-            yield from ("", f"*{claim['text']}*: {claim['why']}{shown}")
+            yield from ("", f"*{claim['text']}*: {why}{shown}")
 
 
 def _trends(trends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
