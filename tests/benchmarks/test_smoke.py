@@ -44,7 +44,7 @@ PRINTED = {
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
-    "mutants": [r"232 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "mutants": [r"234 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
     "real_size": [
         r"\ndc( +\d+\.\d\d){6}",
