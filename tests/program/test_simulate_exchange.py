@@ -350,13 +350,17 @@ EXCHANGE_LOAD = json.loads(next((ROOT / "benchmarks" / "results").glob("exchange
 def test_memory_and_cpu_of_the_exchange_are_those_of_launched_runs(
     measured: dict[str, Any], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The largest tensors of all replicas are decoded at once in the prediction, but in a run only by chance.
+
+    With many values that is most of the memory.
+    """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     run = runpy.run_path(str(ROOT / "benchmarks" / "exchange_load.py"))["Run"](**measured["settings"])
     path = tmp_path / "t.yaml"
     path.write_text(run.yaml(corpus))
     load, found, idle = exchange_load(spec_of(ConfigFile(path))), measured["measured"], EXCHANGE_LOAD["idle_bytes"]
-    if found["memory_bytes"] is not None:
-        assert sum(load.memory_bytes.values()) == pytest.approx(found["memory_bytes"] - idle, rel=0.25)
+    share = sum(load.memory_bytes.values()) / (found["memory_bytes"] - idle)
+    assert 0.75 <= share <= (1.25 if run.density < 1 / 8 else 2.0)
     assert sum(load.cpu_seconds.values()) == pytest.approx(found["cpu_seconds"], rel=0.3)
 
 
