@@ -110,8 +110,8 @@ def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(
     """They compress as many replicas, in as many bits."""
     kinds = {"": {}, ", projected": {"embedding": "projected"}}
     rows = [
-        Row.model_validate({"name": f"PP {k}{kind}", "compressed": "all", "rank": k, "ablations": ablations})
-        for kind, ablations in kinds.items()
+        Row.model_validate({"name": f"PP {k}{kind}", "compressed": "all", "rank": k, **more})
+        for kind, more in kinds.items()
         for k in (2, 4, 8)
     ]
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline=rows[0].name, rows=rows))

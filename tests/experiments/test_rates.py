@@ -56,9 +56,9 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     ],
     "muon": [{"cells": {"inner.optimizer": "muon"}}, {**_COMPRESSED, "cells": {"inner.optimizer": "muon"}}],
     "demo": [{"cells": {"outer.method": "demo"}}, {"cells": {"outer.aggregation": "sign"}}],
-    "pp_compress": [{**_COMPRESSED, "ablations": {"embedding": one}} for one in ("coefficients", "projected")],
+    "pp_compress": [{**_COMPRESSED, "embedding": one} for one in ("coefficients", "projected")],
     "pp_compress_free": [_COMPRESSED, {"compressed": "all", "ablations": {"peer": {"method": "tah_quant"}}}],
-    "het_pp_compress": [{**_COMPRESSED, "compressed": "half", "ablations": {"embedding": "coefficients"}}],
+    "het_pp_compress": [{**_COMPRESSED, "compressed": "half", "embedding": "coefficients"}],
     "het_pp_compress_free": [{**_COMPRESSED, "compressed": share} for share in ("half", 3 / 4)],
 }
 """Rows of each method."""

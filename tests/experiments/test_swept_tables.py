@@ -25,7 +25,10 @@ MICRO = SHIPPED.scale("micro")
 
 
 def _swept(*sweeps: str, experiment: str = "het-pp/table3") -> Setting:
-    return swept(Setting(MICRO, SHIPPED.experiment(experiment)), sweeps)
+    """Return the rows of the paper in a table, swept."""
+    shipped = SHIPPED.experiment(experiment)
+    papers = [row for row in shipped.rows if "ours" not in row.name]
+    return swept(Setting(MICRO, shipped.model_copy(update={"rows": papers, "claims": []})), sweeps)
 
 
 def _baselines(setting: Setting) -> dict[str, str]:
