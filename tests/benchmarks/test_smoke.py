@@ -24,7 +24,7 @@ HELPERS |= {
     "attacks_on_links",
     "lies",
 }
-HELPERS |= {"launch_with_faults", "namespaces", "slow_switch", "strangers_run"}
+HELPERS |= {"launch_with_faults", "namespaces", "slow_switch", "stage_trace", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.0: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
