@@ -27,7 +27,7 @@ HELPERS |= {
 HELPERS |= {"launch_with_faults", "namespaces", "slow_switch", "stage_trace", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
-    "access_lines": [r"kernel +\d.*of home\.0: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
+    "access_lines": [r"kernel +\d.*of home\.\d: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
     "boundary_ideas": [r"as it is +\d", r"2 back +\d.*[-+]\d\.\d", r"by hop +\d.*[-+]\d", r"token before +\d.*[-+]\d"],
     "chaos": [r"matrix: 1 of 1 survived"],
     "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d", r"templar, 8 at once\W+\d"],
