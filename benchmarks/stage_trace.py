@@ -30,7 +30,7 @@ PARTS = ("queue", "compute", "transit")
 
 
 class TracingSupervisor(Supervisor):
-    """A supervisor whose processes write the times of their messages."""
+    """A supervisor that lets its processes write the times of their messages."""
 
     def __init__(self, folder: Path, switch_interval: float, *arguments: Any) -> None:
         """`switch_interval`: seconds after which a thread of a member gives Python's lock to another one."""

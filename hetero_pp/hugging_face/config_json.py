@@ -62,7 +62,8 @@ def to_json(
     if shape.rope_scaling is not None:
         own = shape.rope_scaling
         scaling = {"rope_type": "llama3", **{theirs: getattr(own, ours) for ours, theirs in _SCALING_NAMES.items()}}
-        longest = longest if earlier else max(longest, int(own.factor * own.original_length))
+        if earlier is None:
+            longest = max(longest, int(own.factor * own.original_length))
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -25,7 +25,7 @@ def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
 
 
 def by_order(magnitudes: Tensor, least: Tensor, kept: int) -> Tensor:
-    """Return positions for rows [n, size] whose k-th largest magnitude `least` [n, 1] occurs more often than needed."""
+    """Return positions for rows [n, size] with ties: the k-th largest magnitude `least` [n, 1] occurs too often."""
     above, equal = magnitudes > least, magnitudes == least
     room = kept - above.sum(dim=1, keepdim=True)
     keep = above | (equal & (equal.cumsum(dim=1) <= room))
