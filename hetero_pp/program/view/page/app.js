@@ -22,7 +22,7 @@ class Page {
     const choose = (item) => this.choose(item);
     const goTo = (time) => this.goTo(time);
     this.views = {
-      topology: new TopologyView(byId("topology"), choose),
+      topology: new TopologyView(byId("topology"), choose, goTo),
       rounds: new RoundsView(byId("rounds"), choose, goTo),
       compare: new CompareView(byId("compare"), (id) => this.source.history(id)),
       prediction: new PredictionView(byId("prediction")),

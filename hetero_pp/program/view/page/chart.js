@@ -1,11 +1,13 @@
 // Curves, drawn by uPlot in the colours of the page's theme.
 
-import { el } from "./dom.js";
+import { el, say, show } from "./dom.js";
 import { loss } from "./format.js";
 
 const COLOURS = ["--forward", "--backward", "--outer", "--evaluating", "--bad", "--waiting"];
 const DASHES = [[], [8, 4], [2, 3]];
 const MANY = 10; // curves from which on a legend would be longer than the picture
+
+const NOTE = "Point at a curve to see its name.";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -14,8 +16,14 @@ export const look = (n) => ({ colour: COLOURS[n % COLOURS.length], dash: DASHES[
 
 export class LineChart {
   constructor(label) {
-    this.holder = el("div", { class: "chart", role: "img", "aria-label": label });
-    new ResizeObserver(() => this.plot?.setSize({ width: this.holder.clientWidth, height: this.height() })).observe(this.holder);
+    this.picture = el("div", { role: "img", "aria-label": label });
+    this.note = el("p", { class: "note" });
+    this.holder = el("div", { class: "chart" }, this.picture, this.note);
+    new ResizeObserver(() => this.plot?.setSize({ width: this.width(), height: this.height() })).observe(this.holder);
+  }
+
+  width() {
+    return Math.max(240, this.holder.clientWidth - 16);
   }
 
   height() {
@@ -33,19 +41,22 @@ export class LineChart {
     }
     this.key = key;
     this.plot?.destroy();
-    this.plot = new window.uPlot(this.options(shown, xLabel, yLabel), data, this.holder);
+    this.plot = new window.uPlot(this.options(shown, xLabel, yLabel), data, this.picture);
+    show(this.note, shown.length > MANY);
+    say(this.note, NOTE);
   }
 
   options(curves, xLabel, yLabel) {
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif", labelSize: 22 };
     const many = curves.length > MANY;
     return {
-      width: this.holder.clientWidth || 600,
+      width: this.width(),
       height: this.height(),
       scales: { x: { time: false } },
       axes: [{ ...axis, label: xLabel }, { ...axis, label: yLabel, size: 56 }],
       cursor: { focus: { prox: 24 }, points: { size: 7 } },
       focus: { alpha: 0.35 },
+      hooks: { setSeries: [(_, n) => many && say(this.note, n ? `nearest curve: ${curves[n - 1].label}` : NOTE)] },
       legend: { show: !many },
       series: [
         { label: xLabel, value: (_, x) => (x === null ? "–" : String(Number(x.toPrecision(6)))) },

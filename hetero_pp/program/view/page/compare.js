@@ -13,9 +13,9 @@ export class CompareView {
     this.choice = el("fieldset", { class: "runs" });
     this.chart = new LineChart("Synchronized validation loss of each run; the table below has the values");
     this.lossTable = behind("Losses as a table", () => this.losses());
-    this.tables = el("div");
+    this.tables = el("div", { class: "stack" });
     this.alone = el("p", { class: "empty" }, "Only one run is open. Give several runs to the command, such as: hetero-pp view runs/one runs/two");
-    this.body = el("div", {}, el("div", { class: "bar" }, el("h3", {}, "Validation loss, synchronized"), picker("compare-axis", "Along", AXES, "round", (axis) => this.draw({ axis }))), this.chart.holder, this.lossTable.node, this.tables);
+    this.body = el("div", { class: "stack" }, el("div", { class: "bar" }, el("h3", {}, "Validation loss, synchronized"), picker("compare-axis", "Along", AXES, "round", (axis) => this.draw({ axis }))), this.chart.holder, this.lossTable.node, this.tables);
     root.append(el("h2", {}, "Comparison"), this.choice, this.alone, this.body);
   }
 
@@ -62,7 +62,7 @@ function results(runs) {
     ["Time", (run) => duration(run.span)],
     ["Bytes of outer rounds", (run) => bytes(run.rounds.reduce((sum, round) => sum + (round.bytes ?? 0), 0))],
     ["Members", (run) => run.topology.members.length],
-    ...[...new Set(runs.flatMap((run) => Object.keys(run.cost ?? {})))].map((key) => [`Cost: ${key.replaceAll("_", " ")}`, (run) => number(run.cost?.[key])]),
+    ...[...new Set(runs.flatMap((run) => Object.keys(run.cost ?? {})))].map((key) => [`Cost: ${key.replaceAll("_", " ")}`, (run) => (key.includes("bytes") ? bytes : number)(run.cost?.[key])]),
   ];
   return table("Results and cost", ["", ...runs.map((run) => run.name)], lines.map(([name, of]) => [name, ...runs.map(of)]));
 }

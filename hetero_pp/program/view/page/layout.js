@@ -1,9 +1,9 @@
 // Places of members, replicas, sites and the exchange in the picture of a topology. Lengths are in units of the picture.
 
 const SIZES = {
-  full: { name: "full", width: 160, height: 96, gap: 92, between: 46, pad: 14, title: 50, lane: 112, hub: 132, space: 22, minimum: 210 },
-  medium: { name: "medium", width: 122, height: 48, gap: 46, between: 30, pad: 10, title: 40, lane: 92, hub: 120, space: 14, minimum: 190 },
-  small: { name: "small", width: 66, height: 28, gap: 20, between: 18, pad: 8, title: 26, lane: 56, hub: 112, space: 10, minimum: 190 },
+  full: { name: "full", width: 160, height: 96, gap: 110, between: 46, pad: 14, title: 50, lane: 118, hub: 132, space: 22, minimum: 210 },
+  medium: { name: "medium", width: 122, height: 48, gap: 46, between: 34, pad: 10, title: 47, lane: 92, hub: 120, space: 14, minimum: 190 },
+  small: { name: "small", width: 60, height: 28, gap: 18, between: 18, pad: 8, title: 26, lane: 56, hub: 112, space: 10, minimum: 190 },
 };
 const SITE_TITLE = 18;
 const SMALLEST_SCALE = 0.82; // below it, smaller cards are easier to read
@@ -98,12 +98,13 @@ function stack(picture, topology, replicas, size, perRow, left, top = 0, width =
     const frame = { id: replica.id, replica, y, width: width ?? frameWidth(size, columns) };
     frame.x = left(frame.width);
     frame.height = size.title + rows * rowHeight + (rows - 1) * between + size.pad;
+    const cardWidth = replica.members.length === 1 && width === null ? frame.width - 2 * size.pad : size.width;
     const inset = columns === 1 && width !== null ? (frame.width - size.width) / 2 : size.pad;
     replica.members.forEach((id, n) => {
       const column = n % columns;
       const x = frame.x + inset + column * (size.width + size.gap);
       const rowTop = frame.y + size.title + Math.floor(n / columns) * (rowHeight + between);
-      picture.members.set(id, { id, x, y: rowTop + (hasSites ? SITE_TITLE : 0), width: size.width, height: size.height });
+      picture.members.set(id, { id, x, y: rowTop + (hasSites ? SITE_TITLE : 0), width: cardWidth, height: size.height });
     });
     picture.replicas.push(frame);
     if (hasSites) boxSites(picture, replica, site, size);
@@ -120,7 +121,7 @@ function boxSites(picture, replica, site, size) {
     if (open && open.site === site.get(id) && open.y === box.y - SITE_TITLE) {
       open.width = box.x + box.width + 5 - open.x;
     } else {
-      open = site.get(id) ? { site: site.get(id), replica: replica.id, x: box.x - 5, y: box.y - SITE_TITLE, width: size.width + 10, height: size.height + SITE_TITLE + 5 } : null;
+      open = site.get(id) ? { site: site.get(id), replica: replica.id, x: box.x - 5, y: box.y - SITE_TITLE, width: box.width + 10, height: size.height + SITE_TITLE + 5 } : null;
       if (open) picture.sites.push(open);
     }
   }

@@ -21,7 +21,7 @@ export class PredictionView {
     const kinds = Object.keys(WORDS).map((kind) => el("li", {}, svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg("rect", { width: 14, height: 14, class: CLASSES[kind] })), WORDS[kind]));
     this.behind = behind("The step as a table", () => barsTable(this.prediction));
     this.values = el("div");
-    this.body = el("div", {}, this.facts, el("div", { class: "bar" }, el("h3", {}, "A step"), buttons), el("ul", { class: "symbols" }, kinds), this.chart, this.behind.node, el("h3", {}, "Predicted and measured"), this.values);
+    this.body = el("div", { class: "stack" }, this.facts, el("div", { class: "bar" }, el("h3", {}, "A step"), buttons), el("ul", { class: "symbols" }, kinds), this.chart, this.behind.node, this.values);
     root.append(el("h2", {}, "Prediction"), this.empty, this.body);
     new ResizeObserver(() => this.prediction && this.draw()).observe(this.chart);
   }
@@ -85,14 +85,14 @@ export class PredictionView {
   }
 
   draw() {
-    const width = Math.max(320, this.chart.clientWidth || 900);
+    const width = Math.max(300, (this.chart.clientWidth || 900) - 24);
     const left = width < 600 ? 84 : NAMES;
     const rows = interleaved(this.prediction);
     const height = rows.length * ROW + 30;
     const x = (time) => left + ((time - this.from) / (this.to - this.from)) * (width - left - 6);
     this.place = x;
     const ticks = Array.from({ length: 6 }, (_, n) => this.from + ((this.to - this.from) * n) / 5);
-    const scale = ticks.map((time) => svg("g", {}, svg("line", { x1: x(time), x2: x(time), y1: 22, y2: height, class: "tick" }), svg("text", { x: x(time), y: 14, class: "small muted", "text-anchor": time === this.to ? "end" : "middle" }, seconds(time))));
+    const scale = ticks.map((time, n) => svg("g", {}, svg("line", { x1: x(time), x2: x(time), y1: 22, y2: height, class: "tick" }), svg("text", { x: x(time), y: 14, class: "small muted", "text-anchor": n === ticks.length - 1 ? "end" : "middle" }, seconds(time))));
     const lines = rows.map((row, n) => {
       const y = 26 + n * ROW;
       const bars = row.bars.filter((bar) => bar.end > this.from && bar.start < this.to).map((bar) => barOf(bar, row, x, y, left, width));
@@ -126,11 +126,12 @@ function interleaved({ members, links }) {
 
 function barOf(bar, row, x, y, left, width) {
   const [start, end] = [Math.max(left, x(bar.start)), Math.min(width, x(bar.end))];
-  const tall = row.isLink ? 12 : 22;
-  const top = y + (ROW - 4 - tall) / 2;
+  const tall = row.isLink ? 9 : 19;
+  const isLow = bar.kind === "backward" || bar.kind === "back"; // the place, not only the colour, tells the way
+  const top = row.isLink ? y + (isLow ? 14 : 3) : y + (isLow ? 7 : 0);
   const batch = bar.micro_batch == null ? "" : `, micro-batch ${bar.micro_batch + 1}`;
   const told = `${row.id}: ${WORDS[bar.kind] ?? bar.kind}${batch}, ${seconds(bar.start)} to ${seconds(bar.end)}`;
-  const label = end - start > 16 && bar.micro_batch != null && !row.isLink ? svg("text", { x: (start + end) / 2, y: top + 15, "text-anchor": "middle", class: `bar-text on-${bar.kind}` }, bar.micro_batch + 1) : null;
+  const label = end - start > 16 && bar.micro_batch != null && !row.isLink ? svg("text", { x: (start + end) / 2, y: top + 14, "text-anchor": "middle", class: "bar-text" }, bar.micro_batch + 1) : null;
   return svg("g", {}, svg("title", {}, told), svg("rect", { x: start, y: top, width: Math.max(0.8, end - start - 1), height: tall, rx: 2, class: Object.hasOwn(CLASSES, bar.kind) ? CLASSES[bar.kind] : "bar-other" }), label);
 }
 
@@ -148,5 +149,5 @@ function inUnit(value, unit) {
 
 function valuesTable(values) {
   const difference = ({ predicted, measured }) => (predicted && measured ? `${predicted > measured ? "+" : "−"}${percent(Math.abs(predicted / measured - 1))}` : "–");
-  return table("Values", ["Value", "Predicted", "Measured", "Prediction is off by"], values.map((one) => [one.name, inUnit(one.predicted, one.unit), inUnit(one.measured, one.unit), difference(one)]));
+  return table("Predicted and measured", ["Value", "Predicted", "Measured", "Prediction is off by"], values.map((one) => [one.name, inUnit(one.predicted, one.unit), inUnit(one.measured, one.unit), difference(one)]));
 }

@@ -5,8 +5,9 @@ import { LineChart, look } from "./chart.js";
 import { bytes, count, duration, loss, number, seconds } from "./format.js";
 import { CELL_STATES, icon, lookUp, markForm } from "./states.js";
 
-const CELL = 28; // pixels of a column
-const NAMES = 132; // pixels of the replicas' names
+const CELL = 28; // pixels of the narrowest column
+const WIDEST = 56;
+const names = (room) => (room < 500 ? 88 : 136); // pixels of the replicas' names
 const PARTS = [
   ["compute_seconds", "compute", "part-compute"],
   ["wait_seconds", "waiting", "part-wait"],
@@ -36,7 +37,7 @@ export class RoundsView {
     this.chart = new LineChart("Training loss of each replica and synchronized validation loss; the table below has the values");
     this.lossTable = behind("Losses as a table", () => lossTable(this.rounds, this.history));
     this.barsTable = behind("Seconds and bytes as a table", () => barsTable(this.rounds, this.replica));
-    this.events = el("div", {});
+    this.events = el("div", { class: "box" });
     const axes = picker("loss-axis", "Along", AXES, "round", (axis) => this.draw({ axis }));
     const symbols = el("ul", { class: "symbols" }, Object.values(CELL_STATES).map((form) => el("li", {}, icon(form), form.word)));
     root.append(
@@ -47,7 +48,7 @@ export class RoundsView {
       this.chart.holder,
       this.lossTable.node,
       el("div", { class: "bar" }, el("h2", {}, "Seconds and bytes of a round"), this.barsReplica),
-      el("ul", { class: "symbols" }, PARTS.map(([, label, name]) => el("li", {}, svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg("rect", { width: 14, height: 14, class: name })), label))),
+      el("ul", { class: "symbols" }, el("li", {}, "from below:"), PARTS.map(([, label, name]) => el("li", {}, svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg("rect", { width: 14, height: 14, class: name })), label))),
       this.bars,
       this.barsTable.node,
       el("h2", {}, "Events"),
@@ -75,7 +76,8 @@ export class RoundsView {
   draw(changes) {
     Object.assign(this, changes);
     const { history, rounds } = this;
-    this.columns = Math.max(4, Math.floor(((this.grid.clientWidth || 900) - NAMES) / CELL));
+    const room = this.grid.clientWidth || 900;
+    this.columns = Math.max(4, Math.floor((room - names(room)) / CELL));
     const end = Math.min(this.last ?? rounds.length, rounds.length);
     const window = rounds.slice(Math.max(0, end - this.columns), end);
     const marks = history.marks.filter((mark) => mark.time <= this.until);
@@ -84,10 +86,11 @@ export class RoundsView {
     this.later.disabled = end >= rounds.length;
     show(this.earlier, rounds.length > this.columns);
     show(this.later, rounds.length > this.columns);
-    this.grid.replaceChildren(grid(history, window, marks, this.choose, this.goTo));
+    const step = window.length ? Math.min(WIDEST, (room - names(room)) / window.length) : CELL;
+    this.grid.replaceChildren(grid(history, window, marks, this.choose, this.goTo, [names(room), step]));
     this.chart.update(curves(history, rounds, this.until, this.axis), AXES[this.axis]);
     this.fillReplicas();
-    this.bars.replaceChildren(bars(window, this.replica, this.bars.clientWidth));
+    this.bars.replaceChildren(bars(window, this.replica, names(room), step));
     this.events.replaceChildren(eventsList(marks, this.goTo));
     this.lossTable.refresh();
     this.barsTable.refresh();
@@ -101,7 +104,7 @@ export class RoundsView {
   }
 }
 
-function grid(history, rounds, marks, choose, goTo) {
+function grid(history, rounds, marks, choose, goTo, [named, step]) {
   const own = new Map();
   for (const mark of marks) {
     const key = `${mark.round} ${mark.replica ?? ""}`;
@@ -114,7 +117,10 @@ function grid(history, rounds, marks, choose, goTo) {
     const latest = here.at(-1);
     return el("td", {}, latest ? el("button", { type: "button", class: "mark", title: `${duration(latest.time)} ${cut(latest.text, 80)}`, "aria-label": `${here.length} events in round ${round.round}, show the last`, on: { click: () => goTo(latest.time) } }, here.length > 1 ? here.length : icon(markForm(latest.kind), 12)) : "");
   });
-  return el("table", { class: "grid" }, el("caption", { class: "hidden" }, "What became of the contribution of each replica in each round"), el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Round"), head)), el("tbody", {}, rows, el("tr", {}, el("th", { scope: "row" }, "events"), noted)));
+  const made = el("table", { class: "grid" }, el("caption", { class: "hidden" }, "What became of the contribution of each replica in each round"), el("colgroup", {}, el("col"), rounds.map(() => el("col"))), el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Round"), head)), el("tbody", {}, rows, el("tr", {}, el("th", { scope: "row" }, "events"), noted)));
+  made.querySelectorAll("col").forEach((column, n) => (column.style.width = `${n ? step : named}px`));
+  made.style.width = `${named + step * rounds.length}px`;
+  return made;
 }
 
 function cell(round, replica, marks, choose) {
@@ -166,11 +172,9 @@ function split(round, replica) {
 
 const bytesOf = (round, replica) => (replica ? (round.cells[replica]?.bytes ?? 0) : (round.bytes ?? 0));
 
-function bars(rounds, replica, room) {
+function bars(rounds, replica, left, step) {
   if (!rounds.length) return el("p", { class: "muted" }, "No round has closed yet.");
-  const width = Math.max(300, room || 800);
-  const left = 60;
-  const step = Math.min(46, (width - left) / rounds.length);
+  const width = left + step * rounds.length;
   const splits = rounds.map((round) => split(round, replica));
   const tallest = Math.max(...splits.map((parts) => parts.reduce((sum, part) => sum + part, 0)), ...rounds.map((round) => round.seconds ?? 0), 1e-9);
   const most = Math.max(...rounds.map((round) => bytesOf(round, replica)), 1);

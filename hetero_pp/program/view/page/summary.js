@@ -5,6 +5,7 @@ import { count, duration, loss, seconds } from "./format.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
 
 const GONE = ["absent", "away", "vacant", "given_up"];
+const MOST_LINKS = 3;
 const MOST = 8; // lines of the list of troubles
 
 function tile(root, name) {
@@ -84,7 +85,7 @@ function membersIn(history, frame) {
 }
 
 function linksIn(history, frame) {
-  return history.topology.links
-    .filter(({ id }) => frame?.links[id]?.late)
-    .map((link) => ({ item: `link:${link.id}`, text: `${cut(link.source, 40)} – ${cut(link.target, 40)} is late by ${seconds(frame.links[link.id].late)}` }));
+  const late = history.topology.links.filter(({ id }) => frame?.links[id]?.late).sort((a, b) => frame.links[b.id].late - frame.links[a.id].late);
+  const more = late.length > MOST_LINKS ? [{ text: `${late.length - MOST_LINKS} other links are late` }] : [];
+  return [...late.slice(0, MOST_LINKS).map((link) => ({ item: `link:${link.id}`, text: `${cut(link.source, 40)} – ${cut(link.target, 40)} is late by ${seconds(frame.links[link.id].late)}` })), ...more];
 }

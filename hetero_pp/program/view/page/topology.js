@@ -3,16 +3,19 @@
 import { attribute, behind, cut, el, say, svg, table } from "./dom.js";
 import { count, duration, loss, percent, rate, seconds } from "./format.js";
 import { between, place } from "./layout.js";
+import { eventsList } from "./rounds.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp, path } from "./states.js";
 import { ZoomedPicture } from "./zoom.js";
 
 const WORD = { full: 21, medium: 15, small: 7 }; // characters that fit a card
 const CARD_TEXT = { full: [19, 40], medium: [18, 37], small: [18, 18] }; // baselines of the name and of the state
+const LATEST = 8; // events
 const MIDDLE = 210; // the exchange's words stand at most this far down
 
 export class TopologyView {
-  constructor(root, choose) {
-    this.choose = choose;
+  constructor(root, choose, goTo) {
+    Object.assign(this, { choose, goTo });
+    this.events = el("div", { class: "box" });
     this.holder = el("div", { class: "picture" });
     this.zoomed = new ZoomedPicture(this.holder, (item) => choose(item));
     this.membersTable = behind("Members as a table", () => membersTable(this.history, this.frame));
@@ -23,31 +26,40 @@ export class TopologyView {
       legend(),
       this.membersTable.node,
       this.linksTable.node,
+      el("h3", {}, "Latest events"),
+      this.events,
     );
     new ResizeObserver(() => this.resize()).observe(this.holder);
   }
 
   resize() {
-    if (this.history && Math.abs(this.holder.clientWidth - this.room) > 20) this.build();
+    if (this.history && this.holder.clientWidth > 100 && Math.abs(this.holder.clientWidth - this.room) > 20) this.build();
   }
 
-  update({ history, frame, select }) {
+  update({ history, frame, select, time }) {
     const isSame = this.history && JSON.stringify(this.history.topology) === JSON.stringify(history.topology);
     this.history = history;
     this.frame = frame;
     if (!isSame || !this.picture) this.build();
     this.draw();
     this.zoomed.mark(select);
+    this.drawEvents(history.marks.filter((mark) => mark.time <= (time ?? Infinity)));
     this.membersTable.refresh();
     this.linksTable.refresh();
   }
 
+  drawEvents(marks) {
+    const key = `${marks.length} ${marks.at(-1)?.text}`;
+    if (key !== this.eventsKey) this.events.replaceChildren(eventsList(marks, this.goTo, LATEST));
+    this.eventsKey = key;
+  }
+
   build() {
     const topology = this.history.topology;
-    this.room = this.holder.clientWidth || 900;
+    this.room = this.holder.clientWidth > 100 ? this.holder.clientWidth : 900;
     this.picture = place(topology, this.room - 8, Math.max(480, window.innerHeight - 330));
     this.updates = [];
-    const layers = [sitesLayer(this), framesLayer(this), lanesLayer(this), linksLayer(this), hubLayer(this), membersLayer(this)];
+    const layers = [framesLayer(this), sitesLayer(this), lanesLayer(this), linksLayer(this), hubLayer(this), membersLayer(this)];
     this.zoomed.show(this.picture.width, this.picture.height, [patterns(), ...layers]);
     if (this.frame) this.draw();
   }
@@ -73,7 +85,7 @@ function sitesLayer({ picture, history }) {
   return svg("g", {}, picture.sites.map((box) => svg("g", {}, rect(box, "site"), text(box.x + 8, box.y + 13, "small muted", `site ${cut(label.get(box.site) ?? box.site, 24)}`))));
 }
 
-function framesLayer({ picture, updates }) {
+function framesLayer({ picture, updates, history }) {
   const { name: size } = picture.size;
   const base = size === "small" ? 17 : 20;
   return svg("g", {}, picture.replicas.map((frame) => {
@@ -85,7 +97,8 @@ function framesLayer({ picture, updates }) {
     const nextTo = svg("tspan", { class: "muted plain", dx: 6 }, size === "small" ? "" : kind);
     title.append(nextTo);
     const facts = size === "small" ? text(frame.x + frame.width - 8, frame.y + base, "small muted", "", "end") : text(frame.x + 26, frame.y + base + 16, "small muted");
-    const group = svg("g", button(`replica:${replica.id}`, ""), box, symbol, title, facts);
+    const outer = picture.isNarrow && size === "full" ? text(frame.x + frame.width - 10, frame.y + base, "small muted", "", "end") : null;
+    const group = svg("g", button(`replica:${replica.id}`, ""), box, symbol, title, facts, outer);
     updates.push((now) => {
       const own = now?.replicas[replica.id] ?? {};
       const form = lookUp(REPLICA_STATES, own.state ?? "absent");
@@ -93,7 +106,8 @@ function framesLayer({ picture, updates }) {
       attribute(box, "class", `frame${isBad ? " troubled" : ""}`);
       attribute(symbol, "d", path(form.icon));
       attribute(symbol, "class", `tone-${form.tone}`);
-      say(facts, size === "small" ? (isBad ? form.word : own.loss == null ? "" : loss(own.loss)) : replicaLine(form, own));
+      say(facts, size === "small" ? (isBad ? form.word : own.loss == null ? "" : `loss ${own.loss.toFixed(3)}`) : replicaLine(form, own));
+      if (outer) say(outer, isBad ? "" : toExchange(history, replica, now));
       attribute(group, "aria-label", `${replica.id}, ${kind}: ${form.word}, loss ${loss(own.loss)}, ${count(own.tokens_per_second)} tokens a second`);
     });
     return group;
@@ -110,7 +124,7 @@ function replicaLine(form, own) {
 const stroke = (busy, size) => (size === "small" ? 1 : 1.5) + (size === "small" ? 2.5 : 5) * Math.min(1, busy ?? 0);
 
 // Draws both ways of a connection and its words; returns [node, update(there, back, late)].
-function connection(ends, size, item, rooms) {
+function connection(ends, size, item, limits) {
   const { x1, y1, x2, y2, isHorizontal } = ends;
   const off = size === "full" ? 6 : size === "medium" ? 5 : 3;
   const [dx, dy] = isHorizontal ? [0, off] : [off, 0];
@@ -118,23 +132,29 @@ function connection(ends, size, item, rooms) {
   const back = svg("line", { x1: x2 + dx, y1: y2 + dy, x2: x1 + dx, y2: y1 + dy, class: "way", "marker-end": "url(#arrow)" });
   const hit = svg("line", { x1, y1, x2, y2, class: "hit" });
   const [x, y] = [(x1 + x2) / 2, (y1 + y2) / 2];
-  const lines = rooms > 80 ? 2 : rooms > 30 ? 1 : 0;
+  const room = Math.hypot(x2 - x1, y2 - y1);
+  const lines = room > 100 ? 2 : room > 30 ? 1 : 0;
   const words = isHorizontal
     ? [text(x, y - 13, "small", "", "middle"), text(x, y - 26, "small", "", "middle"), text(x, y + 22, "small", "", "middle"), text(x, y + 35, "small", "", "middle")]
-    : [text(x - 14, y + 4, "small", "", "end"), null, text(x + 14, y + 4, "small"), null];
-  const lateness = lines ? text(isHorizontal ? x : x + 14, isHorizontal ? y + 48 : y + 17, "small late", "", isHorizontal ? "middle" : "start") : null;
+    : size === "small" ? [] : [text(x - 14, y - 3, "small", "", "end"), text(x - 14, y + 11, "small muted", "", "end"), text(x + 14, y - 3, "small"), text(x + 14, y + 11, "small muted")];
+  const lateness = lines ? text(isHorizontal ? x : x + 14, isHorizontal ? y + 48 : y + 25, "small late", "", isHorizontal ? "middle" : "start") : null;
   const node = svg("g", button(item, ""), hit, there, back, words.filter(Boolean), lateness);
   const update = (ways, late, label) => {
     [there, back].forEach((line, n) => {
       attribute(line, "stroke-width", stroke(ways[n]?.busy, size).toFixed(1));
       attribute(line, "class", `way${late ? " late" : ""}`);
       attribute(line, "marker-end", late ? "url(#arrow-late)" : "url(#arrow)");
-      const [share, speed] = [ways[n]?.busy == null ? "" : percent(ways[n].busy), ways[n]?.rate == null ? "" : rate(ways[n].rate)];
-      if (!isHorizontal) say(words[2 * n], [speed, share].filter(Boolean).join(" · "));
-      else if (lines === 2) {
-        say(words[2 * n], n ? speed : share);
-        say(words[2 * n + 1], n ? share : speed);
-      } else if (lines === 1) say(words[2 * n], share);
+      const share = ways[n]?.busy == null ? "" : percent(ways[n].busy);
+      const speed = [ways[n]?.rate == null ? "" : rate(ways[n].rate), share].filter(Boolean).join(" · ");
+      const capacity = limits[n] == null ? "" : `of ${rate(limits[n])}`;
+      if (!isHorizontal && words.length) {
+        say(words[2 * n], speed);
+        say(words[2 * n + 1], capacity);
+      } else if (lines === 2 && words.length) {
+        say(words[2 * n], n || !capacity ? speed : capacity);
+        say(words[2 * n + 1], n || !capacity ? capacity : speed);
+        attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted");
+      } else if (lines === 1 && words.length) say(words[2 * n], share);
     });
     if (lateness) say(lateness, late ? `late ${seconds(late)}` : "");
     attribute(node, "aria-label", label);
@@ -152,8 +172,7 @@ function linksLayer({ picture, history, updates }) {
   const links = history.topology.links.filter((link) => picture.members.has(link.source) && picture.members.has(link.target));
   return svg("g", {}, links.map((link) => {
     const ends = between(picture.members.get(link.source), picture.members.get(link.target));
-    const room = ends.isHorizontal ? Math.abs(ends.x2 - ends.x1) : 90;
-    const [node, update] = connection(ends, picture.size.name, `link:${link.id}`, room);
+    const [node, update] = connection(ends, picture.size.name, `link:${link.id}`, [link.bandwidth?.there, link.bandwidth?.back]);
     updates.push((now) => {
       const flow = now?.links[link.id];
       update([flow?.there, flow?.back], flow?.late, describe(link, flow));
@@ -162,27 +181,38 @@ function linksLayer({ picture, history, updates }) {
   }));
 }
 
+function exchangeLinks(history, replica) {
+  const ends = history.topology.links.filter(({ source, target }) => source === "exchange" || target === "exchange");
+  return ends.map(({ id, source, target }) => ({ id, isFrom: source !== "exchange", member: source === "exchange" ? target : source })).filter(({ member }) => replica.members.includes(member));
+}
+
+// What flows from a replica to the exchange, and back.
+function flowsOf(links, now) {
+  const flows = links.map(({ id, isFrom }) => [now?.links[id]?.[isFrom ? "there" : "back"], now?.links[id]?.[isFrom ? "back" : "there"]]);
+  return [summed(flows, 0), summed(flows, 1)];
+}
+
+function toExchange(history, replica, now) {
+  const [up, down] = flowsOf(exchangeLinks(history, replica), now);
+  return up || down ? `exchange ↑ ${percent(up?.busy)} ↓ ${percent(down?.busy)}` : "";
+}
+
 // All links of a replica to the exchange are drawn as one: rates are added, the busiest counts.
 function lanesLayer({ picture, history, updates }) {
-  const own = new Map(picture.replicas.map((frame) => [frame.id, []]));
-  for (const link of history.topology.links) {
-    const member = link.source === "exchange" ? link.target : link.target === "exchange" ? link.source : null;
-    const replica = member && history.topology.members.find(({ id }) => id === member)?.replica;
-    if (own.has(replica)) own.get(replica).push({ id: link.id, isFrom: link.source !== "exchange" });
-  }
+  const own = new Map(picture.replicas.map((frame) => [frame.id, exchangeLinks(history, frame.replica)]));
   const bus = picture.isNarrow ? [svg("line", { x1: 7, y1: picture.hub.height, x2: 7, y2: picture.replicas.at(-1)?.y + 22, class: "bus" })] : [];
   return svg("g", {}, bus, picture.replicas.map((frame) => {
     const y = frame.y + frame.height / 2;
     const [x1, x2] = frame.x < picture.hub.x ? [frame.x + frame.width, picture.hub.x] : [frame.x, picture.hub.x + picture.hub.width];
     const ends = picture.isNarrow ? { x1: frame.x, y1: frame.y + 22, x2: 7, y2: frame.y + 22, isHorizontal: true } : { x1, y1: y, x2, y2: y, isHorizontal: true };
-    const [node, update] = connection(ends, picture.isNarrow ? "small" : picture.size.name, `replica:${frame.id}`, Math.abs(ends.x2 - ends.x1));
+    const [node, update] = connection(ends, picture.isNarrow ? "small" : picture.size.name, `replica:${frame.id}`, []);
     node.removeAttribute("role"); // the frame is the button, this line belongs to it
     node.removeAttribute("aria-label");
     node.classList.replace("item", "lane");
     node.setAttribute("aria-hidden", "true");
     updates.push((now) => {
-      const flows = own.get(frame.id).map(({ id, isFrom }) => [now?.links[id]?.[isFrom ? "there" : "back"], now?.links[id]?.[isFrom ? "back" : "there"], now?.links[id]?.late]);
-      update([summed(flows, 0), summed(flows, 1)], Math.max(0, ...flows.map((flow) => flow[2] ?? 0)), "");
+      const links = own.get(frame.id);
+      update(flowsOf(links, now), Math.max(0, ...links.map(({ id }) => now?.links[id]?.late ?? 0)), "");
     });
     return node;
   }));
