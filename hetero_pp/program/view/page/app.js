@@ -65,22 +65,27 @@ class Page {
   }
 
   follow(id) {
-    let wasLost = false;
     this.stop = this.source.follow(id, {
       connected: (isConnected) => {
         this.change({ isConnected });
-        if (isConnected && wasLost) this.reload(id);
-        wasLost = !isConnected;
+        if (isConnected) this.reload(id); // events tell only what is new since then
       },
       frame: (live) => this.change(this.shown.time === null ? { live, frame: live } : { live }),
-      history: (changes) => this.change({ history: merged(this.shown.history, changes) }),
+      history: (changes) => {
+        this.missed?.push(changes);
+        this.change({ history: merged(this.shown.history, changes) });
+      },
+      restarted: () => this.openRun(id),
       ended: () => this.reload(id),
     });
   }
 
   async reload(id) {
-    const [history, live, prediction] = await Promise.all([this.source.history(id), this.source.frame(id, null), this.source.prediction(id)]);
-    if (id === this.shown.run) this.change(this.shown.time === null ? { history, live, frame: live, prediction } : { history, live, prediction });
+    this.missed = []; // what is told while the history is on its way
+    const [got, live, prediction] = await Promise.all([this.source.history(id), this.source.frame(id, null), this.source.prediction(id)]);
+    const history = this.missed.reduce(merged, got);
+    this.missed = null;
+    if (id === this.shown.run && got) this.change(this.shown.time === null ? { history, live, frame: live, prediction } : { history, live, prediction });
   }
 
   readFragment() {
@@ -108,8 +113,7 @@ class Page {
     const before = this.shown.select;
     if (select && !before) this.opener = document.activeElement;
     this.change({ select });
-    if (select) byId("panel").querySelector("h2")?.focus();
-    else this.opener?.focus?.();
+    queueMicrotask(() => (select ? byId("panel").querySelector("h2") : this.opener)?.focus?.()); // once it is drawn
   }
 
   // Shows a moment; null is the latest. Moments that were asked for while one is fetched are dropped but for the last.

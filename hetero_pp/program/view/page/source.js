@@ -61,7 +61,8 @@ class ServerSource {
     return get(`api/runs/${encodeURIComponent(id)}/prediction`);
   }
 
-  // Calls `told.connected(bool)`, `told.frame`, `told.history` and `told.ended` until the returned function is called.
+  // Calls `told.connected(bool)`, `told.frame`, `told.history`, `told.restarted`
+  // (it is another run now) and `told.ended` until the returned function is called.
   follow(id, told) {
     let events = null;
     let timer = null;
@@ -69,6 +70,7 @@ class ServerSource {
       events = new EventSource(`api/runs/${encodeURIComponent(id)}/live`);
       events.addEventListener("open", () => told.connected(true));
       events.addEventListener("frame", (event) => told.frame(JSON.parse(event.data)));
+      events.addEventListener("reset", () => told.restarted());
       events.addEventListener("history", (event) => told.history(JSON.parse(event.data)));
       events.addEventListener("end", () => {
         events.close();
