@@ -113,7 +113,12 @@ class Page {
     const before = this.shown.select;
     if (select && !before) this.opener = document.activeElement;
     this.change({ select });
-    queueMicrotask(() => (select ? byId("panel").querySelector("h2") : this.opener)?.focus?.()); // once it is drawn
+    queueMicrotask(() => (select ? byId("panel").querySelector("h2") : this.before())?.focus?.()); // once it is drawn
+  }
+
+  // What had the focus before the panel was opened; a picture that changed its size has other nodes since.
+  before() {
+    return this.opener?.isConnected ? this.opener : this.views.topology.zoomed.item(this.opener?.dataset?.item);
   }
 
   // Shows a moment; null is the latest. Moments that were asked for while one is fetched are dropped but for the last.
