@@ -1,0 +1,1 @@
+"""The page of a run: its data, the server and the page itself."""
