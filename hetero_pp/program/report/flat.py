@@ -34,14 +34,14 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
     if event == "round_closed":
         record = report.round_closed
         lists = {"late": _JOINED.join(record.late), "left_out": _JOINED.join(record.left_out)}
-        told = {"round": record.round, "contributions": len(record.contributions)}
-        yield head | {"event": event} | told | {name: text for name, text in lists.items() if text}
+        what = {"round": record.round, "contributions": len(record.contributions)}
+        yield head | {"event": event} | what | {name: text for name, text in lists.items() if text}
         yield from (head | {"event": "contribution"} | line for line in _contribution_lines(record))
     elif event == "begun":
         begun = report.begun
         texts = {"changes": begun.changes, "note": begun.note}
-        told = {"last_round": begun.last_round, "damaged": _DAMAGED.join(begun.damaged)}
-        yield head | {"event": event} | told | {name: text for name, text in texts.items() if text}
+        since = {"last_round": begun.last_round, "damaged": _DAMAGED.join(begun.damaged)}
+        yield head | {"event": event} | since | {name: text for name, text in texts.items() if text}
     elif event == "waiting":
         yield head | {"event": event} | _waiting(report.waiting)
     elif event == "over":
@@ -129,8 +129,8 @@ def contribution_of(line: Mapping[str, Any]) -> ContributionEntry:
 
 
 def _fill_waiting(waiting: Waiting, line: Mapping[str, Any]) -> None:
-    waiting.awaited = Awaited.Value(line["awaited"].upper())
-    waiting.round, waiting.seconds, waiting.obstacle = line["round"], line["seconds"], line.get("obstacle", "")
+    told = {"round": line["round"], "seconds": line["seconds"], "obstacle": line.get("obstacle", "")}
+    waiting.MergeFrom(Waiting(awaited=Awaited.Value(line["awaited"].upper()), **told))
     silent = dict(one.rsplit(" ", 1) for one in _names(line.get("silent", "")))
     computing = _names(line.get("computing", ""))
     for name in _names(line["members"]):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.run_view import RunView
@@ -88,8 +88,8 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     async def stream_response(self, send: Send) -> None:
-        async def within(message: object) -> None:
+        async def within(message: Message) -> None:
             async with asyncio.timeout(_SECONDS_TO_SEND):
-                await send(message)  # type: ignore[arg-type]
+                await send(message)
 
-        await super().stream_response(within)  # type: ignore[arg-type]
+        await super().stream_response(within)

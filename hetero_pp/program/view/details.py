@@ -59,7 +59,7 @@ class Curve:
 
     def take_new(self) -> list[list[float]]:
         """Return the points since the last call."""
-        found = self.points[bisect_left(self.points, self._unsent, key=lambda point: point[1]) :]
+        found = self.points[bisect_left([point[1] for point in self.points], self._unsent) :]
         if found:
             self._unsent = int(found[-1][1]) + 1
         return found
@@ -91,7 +91,7 @@ class RoundTimes:
         else:
             members = self.recent[round_].get(replica) if round_ in self.recent else None
             means = _means(members) if members else None
-        return dict(zip(TIMES, means or [None] * len(TIMES), strict=True))
+        return dict.fromkeys(TIMES) if means is None else dict(zip(TIMES, means, strict=True))
 
 
 def _means(members: dict[str, list[float]]) -> list[float]:

@@ -117,7 +117,8 @@ class _Members:
 def _replica(view: RunView, name: str, now: float) -> dict[str, Any]:
     state = view.state
     found = state.replicas.get(name)
-    return {"state": _state_of(view, name)} | (_numbers(state, found, now) if found else dict.fromkeys(_NUMBERS))
+    numbers = dict.fromkeys(_NUMBERS) if found is None else _numbers(state, found, now)
+    return {"state": _state_of(view, name), **numbers}
 
 
 _NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_done")
@@ -155,9 +156,9 @@ def _links(state: RunState, now: float) -> dict[str, Any]:
     return {
         name: {
             side: {
-                "rate": link.directions[way].recent_bytes_per_second(now),  # type: ignore[index]
-                "busy": link.directions[way].busy_share(seconds),  # type: ignore[index]
-                "bytes": link.directions[way].wire_bytes,  # type: ignore[index]
+                "rate": link.directions[way].recent_bytes_per_second(now),
+                "busy": link.directions[way].busy_share(seconds),
+                "bytes": link.directions[way].wire_bytes,
             }
             for side, way in SIDES.items()
         }

@@ -159,10 +159,10 @@ class RunView:
                 "outcome": self.outcome,
                 "is_live": self.is_live,
                 "summary": self.summary,
-                "problems": self.problems,
+                "problems": list(self.problems),
             }
             changed = {key: value for key, value in head.items() if self._told_head.get(key, ...) != value}
-            self._told_head = head | {"problems": list(self.problems)}
+            self._told_head = head
             rounds = [round_of(self, one) for one in sorted(self._changed_rounds) if one in self.state.closed]
             self._changed_rounds = {one for one in self._changed_rounds if one not in self.state.closed}
             marks = self.marks(self._marks_told)

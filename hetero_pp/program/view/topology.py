@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_pp.config.lines import WAYS, members_at
-from hetero_pp.config.links import EXCHANGE, LinkSpec
+from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
-SIDES = {"there": "forward", "back": "backward"}
+SIDES: Mapping[str, Direction] = {"there": "forward", "back": "backward"}
 """Direction of a link as the page names it -> as the run names it."""
 
 
@@ -82,9 +82,6 @@ def _link(link: LinkSpec) -> dict[str, Any]:
         "source": link.source,
         "target": link.target,
         "kind": "exchange" if EXCHANGE in (link.source, link.target) else "stage",
-        "bandwidth": {
-            "there": bytes_per_second(link.forward.bandwidth),
-            "back": bytes_per_second(link.backward.bandwidth),
-        },
-        "latency": {"there": link.forward.latency, "back": link.backward.latency},
+        "bandwidth": {side: bytes_per_second(link.shape(way).bandwidth) for side, way in SIDES.items()},
+        "latency": {side: link.shape(way).latency for side, way in SIDES.items()},
     }
