@@ -47,7 +47,7 @@ class ComparedRun:
     @cached_property
     def keys(self) -> dict[str, Any]:
         """The configuration as dotted keys with single values; entries of `replicas` are keyed by name."""
-        return dict(_leaves(self.state.spec.latest.model_dump(mode="json", exclude={"name"})))
+        return dict(leaves(self.state.spec.latest.model_dump(mode="json", exclude={"name"})))
 
     def tokens(self, round_: int) -> float:
         """Return the tokens that all replicas had trained on by the end of a round."""
@@ -167,7 +167,7 @@ def _differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for every value that is neither a mapping nor a list of named entries."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
         names = [one["name"] for one in value]
@@ -177,7 +177,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         }
     if isinstance(value, dict) and value:
         for part, below in value.items():
-            yield from _leaves(below, f"{key}.{part}" if key else str(part))
+            yield from leaves(below, f"{key}.{part}" if key else str(part))
     else:
         yield key, value
 

@@ -42,10 +42,11 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.report.earlier import reports_until
+from hetero_pp.program.report.flat import flat_lines
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import live_view
 from hetero_pp.program.report.own_rounds import OwnRounds
-from hetero_pp.program.report.recorder import flat_lines, to_json
+from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.result import print_result
 from hetero_pp.program.report.round_lines import round_line
 from hetero_pp.program.report.state import RunState

@@ -148,6 +148,18 @@ def compare(
         print_and_draw(runs, named, chart)
 
 
+def view(
+    named: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs in runs/, or run folders.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Serve the page at this port; 0: any free port.")] = 0,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Show runs on a page of this machine: topology, rounds, any moment again, and several runs side by side."""
+    with readable_errors():
+        from hetero_pp.program.view.command import view as show
+
+        show(runs, named, port)
+
+
 def volume(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
     json_path: Annotated[

@@ -12,13 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
-
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.bounded import before_gap, parse_json
 from hetero_pp.core.errors import DamagedFile
-from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.program.report.flat import report_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.open_log import open_log
@@ -90,22 +88,8 @@ def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
 
 
 def _report(line: dict[str, Any]) -> Report:
-    report = Report(time=float(line["time"]), member=line["member"])
-    if line["event"] == "standing":
-        line = line | {"what": Happened.Value(line["what"].upper())}
-    _fill(getattr(report, line["event"]), line)
+    report = report_of(line)
     if report.HasField("begun"):
         report.begun.ClearField("changes")  # the resumed run's own `begun` report has all changes
+        report.begun.ClearField("note")
     return report
-
-
-def _fill(message: Message, line: dict[str, Any]) -> None:
-    message.SetInParent()
-    for field in message.DESCRIPTOR.fields:
-        value = line.get(field.name)
-        if field.is_repeated:
-            if value:  # several texts were joined into one
-                getattr(message, field.name).append(value)
-        elif value is not None:
-            is_bytes = field.type == FieldDescriptor.TYPE_BYTES
-            setattr(message, field.name, bytes.fromhex(value) if is_bytes else value)

@@ -72,14 +72,19 @@ def _progress(state: RunState, now: float) -> Table:
 
 
 def _status(state: RunState, now: float) -> Iterator[Text]:
-    """Yield lines on members that are gone, and on what the run waits for."""
-    yield from (Text(f" {line}", style="yellow") for line in _trouble_lines(state.standings, now))
+    for line, is_trouble in status_lines(state, now):
+        yield Text(f" {line}", style="yellow" if is_trouble else "dim")
+
+
+def status_lines(state: RunState, now: float) -> Iterator[tuple[str, bool]]:
+    """Yield lines on members that are gone, and on what the run waits for; each with whether it is trouble."""
+    yield from ((line, True) for line in _trouble_lines(state.standings, now))
     if state.waiting is not None and state.waiting_told is not None:
-        yield Text(f" {waiting_line(state, now)}", style="yellow")
+        yield waiting_line(state, now), True
     elif state.reading is not None:
-        yield Text(f" {reading_line(state.reading.what, state.reading.share)}", style="dim")
+        yield reading_line(state.reading.what, state.reading.share), False
     elif not state.has_all_needed:
-        yield Text(f" {joined_line(state)}", style="dim")
+        yield joined_line(state), False
 
 
 def _trouble_lines(standings: Standings, now: float) -> Iterator[str]:

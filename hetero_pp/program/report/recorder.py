@@ -8,16 +8,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import Message
-
 from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
-from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, Happened, InnerStep, LinkUse, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import Evaluation, InnerStep, LinkUse, Report
+from hetero_pp.program.report.flat import flat_lines
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
@@ -181,59 +180,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
-    """Yield a report as flat objects: one, and one per contribution of a closed round."""
-    event = report.WhichOneof("event")
-    head = {"time": report.time, "member": report.member}
-    if event == "round_closed":
-        record = report.round_closed
-        late = {"late": ", ".join(record.late)} if record.late else {}
-        yield head | {"event": event, "round": record.round, "contributions": len(record.contributions)} | late
-        yield from (head | {"event": "contribution"} | line for line in _contribution_lines(record))
-    elif event == "begun":
-        begun = report.begun
-        yield (
-            head
-            | {"event": event, "last_round": begun.last_round, "damaged": "; ".join(begun.damaged)}
-            | ({"changes": begun.changes} if begun.changes else {})
-        )
-    elif event == "waiting":
-        waiting = report.waiting
-        what = {"awaited": Awaited.Name(waiting.awaited).lower(), "round": waiting.round, "seconds": waiting.seconds}
-        obstacle = {"obstacle": waiting.obstacle} if waiting.obstacle else {}
-        yield head | {"event": event} | what | {"members": ", ".join(one.member for one in waiting.missing)} | obstacle
-    elif event == "over":
-        over = {"round": report.over.round, "rounds": report.over.rounds}
-        yield head | {"event": event} | over | {"finishing": ", ".join(report.over.finishing)}
-    elif event == "standing":
-        told = report.standing
-        yield head | {"event": event} | _fields(told) | {"what": Happened.Name(told.what).lower()}
-    elif event is not None:
-        yield head | {"event": event} | _fields(getattr(report, event))
-
-
-def _contribution_lines(record: RoundRecord) -> Iterator[dict[str, Any]]:
-    for entry in record.contributions:
-        yield {
-            "round": record.round,
-            "replica": entry.replica,
-            "weight": entry.weight,
-            "digest": entry.digest.hex(),
-            "bytes": sum(blob.size for blob in entry.blobs),
-            "kept_values": sum(blob.kept_values for blob in entry.blobs),
-        }
-
-
-def _fields(event: Message) -> dict[str, Any]:
-    """Return the fields of a message without nested ones, without optional fields that are not set."""
-    values = {
-        field.name: getattr(event, field.name)
-        for field in event.DESCRIPTOR.fields
-        if not field.has_presence or event.HasField(field.name)
-    }
-    return {name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()}
 
 
 class _Board:

@@ -103,11 +103,14 @@ class RunState:
 
     # ---- writing ----
 
-    def apply(self, report: Report) -> None:
-        """Take in one report. Reports on unknown replicas, links or rounds, and values out of range, are ignored."""
+    def apply(self, report: Report) -> bool:
+        """Take in one report. Reports on unknown replicas, links or rounds, and values out of range, are ignored.
+
+        Return False for values out of range.
+        """
         newest = max(self.rounds_planned, self._last_closed + 2)
         if not math.isfinite(report.time) or complaint(report, newest, _ANY):
-            return
+            return False
         with self.lock:
             self.started = report.time if self.started is None else min(self.started, report.time)
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
@@ -145,6 +148,7 @@ class RunState:
                 case "waiting":
                     self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time
+        return True
 
     def _refused(self, member: str, refusal: Refusal) -> None:
         """Count refused messages. An unknown kind, which a member may make up, counts as unexpected."""

@@ -1,0 +1,95 @@
+"""Sends what is new in one run to all viewers: one encoding for all, and no viewer waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
+
+from hetero_pp.program.report.recorder import to_json
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view.sources import Source
+
+SECONDS_BETWEEN_FRAMES = 0.5
+_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_WHEN_NOTHING_IS_NEW = 5.0
+"""Interval of frames while no report arrives: rates sink, and a viewer sees that the server is there."""
+_MOST_UNREAD = 32
+"""Events that a viewer may leave unread before it is dropped. It may come back, and reads the history again."""
+_SECONDS_TO_SEND = 20.0
+
+
+class Broadcast:
+    """The live events of one run."""
+
+    def __init__(self, name: str, source: Source) -> None:
+        self._name, self._source = name, source
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events until the viewer is gone, or is dropped because it reads too slowly."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)
+        view = self._source.view
+        assert view is not None
+        if not self._viewers:
+            view.take_changes(self._name)  # a viewer reads the history after it has begun to listen
+        self._viewers.add(queue)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(view))
+        try:
+            yield _event("frame", view.frame())
+            while (found := await queue.get()) is not None:
+                yield found
+        finally:
+            self._viewers.discard(queue)
+
+    async def _run(self, view: RunView) -> None:
+        """Look for news while there are viewers."""
+        loop = asyncio.get_running_loop()
+        version, told = -1, loop.time()
+        while self._viewers:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            now = self._source.view
+            if now is not None and now is not view:
+                view, version = now, -1
+                self._send(_event("reset", "{}"))
+            due = SECONDS_BETWEEN_FRAMES if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW
+            if loop.time() < told + due:
+                continue
+            version, told = view.version, loop.time()
+            self._send(await asyncio.to_thread(self._news, view))
+
+    def _news(self, view: RunView) -> bytes:
+        """Return the events about everything since the last call."""
+        was_live = view.is_live
+        news = _event("history", to_json(view.take_changes(self._name))) + _event("frame", view.frame())
+        return news if was_live else news + _event("end", "{}")
+
+    def _send(self, event: bytes) -> None:
+        for viewer in list(self._viewers):
+            try:
+                viewer.put_nowait(event)
+            except asyncio.QueueFull:
+                self._viewers.discard(viewer)
+                viewer.get_nowait()
+                viewer.put_nowait(None)
+
+
+def _event(name: str, data: str) -> bytes:
+    return f"event: {name}\ndata: {data}\n\n".encode()
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events. A viewer that takes no bytes for a while is cut off."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        async def within(message: Message) -> None:
+            async with asyncio.timeout(_SECONDS_TO_SEND):
+                await send(message)
+
+        await super().stream_response(within)

@@ -1,0 +1,182 @@
+"""Frame: what every part of a run does at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hetero_pp.config.lines import WAYS
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING
+from hetero_pp.program.report.live_view import status_lines
+from hetero_pp.program.report.replica_state import ReplicaState
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.view.details import MemberDetails
+from hetero_pp.program.view.topology import SIDES
+
+if TYPE_CHECKING:
+    from hetero_pp.program.view.run_view import RunView
+
+
+def frame_of(view: RunView, now: float) -> dict[str, Any]:
+    """Return the frame at a time in seconds since the epoch. The caller holds the state's lock."""
+    state = view.state
+    done, total = state.progress_of_open_round(now)
+    left, waiting = state.seconds_left(now), state.waiting
+    members = _Members(view)
+    return {
+        "time": view.since_start(now),
+        "wall": now,
+        "phase": _phase(view),
+        "message": state.failed or next((line for line, _ in status_lines(state, now)), ""),
+        "rounds_closed": state.rounds,
+        "step_done": done,
+        "step_total": total,
+        "elapsed": state.elapsed(now),
+        "seconds_left": left,
+        "members": {name: members.one(name, details) for name, details in view.members.items()},
+        "replicas": {name: _replica(view, name, now) for name in _names(state)},
+        "links": _links(state, now),
+        "lines": _lines(state, now),
+        "exchange": {
+            "missing": [] if waiting is None else [one.member for one in waiting.missing],
+            "obstacle": "" if waiting is None else waiting.obstacle,
+            "refusals": state.refusals.total(),
+        },
+    }
+
+
+def _phase(view: RunView) -> str:
+    state = view.state
+    if state.failed is not None or (view.outcome or "").startswith("failed"):
+        return "failed"
+    if state.is_over or view.outcome == "over":
+        return "over"
+    if state.first_step is None:
+        return "joining"
+    if state.standings.pause is not None:
+        return "paused"
+    if state.waiting is not None and (state.waiting.awaited != CONTRIBUTING or _trained(state)):
+        return "waiting"
+    return "training"
+
+
+def _trained(state: RunState) -> bool:
+    """Return whether all inner steps of the open round are done, as far as the last report shows."""
+    done, total = state.progress_of_open_round(state.latest or 0.0)
+    return done >= total
+
+
+def _names(state: RunState) -> list[str]:
+    return [replica.name for replica in state.spec.replicas_ever]
+
+
+class _Members:
+    """States of members at one moment."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view, self._state = view, view.state
+        self._vacant, self._given_up = view.state.standings.vacant, view.state.standings.given_up
+        waiting = view.state.waiting
+        self._silent = {
+            one.member: one.silent_seconds
+            for one in (waiting.missing if waiting is not None else ())
+            if one.HasField("silent_seconds")
+        }
+
+    def one(self, name: str, details: MemberDetails) -> dict[str, Any]:
+        """Return the state of a member."""
+        what, detail = self._what(name, details)
+        view = self._view
+        return {
+            "state": what,
+            "detail": detail,
+            "since": None if details.since is None else view.since_start(details.since),
+            "device": details.device,
+            "incarnation": self._state.standings.places[name].term,
+            "round": details.round,
+            "heard": None if details.heard is None else view.since_start(details.heard),
+            "score": None,
+        }
+
+    def _what(self, name: str, details: MemberDetails) -> tuple[str, str]:
+        if name in self._given_up:
+            return "given_up", self._given_up[name]
+        if name in self._vacant:
+            return "vacant", self._vacant[name]
+        if name not in self._state.joined:
+            return "absent", ""
+        if details.has_finished:
+            return "finished", ""
+        if details.is_suspended:
+            return "suspended", "returns to the start of its round"
+        if details.doing:
+            return details.doing, f"waits for {details.neighbour}" if details.neighbour else ""
+        return ("reading", "") if self._state.first_step is None else ("computing", "")
+
+
+def _replica(view: RunView, name: str, now: float) -> dict[str, Any]:
+    state = view.state
+    found = state.replicas.get(name)
+    numbers = dict.fromkeys(_NUMBERS) if found is None else _numbers(state, found, now)
+    return {"state": _state_of(view, name), **numbers}
+
+
+_NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_done")
+
+
+def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str, float | None]:
+    validation = replica.validation_loss
+    return {
+        "loss": replica.loss,
+        "validation_loss": validation[max(validation)] if validation else None,
+        "tokens_per_second": state.tokens_per_second(replica, now),
+        "tokens": replica.tokens,
+        "steps_done": replica.steps_done,
+    }
+
+
+def _state_of(view: RunView, name: str) -> str:
+    state = view.state
+    members = next(replica.members for replica in state.spec.replicas_ever if replica.name == name)
+    details = [view.members[member] for member in members if member in view.members]
+    if all(member.has_finished for member in details):
+        return "finished"
+    if not state.joined.issuperset(members):
+        return "absent"
+    if name in view.barred:
+        return "barred"
+    vacant = state.standings.vacant
+    if any(member in vacant for member in members):
+        return "left" if all(member in vacant for member in members) else "suspended"
+    return "suspended" if any(member.is_suspended for member in details) else "training"
+
+
+def _links(state: RunState, now: float) -> dict[str, Any]:
+    seconds = state.training_seconds(now)
+    return {
+        name: {
+            side: {
+                "rate": link.directions[way].recent_bytes_per_second(now),
+                "busy": link.directions[way].busy_share(seconds),
+                "bytes": link.directions[way].wire_bytes,
+            }
+            for side, way in SIDES.items()
+        }
+        | {"late": None}
+        for name, link in state.links.items()
+    }
+
+
+def _lines(state: RunState, now: float) -> dict[str, Any]:
+    seconds = state.training_seconds(now)
+    return {
+        name: {
+            way: {
+                "rate": line.recent_bytes_per_second(way, now),
+                "busy": line.busy_share(way, seconds),
+                "bytes": line.wire_bytes(way),
+            }
+            for way in WAYS
+        }
+        for name, line in state.lines.items()
+    }

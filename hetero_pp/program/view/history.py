@@ -1,0 +1,114 @@
+"""History: what a run is made of, and what happened in each of its rounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hetero_pp.program.compare import leaves
+from hetero_pp.program.report.replica_state import ReplicaState
+from hetero_pp.program.view.topology import topology_of
+
+if TYPE_CHECKING:
+    from hetero_pp.program.view.run_view import RunView
+
+MOST_CELLS = 20_000
+"""Cells of the grid of rounds, one per round and replica. Longer runs show every second, fourth, ... earlier round."""
+_ALWAYS = 50
+"""Newest rounds, which are always shown."""
+
+
+def history_of(view: RunView) -> dict[str, Any]:
+    """Return the history of a run, without its id. The caller holds the state's lock."""
+    state = view.state
+    spec = state.spec.with_changes(state.changes)
+    every = _every(len(state.closed) * max(1, len(state.replicas)))
+    shown = [one for one in sorted(state.closed) if one % every == 0 or one > state.rounds - _ALWAYS]
+    return {
+        "name": spec.config.name,
+        "kind": view.kind,
+        "is_live": view.is_live,
+        "outcome": view.outcome,
+        "started_wall": state.started,
+        "span": view.since_start(state.latest or 0.0),
+        "rounds_planned": state.rounds_planned,
+        "inner_steps": state.inner_steps,
+        "topology": topology_of(spec),
+        "settings": dict(leaves(spec.latest.model_dump(mode="json", exclude={"name"}))),
+        "rounds": [round_of(view, one) for one in shown],
+        "rounds_every": every,
+        "steps": {name: curve.points for name, curve in view.curves.items()},
+        "marks": view.marks(),
+        "problems": view.problems,
+        "summary": view.summary,
+        "cost": cost_of(view),
+    }
+
+
+def _every(cells: int) -> int:
+    every = 1
+    while cells > every * MOST_CELLS:
+        every *= 2
+    return every
+
+
+def cost_of(view: RunView) -> dict[str, Any]:
+    """Return what the run has used and reached so far: seconds, tokens, bytes, loss."""
+    state = view.state
+    means = state.mean_validation_losses()
+    goodput, share = state.goodput()
+    return {
+        "rounds": state.rounds,
+        "training_seconds": state.training_seconds(),
+        "tokens": sum(replica.tokens for replica in state.replicas.values()),
+        "tokens_per_second": state.tokens_per_second(),
+        "goodput": goodput,
+        "goodput_share": share,
+        "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
+        "contribution_bytes": sum(one.bytes for one in state.closed.values()),
+        "validation_loss": means[max(means)] if means else None,
+    }
+
+
+def round_of(view: RunView, round_: int) -> dict[str, Any]:
+    """Return a closed round, with a cell for each replica."""
+    state, closed = view.state, view.state.closed[round_]
+    causes = state.standings.not_counted(round_)
+    names = dict.fromkeys([*state.standings.awaited(round_), *state.of_round(round_)])
+    return {
+        "round": round_,
+        "closed": view.since_start(closed.time),
+        "seconds": state.round_seconds(round_),
+        "bytes": closed.bytes,
+        "validation_loss": state.mean_validation_loss(round_),
+        "cells": {name: _cell(view, round_, name, causes.get(name)) for name in names},
+    }
+
+
+def _cell(view: RunView, round_: int, name: str, cause: str | None) -> dict[str, Any]:
+    replica = view.state.replicas.get(name)
+    return {
+        "state": _outcome(view, round_, name),
+        "why": cause,
+        "bytes": view.contributed.get(round_, {}).get(name),
+        **_losses(replica, round_),
+        **view.times.of(round_, name),
+    }
+
+
+def _losses(replica: ReplicaState | None, round_: int) -> dict[str, float | None]:
+    if replica is None:
+        return {"training_loss": None, "validation_loss": None}
+    return {"training_loss": replica.round_loss(round_), "validation_loss": replica.validation_loss.get(round_)}
+
+
+def _outcome(view: RunView, round_: int, name: str) -> str:
+    """Return what became of a replica's contribution to a round."""
+    standings = view.state.standings
+    told, before = standings.rounds[round_], standings.rounds.get(round_ - 1)
+    if name in told.counted:
+        return "included"
+    if name in told.left_out:
+        return "rejected"
+    if standings.gone(name, 0.0 if before is None else before.time, told.time) is not None:
+        return "lost"
+    return "late" if name in told.late else "absent"

@@ -1,0 +1,66 @@
+"""Marks of a run: its membership events, one line each, with the kind that the page shows as a sign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hetero_pp.messages.messages_pb2 import Happened, Report
+from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.run.spec import RunSpec
+
+_KINDS: Mapping[str, str] = {
+    "TERM_OVER": "killed",
+    "SUSPENDED": "suspended",
+    "LATE": "late",
+    "PAUSED": "paused",
+    "WENT_ON": "resumed",
+    "HEALED": "recovered",
+    "RESTARTED": "restarted",
+    "GIVEN_UP": "given_up",
+    "SILENT": "silent",
+    "INJECTED": "injected",
+    "LEFT_OUT": "rejected",
+    "SCALED": "scaled",
+    "EXCLUDED": "barred",
+    "NOT_AWAITED": "not_awaited",
+}
+_RETURNED = "its slot was returned"
+"""Cause of the end of a member that left the run."""
+
+
+class Marks:
+    """Turns reports into marks, with the lines that the launcher prints."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._happenings = Happenings(spec)
+        self._replicas = {name: member.replica.name for name, member in spec.members.items()}
+
+    def of(self, report: Report) -> Iterator[dict[str, Any]]:
+        """Yield the marks of a report, without their time; usually none."""
+        lines = list(self._happenings.lines(report))
+        event = report.WhichOneof("event")
+        if event == "begun" and report.begun.last_round:
+            yield self._mark("resumed_run", "", "", report.begun.last_round, self._resumed(report))
+        elif event == "failure" and not report.failure.consequence:
+            yield self._mark("failed", report.member, "", 0, report.failure.cause)
+        elif event == "joined":
+            again = f" again (incarnation {report.joined.term})" if report.joined.term > 1 else ""
+            yield self._mark("joined", report.member, "", 0, f"{report.member} has joined{again}")
+        elif event == "standing":
+            told, name = report.standing, Happened.Name(report.standing.what)
+            kind = "left" if told.cause.endswith(_RETURNED) else _KINDS.get(name, name.lower())
+            for line in lines or [told.cause]:
+                yield self._mark(kind, told.place, told.replica, told.round, line)
+        else:
+            for line in lines:
+                yield self._mark(str(event), report.member, "", 0, line)
+
+    def _resumed(self, report: Report) -> str:
+        note = f"; {report.begun.note}" if report.begun.note else ""
+        return f"resuming after round {report.begun.last_round}{note}"
+
+    def _mark(self, kind: str, member: str, replica: str, round_: int, text: str) -> dict[str, Any]:
+        known = member if member in self._replicas else None
+        of = replica or (self._replicas[member] if known else None)
+        return {"kind": kind, "member": known, "replica": of, "round": round_ or None, "text": text}

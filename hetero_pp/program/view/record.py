@@ -1,0 +1,202 @@
+"""Follows the record of a run in its folder, also while a launcher writes it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from hetero_pp.core.bounded import parse_json, read_json_object
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.join.on_disk import is_running
+from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.view.key_frames import KeyFrames
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+
+_LINE_BYTES_MAX = 2**20
+_BATCH = 1000
+"""Lines after which readers of the view get their turn."""
+_SECONDS_BETWEEN_READS = 0.2
+_SECONDS_BETWEEN_LOOKS = 2.0
+"""Interval at which it is checked whether the run's processes are still there."""
+_KEY_FRAMES = 600
+_STRANGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+
+
+class Lines:
+    """Turns the lines of a record into reports. Damaged and unknown ones are skipped and counted."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._number = 0
+        self._closed: tuple[Report, int] | None = None
+        """A closed round, and the number of its contributions that have not been read."""
+        self._unknown: Counter[str] = Counter()
+        self._lacks = False
+
+    def reports(self, line: bytes, problems: list[str]) -> Iterator[Report]:
+        """Yield the reports that a line completes; append to `problems` why it was skipped."""
+        self._number += 1
+        try:
+            yield from self._parsed(line, problems)
+        except UnknownEvent as error:
+            if not self._unknown[str(error)]:
+                problems.append(f"{self._here} was skipped: {error}, which another version wrote")
+            self._unknown[str(error)] += 1
+        except _STRANGE:
+            problems.append(f"{self._here} is damaged and was skipped")
+
+    def rest(self) -> Iterator[Report]:
+        """Yield a closed round whose contributions are incomplete."""
+        if self._closed is not None:
+            report, self._closed = self._closed[0], None
+            yield report
+
+    @property
+    def _here(self) -> str:
+        return f"{self._name}: line {self._number}"
+
+    def _parsed(self, line: bytes, problems: list[str]) -> Iterator[Report]:
+        found = parse_json(line)
+        if found["event"] == "contribution":
+            self._add(contribution_of(found), problems, "steps" in found)
+            if self._closed is not None and self._closed[1] == 0:
+                yield from self.rest()
+            return
+        report = report_of(found)
+        yield from self.rest()
+        if report.HasField("round_closed") and found.get("contributions"):
+            self._closed = report, int(found["contributions"])
+        else:
+            yield report
+
+    def _add(self, entry: object, problems: list[str], has_steps: bool) -> None:
+        if not has_steps and not self._lacks:
+            self._lacks = True
+            problems.append(f"{self._here}: an earlier version wrote it without the steps and tokens of contributions")
+        if self._closed is None:
+            raise ValueError("found a contribution outside of a closed round")
+        report, left = self._closed
+        report.round_closed.contributions.append(entry)  # type: ignore[arg-type]
+        self._closed = report, left - 1
+
+
+class Record:
+    """The run in a folder. A thread follows its record until `close`. Implements Source."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """Raises ConfigError for a folder whose configuration cannot be read."""
+        self.folder = folder
+        self.view = RunView(RunState(read_run(folder)))
+        self.prediction = None
+        self.caught_up = threading.Event()
+        """Set once the record has been read to its present end."""
+        self._ended = threading.Event()
+        self._file: IO[bytes] | None = None
+        self._lines = Lines(folder.metrics.name)
+        self._half = b""
+        self._looked = -_SECONDS_BETWEEN_LOOKS
+        self._thread = threading.Thread(target=self._run, name=f"record {folder.path.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow the record."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._ended.set()
+        self._thread.join()
+        if self._file is not None:
+            self._file.close()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._open()
+                while self._file is not None and self._read(self._file) and not self._ended.is_set():
+                    pass
+                self._look()
+            except (OSError, HeteroPPError) as error:
+                self.view.complain(f"{self.folder.path}: cannot be read now: {error}")
+            self.caught_up.set()
+            self._ended.wait(_SECONDS_BETWEEN_READS)
+
+    def _open(self) -> None:
+        """Open the record, or the one that has replaced it: a run was resumed, or began anew."""
+        path = self.folder.metrics
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            if self._file is None:
+                self.view.complain(f"{path.name} is missing: nothing is known of the run but its configuration")
+            return
+        if self._file is not None:
+            own = os.fstat(self._file.fileno())
+            if (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
+                return
+            self._file.close()
+            self.view = RunView(RunState(read_run(self.folder)))
+        self._file, self._lines, self._half = path.open("rb"), Lines(path.name), b""
+        self.view.problems = [one for one in self.view.problems if not one.startswith(f"{path.name} is missing")]
+        self.view.key_frames = KeyFrames(_interval(path))
+
+    def _read(self, file: IO[bytes]) -> bool:
+        """Apply the next lines. Return whether there may be more now."""
+        problems: list[str] = []
+        with self.view.state.lock:
+            for _ in range(_BATCH):
+                line = self._half + file.readline(_LINE_BYTES_MAX)
+                if not line.endswith(b"\n") and len(line) < _LINE_BYTES_MAX:
+                    self._half = line  # a half line: its other half is being written
+                    break
+                self._half = b""
+                for report in self._lines.reports(line, problems):
+                    if self.view.state.apply(report):
+                        self.view.take(report)
+            for problem in problems:
+                self.view.complain(problem)
+        return not self._half and bool(line)
+
+    def _look(self) -> None:
+        """Note whether the run still goes on, or how it ended."""
+        if time.monotonic() < self._looked + _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked = time.monotonic()
+        running = is_running(self.folder)
+        summary = None
+        if self.folder.summary.is_file():
+            with suppress(OSError):
+                try:
+                    summary = read_json_object(self.folder.summary)
+                except ValueError as error:
+                    self.view.complain(f"{self.folder.summary.name} was skipped: {error}")
+        self.view.end(self._outcome(running, summary), running, None if running else summary)
+
+    def _outcome(self, running: bool, summary: dict[str, object] | None) -> str | None:
+        if running:
+            return None
+        if summary is not None:
+            return f"failed: {summary['failed']}" if summary.get("failed") else "over"
+        with self.view.state.lock:
+            if self.view.state.is_over:
+                return "over"
+            return f"failed: {self.view.state.failed or 'it ended without a summary'}"
+
+
+def _interval(path: Path) -> float:
+    """Return the seconds between two key frames of a record, from the times of its first and last line."""
+    with path.open("rb") as file, suppress(*_STRANGE, OSError):
+        first = parse_json(file.readline(_LINE_BYTES_MAX))["time"]
+        file.seek(max(0, path.stat().st_size - 2**16))
+        last = parse_json(file.read().rstrip(b"\n").rpartition(b"\n")[2])["time"]
+        return max(0.1, abs(float(last) - float(first)) / _KEY_FRAMES)
+    return 0.5
