@@ -49,7 +49,9 @@ class Fabricated:
         """Return all that an exported page holds."""
         times = [n * self.span / 160 for n in range(161)]
         return {
-            "runs": [{"id": self.name, "name": self.name, "kind": "run", "is_live": self.is_live}],
+            "runs": [
+                {"id": self.name, "name": self.name, "kind": "run", "is_live": self.is_live, "has_prediction": True}
+            ],
             "histories": {self.name: self.history()},
             "frames": {self.name: [self.frame(time) for time in times]},
             "predictions": {self.name: prediction(self.stages)},
@@ -194,7 +196,7 @@ class Fabricated:
                     found.append(_mark(start, "killed", member, replica, f"{member} was killed"))
                 if end < self.span:
                     found.append(_mark(end, "returned", member, replica, f"{member} returned"))
-        return sorted(found, key=lambda mark: mark["time"])
+        return [{"id": n} | mark for n, mark in enumerate(sorted(found, key=lambda mark: mark["time"]))]
 
     def frame(self, time: float) -> Json:
         """Return the run at one moment."""

@@ -51,9 +51,8 @@ class Page {
 
   async openRun(id, wanted = new URLSearchParams()) {
     this.stop?.();
-    const kind = this.shown.runs.find((run) => run.id === id)?.kind;
-    const [history, prediction] = await Promise.all([this.source.history(id), this.source.prediction(id)]);
-    const live = kind === "prediction" || !history ? null : await this.source.frame(id, null);
+    const { kind } = this.shown.runs.find((run) => run.id === id);
+    const { history, live, prediction } = await this.fetched(id);
     Object.assign(this.shown, { run: id, kind, history, prediction, live, frame: live, time: null, select: null });
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
@@ -62,6 +61,13 @@ class Page {
     if (kind === "prediction" && !wanted.get("view")) wanted.set("view", "prediction");
     this.read(wanted);
     if (history?.is_live && !this.source.isEmbedded) this.follow(id);
+  }
+
+  async fetched(id) {
+    const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
+    const isRun = kind !== "prediction";
+    const [history, live, prediction] = await Promise.all([isRun ? this.source.history(id) : null, isRun ? this.source.frame(id, null) : null, isPredicted ? this.source.prediction(id) : null]);
+    return { history, live, prediction };
   }
 
   follow(id) {
@@ -82,7 +88,7 @@ class Page {
 
   async reload(id) {
     this.missed = []; // what is told while the history is on its way
-    const [got, live, prediction] = await Promise.all([this.source.history(id), this.source.frame(id, null), this.source.prediction(id)]);
+    const { history: got, live, prediction } = await this.fetched(id);
     const history = this.missed.reduce(merged, got);
     this.missed = null;
     if (id === this.shown.run && got) this.change(this.shown.time === null ? { history, live, frame: live, prediction } : { history, live, prediction });

@@ -173,5 +173,5 @@ function roundsOf(id, history) {
 function marksOf(history, concerns) {
   const marks = history.marks.filter(concerns).slice(-LAST_MARKS).reverse();
   if (!marks.length) return [];
-  return section("Events", el("ul", { class: "marks" }, marks.map((mark) => el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, mark.text)))));
+  return section("Events", el("ul", { class: "marks", tabindex: 0, "aria-label": "Events" }, marks.map((mark) => el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, mark.text)))));
 }

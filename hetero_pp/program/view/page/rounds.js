@@ -8,12 +8,13 @@ import { CELL_STATES, icon, lookUp, markForm } from "./states.js";
 const CELL = 28; // pixels of the narrowest column
 const WIDEST = 56;
 const names = (room) => (room < 500 ? 88 : 136); // pixels of the replicas' names
+// Waiting for the exchange is a part of the outer round.
 const PARTS = [
-  ["compute_seconds", "compute", "part-compute"],
-  ["wait_seconds", "waiting", "part-wait"],
-  ["blocked_seconds", "blocked", "part-blocked"],
-  ["outer_seconds", "outer round", "part-outer"],
-  ["evaluation_seconds", "evaluation", "part-evaluation"],
+  [(cell) => cell.compute_seconds, "compute", "part-compute"],
+  [(cell) => cell.wait_seconds, "waiting for links", "part-wait"],
+  [(cell) => (cell.outer_seconds == null ? null : Math.max(0, cell.outer_seconds - (cell.blocked_seconds ?? 0))), "outer round", "part-outer"],
+  [(cell) => cell.blocked_seconds, "waiting for the exchange", "part-blocked"],
+  [(cell) => cell.evaluation_seconds, "evaluation", "part-evaluation"],
 ];
 const BARS = 150; // pixels of the tallest bar of seconds
 const BYTES = 56;
@@ -80,7 +81,7 @@ export class RoundsView {
     this.columns = Math.max(4, Math.floor((room - names(room)) / CELL));
     const end = Math.min(this.last ?? rounds.length, rounds.length);
     const window = rounds.slice(Math.max(0, end - this.columns), end);
-    const marks = history.marks.filter((mark) => mark.time <= this.until);
+    const marks = history.marks.filter((mark) => mark.time <= this.until).map((mark) => ({ ...mark, round: mark.round ?? roundAt(history, mark.time) }));
     this.range.textContent = window.length ? `${window[0].round}–${window.at(-1).round} of ${history.rounds_planned}` : "No round has closed yet.";
     this.earlier.disabled = end <= this.columns;
     this.later.disabled = end >= rounds.length;
@@ -102,6 +103,11 @@ export class RoundsView {
     this.barsReplica.replaceChildren(el("option", { value: "" }, "mean of all replicas"), ...names.map((name) => el("option", { value: name }, cut(name, 40))));
     this.barsReplica.value = this.replica;
   }
+}
+
+// Some events belong to no round; they are shown in the one that was open.
+function roundAt(history, time) {
+  return history.rounds.find((round) => round.closed >= time)?.round ?? null;
 }
 
 function grid(history, rounds, marks, choose, goTo, [named, step]) {
@@ -164,8 +170,8 @@ export function ascending(points) {
 // The seconds of each part, for one replica or in the mean of those that know them.
 function split(round, replica) {
   const cells = replica ? [round.cells[replica]].filter(Boolean) : Object.values(round.cells);
-  return PARTS.map(([key]) => {
-    const known = cells.map((one) => one[key]).filter((value) => value !== null && value !== undefined);
+  return PARTS.map(([of]) => {
+    const known = cells.map(of).filter((value) => value !== null && value !== undefined);
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : 0;
   });
 }

@@ -89,18 +89,21 @@ class ServerSource {
   }
 }
 
-// Adds what changed to a history: `rounds` by number, `marks` by index where one is given, everything else as a whole.
+// Adds what changed to a history: rounds by number, marks by id, steps behind those that were not repeated, and everything
+// else as a whole. Adding the same twice changes nothing.
 export function merged(history, changes) {
   const next = { ...history, ...changes };
   if (changes.rounds) {
-    const rounds = new Map(history.rounds.map((round) => [round.round, round]));
-    for (const round of changes.rounds) rounds.set(round.round, round);
+    const rounds = new Map([...history.rounds, ...changes.rounds].map((round) => [round.round, round]));
     next.rounds = [...rounds.values()].sort((a, b) => a.round - b.round);
   }
   if (changes.marks) {
-    const marks = new Map(history.marks.map((mark, n) => [mark.index ?? n, mark]));
-    for (const mark of changes.marks) marks.set(mark.index ?? marks.size, mark);
-    next.marks = [...marks.values()];
+    const marks = new Map([...history.marks, ...changes.marks].map((mark) => [mark.id, mark]));
+    next.marks = [...marks.values()].sort((a, b) => a.time - b.time);
+  }
+  if (changes.steps) {
+    next.steps = { ...history.steps };
+    for (const [replica, points] of Object.entries(changes.steps)) next.steps[replica] = [...(next.steps[replica] ?? []).filter(([, step]) => step < points[0][1]), ...points];
   }
   return next;
 }

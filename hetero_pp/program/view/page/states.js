@@ -86,6 +86,9 @@ const MARKS = {
   given_up: form("given up", "square", "bad"),
   injected: form("fault", "warn", "bad"),
   scaled: form("scaled", "bars", "evaluating"),
+  not_awaited: form("not awaited", "minus", "quiet"),
+  waiting: form("waiting", "glass", "waiting"),
+  failed: form("failed", "warn", "bad"),
 };
 
 // A state that this page does not know is shown by its own word.
