@@ -27,6 +27,7 @@ from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
+from stages.activity import Activity, Timing
 from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
 
@@ -51,24 +52,6 @@ class WorkerSettings:
 
     A neighbour may then be in another round; the link is closed, and the group gets a new generation.
     """
-
-
-@dataclass
-class Timing:
-    """Seconds since the last reset."""
-
-    compute: float = 0.0
-    wait: float = 0.0
-
-
-@dataclass
-class Activity:
-    """Progress of a training worker, for other threads."""
-
-    done: int = 0
-    """Number of finished events of the schedule."""
-    waits: bool = False
-    """Whether the worker waits for a neighbour."""
 
 
 @dataclass
@@ -203,6 +186,7 @@ class StageWorker:
         self._sender.begin()
         try:
             for event in events:
+                self.activity.action = event.action
                 self._actions[event.action](under_way, event.micro_batch)
                 self.activity.done += 1
         except LinkError:

@@ -22,6 +22,19 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BF16: _ClassVar[DType]
     UINT8: _ClassVar[DType]
 
+class Doing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DOING_UNSPECIFIED: _ClassVar[Doing]
+    COMPUTING: _ClassVar[Doing]
+    FORWARD: _ClassVar[Doing]
+    BACKWARD: _ClassVar[Doing]
+    WAITING_FOR_PREVIOUS: _ClassVar[Doing]
+    WAITING_FOR_NEXT: _ClassVar[Doing]
+    OUTER_ROUND: _ClassVar[Doing]
+    EVALUATING: _ClassVar[Doing]
+    CATCHING_UP: _ClassVar[Doing]
+    WAITING_FOR_ROUND: _ClassVar[Doing]
+
 class Happened(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HAPPENED_UNSPECIFIED: _ClassVar[Happened]
@@ -56,6 +69,16 @@ DTYPE_UNSPECIFIED: DType
 FP32: DType
 BF16: DType
 UINT8: DType
+DOING_UNSPECIFIED: Doing
+COMPUTING: Doing
+FORWARD: Doing
+BACKWARD: Doing
+WAITING_FOR_PREVIOUS: Doing
+WAITING_FOR_NEXT: Doing
+OUTER_ROUND: Doing
+EVALUATING: Doing
+CATCHING_UP: Doing
+WAITING_FOR_ROUND: Doing
 HAPPENED_UNSPECIFIED: Happened
 TERM_OVER: Happened
 SUSPENDED: Happened
@@ -669,6 +692,12 @@ class Computes(_message.Message):
     device: str
     def __init__(self, device: _Optional[str] = ...) -> None: ...
 
+class Activity(_message.Message):
+    __slots__ = ("doing",)
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    doing: Doing
+    def __init__(self, doing: _Optional[_Union[Doing, str]] = ...) -> None: ...
+
 class Failure(_message.Message):
     __slots__ = ("cause", "consequence")
     CAUSE_FIELD_NUMBER: _ClassVar[int]
@@ -782,7 +811,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ..., computes: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "sent")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "sent")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -802,6 +831,7 @@ class Report(_message.Message):
     OVER_FIELD_NUMBER: _ClassVar[int]
     STATE_SAVING_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
@@ -822,8 +852,9 @@ class Report(_message.Message):
     over: Over
     state_saving: StateSaving
     computes: Computes
+    activity: Activity
     sent: float
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import Doing, Report
 
 MOST_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary, about 12; one that diverges has more."""
@@ -50,6 +50,7 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
         ("compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds"), _SECONDS
     ),
     "refusal": {"count": (0, MOST_REFUSED)},
+    "activity": {"doing": (1, max(Doing.values()))},
     "state_saving": {},
     "computes": {},
     "failure": {},

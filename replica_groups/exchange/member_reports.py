@@ -18,6 +18,8 @@ ROUNDS_BEFORE = 8
 """Rounds added to those of the run, for reports before the first round and after the last."""
 _LINK_REPORTS_A_SECOND = 4.0
 """Reports per second for one direction of one link. A member sends two while it trains."""
+_ACTIVITIES_A_SECOND = 4.0
+"""A member sends at most two."""
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
 """A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
 
@@ -79,6 +81,8 @@ class MemberReports:
                 return rounds * self._bounds.steps
             case "link_use":
                 return max(1, self._directions[member]) * (rounds + math.ceil(_LINK_REPORTS_A_SECOND * seconds))
+            case "activity":
+                return rounds + math.ceil(_ACTIVITIES_A_SECOND * seconds)
             case "refusal":
                 return _REFUSALS_AT_ONCE + math.ceil(_REFUSALS_A_SECOND * seconds)
         return rounds

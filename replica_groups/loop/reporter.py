@@ -7,10 +7,13 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import Doing, Report
 from hetero_pp.outer.exchange_service import ExchangeService
+
+SECONDS_BETWEEN_SAMPLES = 0.5
 
 
 class Reporter:
@@ -21,6 +24,11 @@ class Reporter:
         self._exchange = exchange
         self._interval = interval
         self._was_refused = False
+        self._doing: Callable[[], Doing] | None = None
+        self._told = Doing.DOING_UNSPECIFIED
+        self._sampled = -math.inf
+        self._takes_samples: bool | None = None
+        """Whether the exchange knows such reports; one of an earlier version refuses all reports beside them."""
         self._queue: queue.SimpleQueue[Report | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
         self._thread.start()
@@ -34,6 +42,10 @@ class Reporter:
         report = self.new()
         report.computes.device = name
         self.send(report)
+
+    def does(self, doing: Doing | Callable[[], Doing]) -> None:
+        """Note what the member does from now on. It is sampled, so that no step waits and none is reported alone."""
+        self._doing = doing if callable(doing) else lambda: doing
 
     def send(self, report: Report) -> None:
         """Queue a report."""
@@ -54,7 +66,7 @@ class Reporter:
     def _run(self) -> None:
         over = False
         while not over:
-            batch = [self._queue.get()]
+            batch = [self._next()]
             deadline = time.monotonic() + self._interval
             while isinstance(batch[-1], Report) and (left := deadline - time.monotonic()) > 0:
                 try:
@@ -62,11 +74,44 @@ class Reporter:
                 except queue.Empty:
                     break
             reports = [one for one in batch if isinstance(one, Report)]
+            reports += self._sample() if reports else []
             if reports and not self._deliver(reports):
                 return
             if isinstance(batch[-1], threading.Event):
                 batch[-1].set()
             over = batch[-1] is None
+
+    def _next(self) -> Report | threading.Event | None:
+        """Wait for something to send."""
+        while True:
+            try:
+                return self._queue.get(timeout=SECONDS_BETWEEN_SAMPLES)
+            except queue.Empty:
+                for report in self._sample():
+                    return report
+
+    def _sample(self) -> list[Report]:
+        """Return a report of what the member does now; none if that is not new, or was asked a moment ago."""
+        now = time.monotonic()
+        if self._doing is None or self._takes_samples is False or now < self._sampled + SECONDS_BETWEEN_SAMPLES:
+            return []
+        self._sampled, found = now, self._doing()
+        if found == self._told:
+            return []
+        self._told, report = found, self.new()
+        report.activity.doing = found
+        return [report] if self._takes_samples else self._try(report)
+
+    def _try(self, report: Report) -> list[Report]:
+        """Send the first sample alone."""
+        try:
+            self._exchange.report([report])
+            self._takes_samples = True
+        except Refused:
+            self._takes_samples = False
+        except HeteroPPError:
+            self._told = Doing.DOING_UNSPECIFIED  # the exchange is gone: the next call says so
+        return []
 
     def _deliver(self, reports: list[Report]) -> bool:
         for report in reports:

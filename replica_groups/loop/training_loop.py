@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import AssignReply, MemberRound
+from hetero_pp.messages.messages_pb2 import AssignReply, Doing, MemberRound
 from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.run.snapshot import MOMENTUM, momentum_of
 from hetero_pp.run.spec import RunSpec
@@ -103,7 +103,7 @@ class TrainingLoop:
         self.reporter.send(over)
 
     def _train_rounds(self, spec: RunSpec) -> None:
-        while (work := self.seat.ask(self.holds, self.outer.own.beyond(self.holds))).round:
+        while (work := self._ask()).round:
             try:
                 if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
@@ -112,6 +112,10 @@ class TrainingLoop:
             except (Suspended, TermOver, LinkError) as error:
                 self._return(error)
             self.stopping.check(self.outer.ranks)
+
+    def _ask(self) -> AssignReply:
+        self.reporter.does(Doing.WAITING_FOR_ROUND)
+        return self.seat.ask(self.holds, self.outer.own.beyond(self.holds))
 
     def _save_before_the_end(self) -> None:
         """Save the state after the last closed round, if it is not saved yet. The round in progress is dropped."""
@@ -155,6 +159,7 @@ class TrainingLoop:
     def _reach(self, work: AssignReply, snapshots_every: int) -> None:
         """Bring the member to the start of the assigned round."""
         self.length.begin(work.elapsed)
+        self.reporter.does(Doing.CATCHING_UP)
         self._position = _Position.CATCHING_UP
         if work.heals:
             self._heal()
@@ -241,6 +246,7 @@ class TrainingLoop:
                 self._train_ahead(round_, spec)
                 spent_ahead += time.monotonic()
 
+        self.reporter.does(Doing.OUTER_ROUND)
         with computing("outer round", self.outer.ranks.device):
             record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
         self._position, self.holds = _Position.AT_START, round_
@@ -304,10 +310,12 @@ class TrainingLoop:
         self.member.take_share(share, first)
         ahead_of = under_way if under_way < round_ else None
         self._give_memory_back()
+        self.reporter.does(self.member.doing)
         with self.seat.pulse.computing(self.member.activity), self._allowed_to_stop(ahead_of):
             steps = self._take_steps(round_, first, under_way)
         self._give_memory_back()
         self.ahead.trained(round_, terms)
+        self.reporter.does(Doing.OUTER_ROUND)
         return InnerLoop(steps, *self.member.timing())
 
     def _give_memory_back(self) -> None:
@@ -382,6 +390,7 @@ class TrainingLoop:
             self.ahead.save(folder)
 
     def _evaluate(self, round_: int) -> None:
+        self.reporter.does(Doing.EVALUATING)
         with self._allowed_to_stop(), computing("evaluation", self.outer.ranks.device):
             outcome = self.member.evaluate(round_)
         if outcome is None:

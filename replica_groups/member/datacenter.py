@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_pp.data.batches import load_position
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.messages.messages_pb2 import InnerStep
+from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.engine import Engine
 from replica_groups.outer.outer_round import OuterRound
@@ -93,6 +93,9 @@ class DatacenterMember:
     def activity(self) -> tuple[int, bool]:
         """Return the finished micro-batches; the engine never waits for another member."""
         return self.engine.done, True
+
+    def doing(self) -> Doing:
+        return Doing.COMPUTING
 
     def timing(self) -> tuple[float, float]:
         seconds, self._compute_seconds = self._compute_seconds, 0.0

@@ -12,13 +12,14 @@ from hetero_pp.core.tensor_files import save_object
 from hetero_pp.data.batches import load_position
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.messages.messages_pb2 import InnerStep
+from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING
 from replica_groups.engines.moments import Moments
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
-from stages.worker import StageWorker, Timing
+from stages.activity import Timing
+from stages.worker import StageWorker
 
 _STATE = "stage.pt"
 
@@ -123,6 +124,9 @@ class StageMember:
 
     def activity(self) -> tuple[int, bool]:
         return self.worker.activity.done, self.worker.is_computing
+
+    def doing(self) -> Doing:
+        return self.worker.activity.doing
 
     def timing(self) -> tuple[float, float]:
         timing, self.worker.timing = self.worker.timing, Timing()

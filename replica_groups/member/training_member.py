@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hetero_pp.data.shares import Share
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.messages.messages_pb2 import InnerStep
+from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import ParameterStore
@@ -70,6 +70,9 @@ class TrainingMember(Protocol):
 
         Safe to call from another thread.
         """
+
+    def doing(self) -> Doing:
+        """Return what the member does in its inner loop at this moment. Safe to call from another thread."""
 
     def timing(self) -> tuple[float, float]:
         """Return the seconds of compute and of waiting for links since the last call."""

@@ -30,7 +30,7 @@ _LINE_CHARACTERS_MAX = 2**20
 The pieces of a longer line are not valid JSON, so they are skipped.
 """
 
-_KEPT_UNTIL = ("joined", "standing")
+_KEPT_UNTIL = ("joined", "computes", "activity", "standing")
 """Events without a round that a resumed run reports again, up to the close of the last round that is kept."""
 
 

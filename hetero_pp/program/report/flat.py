@@ -13,7 +13,6 @@ from hetero_pp.messages.messages_pb2 import (
     Awaited,
     BlobEntry,
     ContributionEntry,
-    Happened,
     Missing,
     Report,
     RoundRecord,
@@ -47,9 +46,6 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
     elif event == "over":
         over = {"round": report.over.round, "rounds": report.over.rounds}
         yield head | {"event": event} | over | {"finishing": _JOINED.join(report.over.finishing)}
-    elif event == "standing":
-        told = report.standing
-        yield head | {"event": event} | _fields(told) | {"what": Happened.Name(told.what).lower()}
     elif event is not None:
         yield head | {"event": event} | _fields(getattr(report, event))
 
@@ -81,12 +77,16 @@ def _waiting(told: Waiting) -> dict[str, Any]:
 
 def _fields(event: Message) -> dict[str, Any]:
     """Return the fields of a message without nested ones, without optional fields that are not set."""
-    values = {
-        field.name: getattr(event, field.name)
-        for field in event.DESCRIPTOR.fields
-        if not field.has_presence or event.HasField(field.name)
-    }
-    return {name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()}
+    told = (field for field in event.DESCRIPTOR.fields if not field.has_presence or event.HasField(field.name))
+    return {field.name: _value(field, getattr(event, field.name)) for field in told}
+
+
+def _value(field: Any, value: Any) -> Any:
+    """Return a value as JSON has it: bytes in hexadecimal digits, and the name of an enumerated value."""
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return str(value) if known is None else known.name.lower()
+    return value.hex() if isinstance(value, bytes) else value
 
 
 # ---- and back ----
@@ -112,8 +112,6 @@ def report_of(line: Mapping[str, Any]) -> Report:
     if event == "waiting":
         _fill_waiting(report.waiting, line)
         return report
-    if event == "standing":
-        line = {**line, "what": Happened.Value(line["what"].upper())}
     for field in told.DESCRIPTOR.fields:
         _set(told, field, line.get(field.name))
     return report
@@ -130,7 +128,7 @@ def contribution_of(line: Mapping[str, Any]) -> ContributionEntry:
 
 def _fill_waiting(waiting: Waiting, line: Mapping[str, Any]) -> None:
     told = {"round": line["round"], "seconds": line["seconds"], "obstacle": line.get("obstacle", "")}
-    waiting.MergeFrom(Waiting(awaited=Awaited.Value(line["awaited"].upper()), **told))
+    waiting.MergeFrom(Waiting(awaited=line["awaited"].upper(), **told))
     silent = dict(one.rsplit(" ", 1) for one in _names(line.get("silent", "")))
     computing = _names(line.get("computing", ""))
     for name in _names(line["members"]):
@@ -152,5 +150,6 @@ def _set(message: Message, field: FieldDescriptor, value: Any) -> None:
         if value:
             getattr(message, field.name).extend(value.split(_DAMAGED if field.name == "damaged" else _JOINED))
         return
-    is_bytes = field.type == FieldDescriptor.TYPE_BYTES
-    setattr(message, field.name, bytes.fromhex(value) if is_bytes else value)
+    if field.enum_type is not None:
+        value = field.enum_type.values_by_name[value.upper()].number
+    setattr(message, field.name, bytes.fromhex(value) if field.type == FieldDescriptor.TYPE_BYTES else value)

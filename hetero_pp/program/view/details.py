@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from hetero_pp.messages.messages_pb2 import MemberRound
+from hetero_pp.messages.messages_pb2 import Doing, MemberRound
 from hetero_pp.program.report.replica_state import STILL_TOLD
 
 MOST_POINTS = 1000
@@ -23,18 +23,16 @@ class MemberDetails:
     device: str | None = None
     round: int | None = None
     heard: float | None = None
-    doing: str = ""
-    """What it last said that it does; empty if it does not say that."""
-    neighbour: str = ""
-    """The member for which it waits."""
+    doing: Doing = Doing.DOING_UNSPECIFIED
+    """What it last said that it does."""
     since: float | None = None
     is_suspended: bool = False
     has_finished: bool = False
 
-    def does(self, time: float, doing: str, neighbour: str = "") -> None:
+    def does(self, time: float, doing: Doing) -> None:
         """Note what the member does from now on."""
-        if (doing, neighbour) != (self.doing, self.neighbour):
-            self.doing, self.neighbour, self.since = doing, neighbour, time
+        if doing != self.doing:
+            self.doing, self.since = doing, time
 
 
 class Curve:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.config.lines import WAYS
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Doing
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
@@ -15,6 +15,21 @@ from hetero_pp.program.view.topology import SIDES
 
 if TYPE_CHECKING:
     from hetero_pp.program.view.run_view import RunView
+
+
+_DOINGS: Mapping[Doing, str] = {
+    Doing.COMPUTING: "computing",
+    Doing.FORWARD: "forward",
+    Doing.BACKWARD: "backward",
+    Doing.WAITING_FOR_PREVIOUS: "waiting",
+    Doing.WAITING_FOR_NEXT: "waiting",
+    Doing.OUTER_ROUND: "outer",
+    Doing.EVALUATING: "evaluating",
+    Doing.CATCHING_UP: "reading",
+    Doing.WAITING_FOR_ROUND: "waiting",
+}
+"""What a member reports that it does -> its state on the page."""
+_HOPS = {Doing.WAITING_FOR_PREVIOUS: -1, Doing.WAITING_FOR_NEXT: 1}
 
 
 def frame_of(view: RunView, now: float) -> dict[str, Any]:
@@ -109,9 +124,19 @@ class _Members:
             return "finished", ""
         if details.is_suspended:
             return "suspended", "returns to the start of its round"
-        if details.doing:
-            return details.doing, f"waits for {details.neighbour}" if details.neighbour else ""
+        if details.doing in _DOINGS:
+            return _DOINGS[details.doing], self._awaited(name, details.doing)
         return ("reading", "") if self._state.first_step is None else ("computing", "")
+
+    def _awaited(self, name: str, doing: Doing) -> str:
+        """Return for whom a member waits, in words; empty if it does not wait."""
+        member = self._state.spec.members[name]
+        if doing == Doing.WAITING_FOR_ROUND:
+            return "waits for the next round"
+        if member.stage is None or doing not in _HOPS:
+            return ""
+        members = member.replica.members
+        return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
 
 
 def _replica(view: RunView, name: str, now: float) -> dict[str, Any]:

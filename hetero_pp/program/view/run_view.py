@@ -91,11 +91,13 @@ class RunView:
         member.heard = report.time
         if event == "joined":
             self.members[report.member] = MemberDetails(heard=report.time, since=report.time)
+        elif event == "activity":
+            member.does(report.time, report.activity.doing)
         elif event == "computes":
             member.device = report.computes.device
         elif event == "finished":
             member.has_finished = True
-            member.does(report.time, "finished")
+            member.since = report.time
         elif event in _BUSY:
             member.is_suspended = False
             member.round = getattr(report, event).round

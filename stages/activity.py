@@ -1,0 +1,38 @@
+"""What a stage does, and how long: for reports, and for threads that watch over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_pp.messages.messages_pb2 import Doing
+from hetero_pp.pipeline.schedule import Action
+
+_OF_BACKWARD = (Action.RECEIVE_GRADIENT, Action.BACKWARD, Action.SEND_GRADIENT)
+
+
+@dataclass
+class Timing:
+    """Seconds since the last reset."""
+
+    compute: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass
+class Activity:
+    """Progress of a training worker, for other threads."""
+
+    done: int = 0
+    """Number of finished events of the schedule."""
+    waits: bool = False
+    """Whether the worker waits for a neighbour."""
+    action: Action = Action.FORWARD
+    """Action of the present or last event."""
+
+    @property
+    def doing(self) -> Doing:
+        """What the stage does at this moment."""
+        if self.waits:
+            is_gradient = self.action is Action.RECEIVE_GRADIENT
+            return Doing.WAITING_FOR_NEXT if is_gradient else Doing.WAITING_FOR_PREVIOUS
+        return Doing.BACKWARD if self.action in _OF_BACKWARD else Doing.FORWARD
