@@ -2,6 +2,7 @@
 
 import { cut, el, facts, table } from "./dom.js";
 import { bytes, count, duration, loss, percent, rate, seconds } from "./format.js";
+import { told } from "./rounds.js";
 import { CELL_STATES, MEMBER_STATES, REPLICA_STATES, icon, lookUp, markForm } from "./states.js";
 
 const LAST_ROUNDS = 20;
@@ -173,5 +174,5 @@ function roundsOf(id, history) {
 function marksOf(history, concerns) {
   const marks = history.marks.filter(concerns).slice(-LAST_MARKS).reverse();
   if (!marks.length) return [];
-  return section("Events", el("ul", { class: "marks", tabindex: 0, "aria-label": "Events" }, marks.map((mark) => el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, mark.text)))));
+  return section("Events", el("ul", { class: "marks", tabindex: 0, "aria-label": "Events" }, marks.map((mark) => el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, told(mark))))));
 }
