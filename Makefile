@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 TORCH_ARGS ?=
 CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test benchmarks-smoke gpu quick lint types proto schema clean
+.PHONY: demo test page-test benchmarks-smoke gpu quick lint types proto schema clean
 
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
@@ -19,8 +19,12 @@ demo: $(READY)
 DEBRIS := tests/faults/test_no_debris.py
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(DEBRIS) -m "not long"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(DEBRIS) -m "not long and not browser"
 	$(BIN)/python -m pytest $(DEBRIS)
+
+# Opens the page of runs in Debian's chromium.
+page-test: $(READY)
+	$(BIN)/python -m pytest tests/page
 
 # Runs every benchmark once, at its smallest sizes. `make test` has those that take at most a few seconds.
 benchmarks-smoke: $(READY)

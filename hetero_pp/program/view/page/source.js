@@ -1,0 +1,109 @@
+// Where runs come from: the server that sent this page, or the data inside an exported page.
+
+const RETRY_MS = 2000;
+
+export function openSource() {
+  const embedded = document.getElementById("data");
+  return embedded ? new EmbeddedSource(JSON.parse(embedded.textContent)) : new ServerSource();
+}
+
+class EmbeddedSource {
+  constructor(data) {
+    this.data = data;
+    this.isEmbedded = true;
+  }
+
+  async runs() {
+    return this.data.runs;
+  }
+
+  async history(id) {
+    return { ...this.data.histories[id], is_live: false };
+  }
+
+  // Returns the last key frame that is not later than `time`.
+  async frame(id, time) {
+    const frames = this.data.frames[id] ?? [];
+    const later = time === null ? -1 : frames.findIndex((frame) => frame.time > time);
+    return frames[later < 0 ? frames.length - 1 : Math.max(0, later - 1)] ?? null;
+  }
+
+  async prediction(id) {
+    return this.data.predictions?.[id] ?? null;
+  }
+
+  follow() {
+    return () => {};
+  }
+}
+
+async function get(path) {
+  const response = await fetch(path, { headers: { accept: "application/json" } });
+  if (response.status === 404) return null;
+  if (!response.ok) throw new Error(`${path}: the server answered ${response.status}`);
+  return response.json();
+}
+
+class ServerSource {
+  async runs() {
+    return (await get("api/runs"))?.runs ?? [];
+  }
+
+  history(id) {
+    return get(`api/runs/${encodeURIComponent(id)}/history`);
+  }
+
+  frame(id, time) {
+    return get(`api/runs/${encodeURIComponent(id)}/frame${time === null ? "" : `?time=${time}`}`);
+  }
+
+  prediction(id) {
+    return get(`api/runs/${encodeURIComponent(id)}/prediction`);
+  }
+
+  // Calls `told.connected(bool)`, `told.frame`, `told.history`, `told.restarted`
+  // (it is another run now) and `told.ended` until the returned function is called.
+  follow(id, told) {
+    let events = null;
+    let timer = null;
+    const open = () => {
+      events = new EventSource(`api/runs/${encodeURIComponent(id)}/live`);
+      events.addEventListener("open", () => told.connected(true));
+      events.addEventListener("frame", (event) => told.frame(JSON.parse(event.data)));
+      events.addEventListener("reset", () => told.restarted());
+      events.addEventListener("history", (event) => told.history(JSON.parse(event.data)));
+      events.addEventListener("end", () => {
+        events.close();
+        told.ended();
+      });
+      events.addEventListener("error", () => {
+        told.connected(false);
+        if (events.readyState === EventSource.CLOSED) timer = setTimeout(open, RETRY_MS); // the browser gave up, we do not
+      });
+    };
+    open();
+    return () => {
+      clearTimeout(timer);
+      events.close();
+    };
+  }
+}
+
+// Adds what changed to a history: rounds by number, marks by id, steps behind those that were not repeated, and everything
+// else as a whole. Adding the same twice changes nothing.
+export function merged(history, changes) {
+  const next = { ...history, ...changes };
+  if (changes.rounds) {
+    const rounds = new Map([...history.rounds, ...changes.rounds].map((round) => [round.round, round]));
+    next.rounds = [...rounds.values()].sort((a, b) => a.round - b.round);
+  }
+  if (changes.marks) {
+    const marks = new Map([...history.marks, ...changes.marks].map((mark) => [mark.id, mark]));
+    next.marks = [...marks.values()].sort((a, b) => a.time - b.time);
+  }
+  if (changes.steps) {
+    next.steps = { ...history.steps };
+    for (const [replica, points] of Object.entries(changes.steps)) next.steps[replica] = [...(next.steps[replica] ?? []).filter(([, step]) => step < points[0][1]), ...points];
+  }
+  return next;
+}

@@ -1,0 +1,147 @@
+"""Exported pages of fabricated runs: they open from disk, can be read by all, and show text of a run as text."""
+
+from __future__ import annotations
+
+import gzip
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from conftest import OpenPage, as_file
+from fabricated import Fabricated, hundred_members, two_kinds
+from playwright.sync_api import Page, expect
+
+from hetero_pp.program.view.self_contained import self_contained
+
+pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
+
+VIEWS = ("topology", "rounds", "compare", "prediction")
+MOST_COMPRESSED = 150_000
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+def together(*runs: Fabricated) -> dict[str, Any]:
+    """Return the data of a page with several runs."""
+    found: dict[str, Any] = {"runs": [], "histories": {}, "frames": {}, "predictions": {}}
+    for run in runs:
+        data = run.data()
+        found["runs"] += data.pop("runs")
+        for name, own in data.items():
+            found[name] |= own
+    return found
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the address of a page with two runs, one of which has faults."""
+    data = together(two_kinds(), Fabricated("quick", groups=1))
+    return as_file(self_contained(data), tmp_path_factory.mktemp("exported"))
+
+
+def serious(page: Page) -> list[str]:
+    """Return what a person with a screen reader, a keyboard or weak eyes would stumble over."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {one['help']} {[node['target'] for node in one['nodes']][:4]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_finds_nothing_serious(address: str, opened: OpenPage, view: str, dark: bool) -> None:
+    page = opened(f"{address}#view={view}&time=35&select=member:home1.2", dark=dark)
+    expect(page.locator(f"#{view} h2").first).to_be_visible()
+    expect(page.locator("#panel h2")).to_have_text("home1.2")
+    for summary in page.locator(f"#{view} summary").all():
+        summary.click()
+    assert serious(page) == []
+
+
+def test_a_moment_is_shown_again_and_left_again(address: str, opened: OpenPage) -> None:
+    page = opened(f"{address}#time=35")
+    away = page.locator('[data-item="member:home1.2"]')
+    expect(away).to_have_attribute("data-state", "away")
+    expect(page.locator("#attention")).to_contain_text("home1 is suspended")
+    page.get_by_role("button", name="To the end of the run").click()
+    expect(away).to_have_attribute("data-state", "finished")
+    assert "time=" not in page.url
+
+
+def test_the_keyboard_reaches_a_member_and_the_slider(address: str, opened: OpenPage) -> None:
+    page = opened(f"{address}#time=35")
+    page.locator("#views a").first.focus()
+    for _ in range(20):  # the tabs of the other views and the buttons of the picture come first
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.dataset.item ?? ''"):
+            break
+    while not page.evaluate("document.activeElement.dataset.item").startswith("member:home1"):
+        before = page.evaluate("document.activeElement.dataset.item")
+        page.keyboard.press("ArrowRight")
+        if page.evaluate("document.activeElement.dataset.item") == before:
+            page.keyboard.press("ArrowDown")
+    member = page.evaluate("document.activeElement.dataset.item")
+    page.keyboard.press("Enter")
+    expect(page.locator("#panel h2")).to_be_focused()
+    expect(page.locator("#panel h2")).to_have_text(member.removeprefix("member:"))
+    page.keyboard.press("Escape")
+    expect(page.locator("#panel")).to_be_hidden()
+    assert page.evaluate("document.activeElement.dataset.item") == member
+    page.keyboard.press("Shift+Tab")
+    slider = page.get_by_role("slider")
+    for _ in range(60):
+        if slider.evaluate("node => node === document.activeElement"):
+            break
+        page.keyboard.press("Tab")
+    before = slider.get_attribute("aria-valuetext")
+    page.keyboard.press("Shift+ArrowRight")
+    expect(slider).not_to_have_attribute("aria-valuetext", before or "")
+
+
+def test_a_hundred_members_are_shown_on_a_phone(tmp_path: Path, opened: OpenPage) -> None:
+    data = hundred_members(rounds=3).data()
+    page = opened(as_file(self_contained(data), tmp_path), width=360)
+    expect(page.locator('[data-item^="member:"]')).to_have_count(100)
+    for view in VIEWS:
+        page.locator(f'[data-view="{view}"]').click()
+        expect(page.locator(f"#{view}")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_text_of_a_run_stays_text(tmp_path: Path, opened: OpenPage) -> None:
+    data = Fabricated(HOSTILE, groups=1, rounds=2, sites={HOSTILE: ["home.1"]}).data()
+    history = data["histories"][HOSTILE]
+    history["topology"]["members"][0] |= {"layers": HOSTILE, "engine": HOSTILE}
+    history["marks"][0]["text"] = HOSTILE
+    history["problems"] = [HOSTILE]
+    for frame in data["frames"][HOSTILE]:
+        frame["members"]["dc"] |= {"state": HOSTILE, "device": HOSTILE, "detail": HOSTILE}
+    page = opened(f"{as_file(self_contained(data), tmp_path)}#select=member:dc")
+    expect(page.locator("#attention")).to_contain_text(HOSTILE)
+    expect(page.locator("#panel")).to_contain_text(HOSTILE)
+    page.locator('[data-view="rounds"]').click()
+    expect(page.locator("#rounds .marks")).to_contain_text([HOSTILE])
+    assert page.locator("img").count() == 0
+
+
+def test_megabytes_of_labels_do_not_hang_the_page(tmp_path: Path, opened: OpenPage) -> None:
+    data = Fabricated("long", groups=1, rounds=2).data()
+    long = "x" * 2_500_000
+    history = data["histories"]["long"]
+    history["topology"]["members"][0]["layers"] = history["marks"][0]["text"] = long
+    history["problems"], history["settings"]["corpus"] = [long], long
+    page = opened(f"{as_file(self_contained(data), tmp_path)}#select=member:dc")
+    expect(page.locator("#attention")).to_contain_text("xxx")
+    for view in VIEWS:
+        page.locator(f'[data-view="{view}"]').click()
+        expect(page.locator(f"#{view}")).to_be_visible()
+    assert page.evaluate("document.body.innerText.length") < 20_000
+
+
+def test_the_first_load_is_small() -> None:
+    page = files("hetero_pp.program.view") / "page"
+    loaded = [one for one in page.iterdir() if one.name.endswith((".html", ".css", ".js", ".svg"))]
+    assert sum(len(gzip.compress(one.read_bytes())) for one in loaded) <= MOST_COMPRESSED
