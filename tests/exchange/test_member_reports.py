@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from hetero_pp.run.spec import Roster
 from replica_groups.exchange import member_reports
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.member_reports import MemberReports
+from replica_groups.loop import reporter as reporter_module
 from replica_groups.loop.reporter import Reporter
 
 STEPS, TOKENS = 10, 400
@@ -56,6 +58,10 @@ def _refusal(**values: object) -> pb.Report:
     return pb.Report(member="a", refusal=pb.Refusal(**({"kind": Kind.STRANGER} | values)))  # type: ignore[arg-type]
 
 
+def _activity(doing: int = pb.FORWARD) -> pb.Report:
+    return pb.Report(member="a", activity=pb.Activity(doing=doing))  # type: ignore[arg-type]
+
+
 OUT_OF_RANGE = {
     "a round that is not open": _step(round=2),
     "no round": _step(round=0),
@@ -80,6 +86,8 @@ OUT_OF_RANGE = {
     "a state of a made-up round": pb.Report(member="a", state_saving=pb.StateSaving(round=2**32 - 1)),
     "more refusals than calls": _refusal(count=2**64 - 1),
     "a made-up kind of refusal": _refusal(kind="made up"),
+    "a made-up activity": _activity(99),
+    "no activity": _activity(0),
 }
 
 
@@ -112,7 +120,16 @@ def test_every_number_that_a_member_may_report_has_a_range() -> None:
 
 
 def test_what_is_in_range_is_passed_on(run: Run) -> None:
-    told = [_step(), _step(step=STEPS - 1), _evaluation(), _evaluation(round=0), _use(round=0), _round(), _refusal()]
+    told = [
+        _step(),
+        _step(step=STEPS - 1),
+        _evaluation(),
+        _evaluation(round=0),
+        _use(round=0),
+        _round(),
+        _refusal(),
+        _activity(),
+    ]
     run.exchange.report(told)
     assert run.exchange.refusals == 0
 
@@ -128,7 +145,7 @@ def test_losses_of_a_run_that_diverges_are_unknown(run: Run) -> None:
     assert run.exchange.refusals == 0
 
 
-@pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal])
+@pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal, _activity])
 def test_a_flood_of_reports_is_bounded_by_the_rounds_of_the_run(make: object, run: Run) -> None:
     """Otherwise memory and disk of every watcher would fill up."""
     assert callable(make)
@@ -228,6 +245,57 @@ def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
     told = [one for one in _told(run.exchange) if one.HasField("inner_step")]
     assert [one.inner_step.loss for one in told] == [2.5]
     assert told[0].HasField("sent")
+
+
+class _Heard:
+    """An exchange that keeps what members report, and may be of a version without activities."""
+
+    def __init__(self, knows_activities: bool = True) -> None:
+        self.heard: list[pb.Report] = []
+        self._knows, self._changed = knows_activities, threading.Condition()
+
+    def report(self, reports: Sequence[pb.Report]) -> None:
+        if not self._knows and any(one.HasField("activity") for one in reports):
+            raise Refused("a may not report nothing")
+        with self._changed:
+            self.heard += reports
+            self._changed.notify_all()
+
+    def wait_for(self, doings: list[int]) -> bool:
+        """Return whether exactly these activities were reported, in this order, within a minute."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.doings[: len(doings)] == doings, 60)
+
+    @property
+    def doings(self) -> list[int]:
+        return [one.activity.doing for one in self.heard if one.HasField("activity")]
+
+
+def test_a_reporter_samples_what_its_member_does_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 1e-3)
+    exchange, now = _Heard(), [pb.FORWARD]
+    reporter = Reporter(exchange, "a", interval=0.0)  # type: ignore[arg-type]
+    reporter.does(lambda: now[0])
+    assert exchange.wait_for([pb.FORWARD])
+    now[0] = pb.WAITING_FOR_NEXT
+    assert exchange.wait_for([pb.FORWARD, pb.WAITING_FOR_NEXT])
+    reporter.does(pb.OUTER_ROUND)
+    reporter.send(_step())
+    assert exchange.wait_for([pb.FORWARD, pb.WAITING_FOR_NEXT, pb.OUTER_ROUND])
+    reporter.close()
+    assert len(exchange.doings) == 3
+
+
+def test_an_exchange_without_activities_gets_all_other_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 1e-3)
+    exchange = _Heard(knows_activities=False)
+    reporter = Reporter(exchange, "a", interval=0.0)  # type: ignore[arg-type]
+    for doing in (pb.FORWARD, pb.BACKWARD):
+        reporter.does(doing)
+        reporter.send(_step())
+        reporter.flush()
+    reporter.close()
+    assert [one.WhichOneof("event") for one in exchange.heard] == ["inner_step", "inner_step"]
 
 
 def test_a_taken_over_run_lets_members_report_the_round_that_they_train(run: Run) -> None:
