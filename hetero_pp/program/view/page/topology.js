@@ -66,6 +66,7 @@ export class TopologyView {
 
   draw() {
     for (const update of this.updates) update(this.frame, this.history);
+    if (this.frame) this.holder.dataset.time = this.frame.time; // the moment that is drawn
   }
 }
 
