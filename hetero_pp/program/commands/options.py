@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,3 +19,20 @@ Overrides = Annotated[
 StartNew = Annotated[
     bool, typer.Option("--new", help="Start a new run though runs/<name> is unfinished; it is moved aside.")
 ]
+
+
+def parsed_address(option: str, text: str | None) -> str | None:
+    """Return HOST:PORT as an option gave it, None if the option is absent. Raises ConfigError for any other text."""
+    from hetero_pp.config.topology import parse_address
+
+    return None if text is None else parsed(option, parse_address, text)
+
+
+def parsed(option: str, parse: Callable[[str], str], text: str) -> str:
+    """Return the value of an option. Raises ConfigError with the option's name if it is not valid."""
+    from hetero_pp.core.errors import ConfigError
+
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError((), f"{option}: {error}") from None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunsFolder
+from hetero_pp.program.commands.options import RunsFolder, parsed_address
 
 Experiments = Annotated[
     list[str] | None,
@@ -149,15 +149,28 @@ def compare(
 
 
 def view(
-    named: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs in runs/, or run folders.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Serve the page at this port; 0: any free port.")] = 0,
+    named: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Names of runs in runs/, run folders, or HOST:PORT of an exchange."),
+    ],
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve the page here (port 0: any free port), by default on loopback; elsewhere it is encrypted, and "
+            "only members of the run see it.",
+        ),
+    ] = None,
+    export_path: Annotated[
+        Path | None, typer.Option("--export", metavar="FILE", help="Write the page with its data to one HTML file.")
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Show runs on a page of this machine: topology, rounds, any moment again, and several runs side by side."""
+    """Show runs on a page: topology, rounds, any moment again, and several runs side by side."""
     with readable_errors():
         from hetero_pp.program.view.command import view as show
 
-        show(runs, named, port)
+        show(runs, named, parsed_address("--listen", listen), export_path)
 
 
 def volume(

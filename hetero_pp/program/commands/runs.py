@@ -5,14 +5,21 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import ConfigPath, Overrides, RunName, RunsFolder, StartNew
+from hetero_pp.program.commands.options import (
+    ConfigPath,
+    Overrides,
+    RunName,
+    RunsFolder,
+    StartNew,
+    parsed,
+    parsed_address,
+)
 
 
 def launch(
@@ -42,6 +49,7 @@ def launch(
     commands: Annotated[
         bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
     ] = False,
+    page: Annotated[bool, typer.Option("--view", help="Show the run on a page of this machine, too.")] = False,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
@@ -61,10 +69,10 @@ def launch(
         if commands:
             print_commands(config, settings)
         elif only is not None:
-            host = Host(only, _address("--exchange", exchange), token)
-            run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new=new, since=_started())
+            host = Host(only, parsed_address("--exchange", exchange), token)
+            run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new, _started(), page)
         else:
-            run_topology(config, settings, runs, in_process, resume, typed(), new=new, since=_started())
+            run_topology(config, settings, runs, in_process, resume, typed(), new, _started(), page=page)
 
 
 def serve(
@@ -112,7 +120,7 @@ def invite(
         from hetero_pp.program.join.invite import invite as print_ticket
         from hetero_pp.program.join.invite import seconds_of
 
-        print_ticket(runs, run, place, seconds_of(expires), _address("--address", address))
+        print_ticket(runs, run, place, seconds_of(expires), parsed_address("--address", address))
 
 
 def revoke(
@@ -167,7 +175,7 @@ def join(
 
         take_part(
             sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket,
-            Here(runs, data, tokenizer, _address("--listen", listen), _parsed("--device", parse_device, device)),
+            Here(runs, data, tokenizer, parsed_address("--listen", listen), parsed("--device", parse_device, device)),
         )
 
 
@@ -206,7 +214,7 @@ def status(
     with readable_errors():
         from hetero_pp.program.join.status import status as ask_and_print
 
-        ask_and_print(runs, run, _address("--address", address), json_path)
+        ask_and_print(runs, run, parsed_address("--address", address), json_path)
 
 
 def _started() -> float:
@@ -222,20 +230,3 @@ def typed() -> list[str]:
     if program.name == "__main__.py":
         return [sys.executable, "-m", "hetero_pp", *sys.argv[1:]]
     return [program.name if shutil.which(program.name) == str(program) else str(program), *sys.argv[1:]]
-
-
-def _address(option: str, text: str | None) -> str | None:
-    """Return HOST:PORT as an option gave it, None if the option is absent. Raises ConfigError for any other text."""
-    from hetero_pp.config.topology import parse_address
-
-    return None if text is None else _parsed(option, parse_address, text)
-
-
-def _parsed(option: str, parse: Callable[[str], str], text: str) -> str:
-    """Return the value of an option. Raises ConfigError with the option's name if it is not valid."""
-    from hetero_pp.core.errors import ConfigError
-
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError((), f"{option}: {error}") from None

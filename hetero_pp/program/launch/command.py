@@ -27,7 +27,7 @@ from hetero_pp.program.launch.hosts import (
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import ResumeHint
-from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
+from hetero_pp.program.launch.recorded import OnReport, Page, Start, run_and_record, without_page
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import decide_to_resume
 from hetero_pp.program.report.output import standard_output, tell
@@ -61,6 +61,7 @@ def run_topology(
     new: bool = False,
     since: float | None = None,
     start: Start | None = None,
+    page: bool = False,
 ) -> None:
     """Train the topology of a YAML in a new folder under `runs`, or resume the run that is there.
 
@@ -81,7 +82,16 @@ def run_topology(
         claim_store(prepared.spec.config, folder),
         ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
     ):
-        run_and_record(prepared, runs, start, resume, since, hint.print_once)
+        run_and_record(prepared, runs, start, resume, since, hint.print_once, _page(page))
+
+
+def _page(is_wanted: bool) -> Page:
+    """Return the page of a run, imported only if it is wanted."""
+    if not is_wanted:
+        return without_page
+    from hetero_pp.program.view.launched import on_a_page
+
+    return on_a_page
 
 
 def run_on_this_host(
@@ -94,6 +104,7 @@ def run_on_this_host(
     typed: Sequence[str] = (),
     new: bool = False,
     since: float | None = None,
+    page: bool = False,
 ) -> None:
     """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
@@ -125,7 +136,7 @@ def run_on_this_host(
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), hint:
-            run_and_record(prepared, runs, start, resume, since, hint.print_once)
+            run_and_record(prepared, runs, start, resume, since, hint.print_once, _page(page))
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")

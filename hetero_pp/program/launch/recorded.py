@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from hetero_pp.config.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
@@ -35,16 +36,30 @@ MOST_REFUSALS = 20
 MOST_REFUSALS_OF_A_MEMBER = 5
 
 OnReport = Callable[[Report], None]
+Page = Callable[[RunState, Callable[[str], None]], AbstractContextManager[OnReport]]
+"""(state, say) -> while a block runs, a function for the reports that the state has accepted; it raises nothing."""
 Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 """(spec, folder, on_report, changed keys if the run is resumed, else None); returns when the run is over."""
 
 
+@contextmanager
+def without_page(state: RunState, say: Callable[[str], None]) -> Iterator[OnReport]:
+    """Show the run on no page. Implements Page."""
+    yield lambda report: None
+
+
 def run_and_record(
-    prepared: Prepared, runs: Path, start: Start, resume: bool, since: float, on_stopped: Callable[[], None]
+    prepared: Prepared,
+    runs: Path,
+    start: Start,
+    resume: bool,
+    since: float,
+    on_stopped: Callable[[], None],
+    page: Page = without_page,
 ) -> None:
     """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
 
-    `on_stopped` is called after an interrupt, once everything but the pictures is saved.
+    `on_stopped` is called after an interrupt, once everything but the pictures is saved. `page` may show the run, too.
 
     Raises RunFailed if the run ended early without a reason.
     """
@@ -66,23 +81,28 @@ def run_and_record(
 
     begun = Beginnings(resume)
 
+    def take(report: Report) -> None:
+        if state.apply(report):
+            show(report)
+        recorder.on_report(report)
+
     def on_report(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE:
             if begun.is_taken_over(report.begun):
-                _catch_up(spec, folder, report, state, recorder)
+                _catch_up(spec, folder, report, state, take)
                 return
             if resume:
-                _go_on(spec, folder, report, state, recorder, say)
+                _go_on(spec, folder, report, state, take, say)
+                recorder.go_on()
         if report.HasField("refusal"):
             refuse(report)
         for line in happenings.lines(report):
             say(line)
-        state.apply(report)
-        recorder.on_report(report)
+        take(report)
 
     is_stopped = False
     try:
-        with LiveDisplay(state, console, since=since):
+        with page(state, say) as show, LiveDisplay(state, console, since=since):
             start(spec, folder, on_report, changed)
         if not state.is_over:
             raise RunFailed(
@@ -165,7 +185,7 @@ def _keep_wanted(agreement: Agreement, folder: RunFolder) -> None:
 
 
 def _go_on(
-    spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]
+    spec: RunSpec, folder: RunFolder, report: Report, state: RunState, take: OnReport, say: Callable[[str], None]
 ) -> None:
     """Apply and record the reports of earlier rounds again, and print a line about them."""
     last_round = report.begun.last_round
@@ -180,9 +200,7 @@ def _go_on(
     with state.lock:  # the display then shows these rounds as one line only
         state.closed_earlier = last_round
         for one in earlier:
-            state.apply(one)
-            recorder.on_report(one)
-    recorder.go_on()
+            take(one)
     if last_round:
         say(earlier_line(state))
 
@@ -202,14 +220,12 @@ class Beginnings:
         return not is_first or (begun.last_round > 0 and not self._resume)
 
 
-def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder) -> None:
+def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState, take: OnReport) -> None:
     """Report the rounds that were recorded, but not reported before the earlier exchange ended."""
     log = open_log(spec.config, folder)
     for round_ in range(1, report.begun.last_round + 1):
         if round_ not in state.closed:
-            closed = Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_))
-            state.apply(closed)
-            recorder.on_report(closed)
+            take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
 
 
 def _changed_after(changes: Changes, last_round: int) -> Iterator[str]:

@@ -29,6 +29,10 @@ class Broadcast:
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def has_viewers(self) -> bool:
+        return bool(self._viewers)
+
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events until the viewer is gone, or is dropped because it reads too slowly."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)

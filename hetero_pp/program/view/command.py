@@ -1,45 +1,92 @@
-"""`hetero-pp view`: shows runs on a page of this machine."""
+"""`hetero-pp view`: shows runs on a page, or writes the page to a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.program.join.membership import memberships_in
+from hetero_pp.program.join.status import Known, folder_of, known_run, runs_at
 from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.view.exported import export_page
 from hetero_pp.program.view.record import Record
-from hetero_pp.program.view.serving import Served
+from hetero_pp.program.view.serving import LOOPBACK, Served
 from hetero_pp.program.view.sources import Source
+from hetero_pp.program.view.watched import Watched
+from hetero_pp.rpc.certificates import Identity
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+
+_SECONDS_TO_READ = 600.0
+"""Longest time for reading a record that is exported."""
 
 
-def view(runs: Path, named: Sequence[str], port: int) -> None:
-    """Serve the page of these runs until an interrupt. Raises ConfigError for a name that is no run."""
-    sources = sources_of(runs, named)
-    served = Served(sources, port=port)
+def view(runs: Path, named: Sequence[str], listen: str | None, export: Path | None) -> None:
+    """Serve the page of these runs until an interrupt, or write it to a file.
+
+    Raises ConfigError for a name that is no run, and for an address that cannot be opened.
+    """
+    folders = [_folder(runs.absolute(), name) for name in named]
+    identities = [] if listen is None else [one.identity for one in map(_known, folders) if one is not None]
+    show(sources_of(folders), listen, export, identities)
+
+
+def show(
+    sources: Mapping[str, Source],
+    listen: str | None = None,
+    export: Path | None = None,
+    identities: Sequence[Identity] = (),
+) -> None:
+    """Serve the page of some sources until an interrupt, or write it to a file."""
+    served = None if export is not None else Served(sources, listen or LOOPBACK, identities)
     with ExitStack() as stack:
         for source in sources.values():
             source.start()
             stack.callback(source.close)
-        tell(standard_output(), f"{', '.join(sources)}: {served.url} (Ctrl-C ends it)")
-        served.run()
+        if served is None and export is not None:
+            for source in sources.values():
+                source.wait(_SECONDS_TO_READ)
+            export_page(sources, export)
+            tell(standard_output(), f"{', '.join(sources)}: the page is in {export}")
+        elif served is not None:
+            tell(standard_output(), f"{', '.join(sources)}: {served.url} (Ctrl-C ends the page)")
+            served.run()
 
 
-def sources_of(runs: Path, named: Sequence[str]) -> dict[str, Source]:
+def sources_of(folders: Sequence[RunFolder]) -> dict[str, Source]:
     """Return the runs by the names that the page uses. Raises ConfigError."""
     found: dict[str, Source] = {}
-    for name in named:
-        folder = _folder(runs, name)
-        label = folder.path.resolve().name
+    for folder in folders:
+        name, number = folder.path.resolve().name, 2
+        label = name
         while label in found:
-            label += "'"
-        found[label] = Record(folder)
+            label, number = f"{name} ({number})", number + 1
+        found[label] = _source(folder)
     return found
 
 
+def _source(folder: RunFolder) -> Source:
+    """Return the run of a folder: its record if this host has it, else what its exchange tells. Raises ConfigError."""
+    if folder.config.is_file():
+        return Record(folder)
+    for membership in memberships_in(folder):
+        own = RunFolder(folder.path, f"config-{membership.place}.yaml")
+        if own.config.is_file():
+            return Watched(read_run(own), membership)
+    raise ConfigError((), f"{folder.path}: found no record of a run and no membership, expected one of them")
+
+
 def _folder(runs: Path, name: str) -> RunFolder:
-    for path in (runs / name, Path(name)):
-        if RunFolder(path).config.is_file():
-            return RunFolder(path)
-    raise ConfigError((), f"{name}: found no run, expected a name in {runs}/ or a run folder")
+    """Return the folder of a run: by its name, its path, or the address of its exchange. Raises ConfigError."""
+    if ":" not in name or Path(name).is_dir():
+        return folder_of(runs, name)
+    return runs_at(runs, name)[0].folder
+
+
+def _known(folder: RunFolder) -> Known | None:
+    """Return how this host authenticates to a run; None if it does not serve it and has not joined it."""
+    with suppress(HeteroPPError):
+        return known_run(folder)
+    return None

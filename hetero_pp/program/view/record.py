@@ -98,7 +98,7 @@ class Record:
         self.folder = folder
         self.view = RunView(RunState(read_run(folder)))
         self.prediction = None
-        self.caught_up = threading.Event()
+        self._caught_up = threading.Event()
         """Set once the record has been read to its present end."""
         self._ended = threading.Event()
         self._file: IO[bytes] | None = None
@@ -110,6 +110,10 @@ class Record:
     def start(self) -> None:
         """Begin to follow the record."""
         self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the record has been read to its present end; return whether it has."""
+        return self._caught_up.wait(seconds)
 
     def close(self) -> None:
         """Stop."""
@@ -127,7 +131,7 @@ class Record:
                 self._look()
             except (OSError, HeteroPPError) as error:
                 self.view.complain(f"{self.folder.path}: cannot be read now: {error}")
-            self.caught_up.set()
+            self._caught_up.set()
             self._ended.wait(_SECONDS_BETWEEN_READS)
 
     def _open(self) -> None:

@@ -40,6 +40,8 @@ class RunView:
         self.contributed: dict[int, dict[str, int]] = {}
         """Bytes of each included contribution, by round and replica."""
         self.barred: set[str] = set()
+        self.has_told_the_end = False
+        """Whether the exchange has reported that every round is closed."""
         self._marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
         self._marked = self._marks_told = 0
         self.problems: list[str] = []
@@ -70,6 +72,8 @@ class RunView:
                 self._closed(report)
             case "standing":
                 self._happened(report.time, report.standing)
+            case "over":
+                self.has_told_the_end = True
         if found or self.key_frames.is_due(report.time):
             self.key_frames.add(report.time, to_json(frame_of(self, report.time)))
 

@@ -46,7 +46,7 @@ def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> S
     broadcasts = {name: Broadcast(name, source) for name, source in sources.items()}
 
     async def runs(request: Request) -> Response:
-        return _json({"runs": [_run(name, source) for name, source in sources.items()]})
+        return _json({"runs": [run_of(name, source) for name, source in sources.items()]})
 
     async def history(request: Request) -> Response:
         name = request.path_params["name"]
@@ -68,7 +68,7 @@ def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> S
             raise HTTPException(404, "found no prediction of this run")
         return _json(source.prediction)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", lambda request: FileResponse(PAGE / "index.html")),
             Mount("/page", StaticFiles(directory=PAGE, check_dir=False)),
@@ -84,9 +84,11 @@ def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> S
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=6),
         ],
     )
+    app.state.broadcasts = broadcasts.values()
+    return app
 
 
-def _run(name: str, source: Source) -> dict[str, object]:
+def run_of(name: str, source: Source) -> dict[str, object]:
     view = source.view
     kind = "prediction" if view is None else view.kind
     shown = name if view is None else view.state.spec.config.name

@@ -1,43 +1,70 @@
-"""Serves the page at an address of this machine."""
+"""Serves the page at an address: on loopback as it is, elsewhere by TLS to members of the run only."""
 
 from __future__ import annotations
 
 import errno
 import socket
+import ssl
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
+from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.program.view.server import page_app
+from hetero_pp.core.files import write_whole
+from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES
+from hetero_pp.program.view.server import LOOPBACK_NAMES, page_app
 from hetero_pp.program.view.sources import Source
+from hetero_pp.rpc.certificates import Identity
 
-LOOPBACK = "127.0.0.1"
-_SECONDS_TO_END = 1.0
+LOOPBACK = "127.0.0.1:0"
+_SECONDS_TO_END = 2.0
+_MOST_CONNECTIONS = 200
 
 
 class Served:
     """The page at an open port."""
 
-    def __init__(self, sources: Mapping[str, Source], host: str = LOOPBACK, port: int = 0) -> None:
-        """Open the port; 0: any free one. Raises ConfigError if it cannot be opened."""
-        self._socket = _listen(host, port)
-        self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://{host}:{self.port}/"
+    def __init__(
+        self, sources: Mapping[str, Source], address: str = LOOPBACK, identities: Sequence[Identity] = ()
+    ) -> None:
+        """Open the port (0: any free one).
+
+        `identities`: this host's in each run, of which the first is shown to callers. They are needed beyond loopback,
+        where every caller has to show a certificate of a member of one of the runs.
+
+        Raises ConfigError for an address that cannot be opened, or without identities beyond loopback.
+        """
+        host, _, port = address.rpartition(":")
+        host, is_local = host.strip("[]"), is_loopback(address)
+        if not is_local and not identities:
+            why = "found an address that others reach, but no certificate of a run to check them by"
+            raise ConfigError(
+                (), f"--listen {address}: {why}; use 127.0.0.1, or view a run that this host serves or joined"
+            )
+        self._socket = _listen(host, int(port), address)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
+        self._app = page_app(sources, list(LOOPBACK_NAMES) if is_local else ["*"])
         config = uvicorn.Config(
-            page_app(sources),
+            self._app,
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
+            ws="none",
             timeout_keep_alive=20,
             timeout_graceful_shutdown=1,
-            limit_concurrency=200,
-            h11_max_incomplete_event_size=16_384,
-            ws="none",
+            limit_concurrency=_MOST_CONNECTIONS,
         )
+        config.load()
+        if not is_local:
+            config.ssl = _only_members(identities)
         self._server = uvicorn.Server(config)
 
     def run(self) -> None:
@@ -52,18 +79,35 @@ class Served:
         try:
             yield
         finally:
-            self._server.should_exit = self._server.force_exit = True
+            self._server.should_exit = True
             thread.join(_SECONDS_TO_END)
 
+    def tell_the_end(self) -> None:
+        """Give viewers, if there are any, time to hear that the run has ended."""
+        if any(broadcast.has_viewers for broadcast in self._app.state.broadcasts):
+            time.sleep(2 * SECONDS_BETWEEN_FRAMES)
 
-def _listen(host: str, port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+def _listen(host: str, port: int, address: str) -> socket.socket:
     try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
     except OSError as error:
-        found.close()
-        in_use = error.errno == errno.EADDRINUSE
-        why = "the port is in use" if in_use else error.strerror
-        raise ConfigError((), f"{host}:{port}: found that {why}, expected a free port (--port 0 takes any)") from None
+        why = "a port in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise ConfigError((), f"{address}: found {why}, expected a free port of this machine (port 0: any)") from None
     return found
+
+
+def _only_members(identities: Sequence[Identity]) -> ssl.SSLContext:
+    """Return a context that shows the first identity, and accepts only certificates that the runs have signed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata="\n".join(one.authority for one in identities))
+    with tempfile.TemporaryDirectory() as folder:
+        pem = Path(folder) / "identity.pem"  # the ssl module reads keys from files only
+        write_whole(pem, f"{identities[0].key}\n{identities[0].certificate}".encode(), is_secret=True)
+        context.load_cert_chain(pem)
+    return context

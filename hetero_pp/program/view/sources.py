@@ -21,5 +21,8 @@ class Source(Protocol):
     def start(self) -> None:
         """Begin to follow the run."""
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until what is known already has been read; return whether it has."""
+
     def close(self) -> None:
         """Stop."""

@@ -1,0 +1,152 @@
+"""Predicted step of a run for the page: bars of members and links, and numbers beside the measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from hetero_pp.config.links import stage_link_name
+from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.timeline import Span, Timeline
+
+_ENOUGH = 1e-9
+"""Shortest gap, in seconds, that is drawn as waiting."""
+
+
+class Predicted:
+    """A predicted step, beside the run of the same name if it was measured. Implements Source."""
+
+    def __init__(self, file: ConfigFile, spec: RunSpec, record: Record | None) -> None:
+        """Raises ConfigError for a topology that cannot be predicted."""
+        self._record = record
+        timeline = Timeline()
+        try:
+            self._found = predict(spec, timeline.of)
+        except ConfigError as error:
+            raise file.located(error) from None
+        self._step = step_of(spec, timeline.spans)
+
+    @property
+    def view(self) -> RunView | None:
+        return None if self._record is None else self._record.view
+
+    @property
+    def prediction(self) -> dict[str, Any]:
+        bubbles = [replica.bubble for replica in self._found.replicas]
+        head = {"step_seconds": self._found.step_seconds, "utilization": self._found.utilization["absolute"]}
+        return (
+            head | {"bubble": max(bubbles, default=0.0), "values": list(values_of(self._found, self.view))} | self._step
+        )
+
+    def start(self) -> None:
+        if self._record is not None:
+            self._record.start()
+
+    def wait(self, seconds: float) -> bool:
+        return self._record is None or self._record.wait(seconds)
+
+    def close(self) -> None:
+        if self._record is not None:
+            self._record.close()
+
+
+def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
+    """Return bars of members and links for the second inner step of each replica, or the only one."""
+    members: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
+    for name in dict.fromkeys(span.replica for span in spans):
+        replica = _replica(spec, name)
+        own = _last_pass([span for span in spans if span.replica == name])
+        updates = [span.end for span in own if span.track == "stage 0" and span.name == "update"]
+        start, end = ([0.0, *updates[:1]] if len(updates) < 2 else updates[:2])[:2]
+        within = [span for span in own if span.start >= start - _ENOUGH and span.end <= end + _ENOUGH]
+        for index, member in enumerate(replica.members):
+            track = sorted((one for one in within if one.track == f"stage {index}"), key=lambda one: one.start)
+            members.append({"id": member, "bars": list(_with_waits(track, start, end))})
+        for hop in range(len(replica.members) - 1):
+            bars = [_bar(one, start) for one in within if one.track.startswith(f"hop {hop} ")]
+            links.append({"id": stage_link_name(replica.name, hop), "bars": bars})
+    return {"members": members, "links": links}
+
+
+def _replica(spec: RunSpec, name: str) -> ReplicaSettings:
+    """Return the replica that a timeline names; the first one of several alike."""
+    return next(one for one in spec.config.replicas if name in (one.name, one.name.rpartition("-")[0]))
+
+
+def _last_pass(spans: Sequence[Span]) -> Sequence[Span]:
+    """Return the spans of the last time that the simulator timed the replica: with shared lines it does so again."""
+    first, before = 0, 0.0
+    for index, span in enumerate(spans):
+        if span.track == "stage 0":
+            first = index if span.start < before else first
+            before = span.start
+    return spans[first:]
+
+
+_KINDS = {"activation": "there", "gradient": "back"}
+
+
+def _bar(span: Span, start: float) -> dict[str, Any]:
+    what, _, number = span.name.partition(" ")
+    micro_batch = int(number) if number else None
+    times = {"start": span.start - start, "end": span.end - start}
+    return times | {"kind": _KINDS.get(what, what), "micro_batch": micro_batch}
+
+
+def _with_waits(track: Sequence[Span], start: float, end: float) -> Iterator[dict[str, Any]]:
+    """Yield the bars of a member, with the gaps between them as waiting."""
+    before = start
+    for span in track:
+        if span.start > before + _ENOUGH:
+            yield {"start": before - start, "end": span.start - start, "kind": "wait", "micro_batch": None}
+        yield _bar(span, start)
+        before = max(before, span.end)
+    if end > before + _ENOUGH:
+        yield {"start": before - start, "end": end - start, "kind": "wait", "micro_batch": None}
+
+
+def values_of(found: Prediction, view: RunView | None) -> Iterator[dict[str, Any]]:
+    """Yield predicted numbers with the measured ones; None if nothing was measured."""
+    measured = {} if view is None else _measured(view)
+    for name, unit, predicted in (
+        ("step", "s", found.step_seconds),
+        ("round", "s", found.round_seconds),
+        ("outer round", "s", found.outer_seconds),
+        ("tokens per second", "1/s", found.tokens_per_second),
+    ):
+        yield {"name": name, "unit": unit, "predicted": predicted, "measured": measured.get(name)}
+
+
+def _measured(view: RunView) -> dict[str, float]:
+    """Return what a run took so far: the means over its closed rounds, of the slowest replica."""
+    with view.state.lock:
+        state = view.state
+        if not state.closed:
+            return {}
+        times = [
+            {name: [view.times.of(round_, name) for round_ in state.closed] for name in state.replicas}[name]
+            for name in state.replicas
+        ]
+        found = {"round": fmean(state.round_seconds(one) for one in state.closed)}
+        found["tokens per second"] = state.tokens_per_second()
+        steps = [_mean(of, "compute_seconds", "wait_seconds") for of in times]
+        outer = [_mean(of, "outer_seconds") for of in times]
+        if state.inner_steps is not None and any(steps):
+            found["step"] = max(steps) / state.inner_steps
+        if any(outer):
+            found["outer round"] = max(outer)
+        return found
+
+
+def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
+    """Return the mean over the rounds of the sum of some times, in seconds; 0 if they are unknown."""
+    known = [sum(one[name] or 0.0 for name in names) for one in rounds if one[names[0]] is not None]
+    return fmean(known) if known else 0.0

@@ -1,0 +1,86 @@
+"""Follows a run that this host has joined, by the reports that its exchange passes on."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.join.membership import Membership
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.spec import RunSpec
+
+_SECONDS_BETWEEN_TRIES = 5.0
+_FIRST = ("joined", "reading", "waiting", "begun", "computes", "activity", "refusal")
+"""Events with which the reports of a whole run begin."""
+
+
+class Watched:
+    """A run elsewhere. A thread follows its reports until `close`. Implements Source."""
+
+    prediction = None
+
+    def __init__(self, spec: RunSpec, membership: Membership) -> None:
+        self._spec, self._membership = spec, membership
+        self.view = RunView(RunState(spec))
+        self._heard, self._ended = threading.Event(), threading.Event()
+        self._client: ExchangeClient | None = None
+        self._thread = threading.Thread(target=self._run, name=f"watch {spec.config.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow the run."""
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the first report or a complaint; return whether there was one."""
+        return self._heard.wait(seconds)
+
+    def close(self) -> None:
+        """Stop."""
+        self._ended.set()
+        if self._client is not None:
+            self._client.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Follow the run until it is over. After a break the exchange tells its last reports again."""
+        complaint = ""
+        while not self._ended.is_set():
+            self._client = ExchangeClient(self._membership.address, self._membership.credentials)
+            try:
+                if self._follow(self._client):
+                    return
+                complaint = f"the exchange at {self._membership.address} ended the connection; trying again"
+            except HeteroPPError as error:
+                complaint = f"{error}; trying again"
+            finally:
+                with suppress(HeteroPPError):
+                    self._client.close()
+            if not self._ended.is_set():
+                self.view.complain(complaint)
+            self._heard.set()
+            self._ended.wait(_SECONDS_BETWEEN_TRIES)
+
+    def _follow(self, client: ExchangeClient) -> bool:
+        """Take in reports until the connection ends. Return whether the run is over."""
+        view: RunView | None = None
+        for report in client.watch():
+            if view is None:
+                view = self.view = self._begun(report)
+            with view.state.lock:
+                if view.state.apply(report):
+                    view.take(report)
+            self._heard.set()
+        if view is None or not (view.state.is_over or view.state.failed or view.has_told_the_end):
+            return False
+        view.end("over" if view.state.failed is None else f"failed: {view.state.failed}", False, None)
+        return True
+
+    def _begun(self, first: Report) -> RunView:
+        view = RunView(RunState(self._spec))
+        if first.WhichOneof("event") not in _FIRST:
+            view.complain("the exchange tells only its last 10,000 reports: what happened before is missing")
+        return view
