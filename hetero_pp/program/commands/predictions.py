@@ -41,6 +41,10 @@ def simulate(
         Path | None,
         typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--view", help="Show a step on a page, beside the run of this name if there is one.")
+    ] = False,
+    runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Predict times, utilization, bytes and memory of a run, without training."""
@@ -56,6 +60,10 @@ def simulate(
         costs = (Override(("simulate", key), value, shown) for key, value in measured.items())
         settings: list[Given] = [*overrides, *costs]
         predict_and_print(config, settings, sweep, curves, outputs)
+        if page:
+            from hetero_pp.program.view.prediction import show_prediction
+
+            show_prediction(config, settings, runs)
 
 
 def plan(

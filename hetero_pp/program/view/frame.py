@@ -40,14 +40,14 @@ def frame_of(view: RunView, now: float) -> dict[str, Any]:
     members = _Members(view)
     return {
         "time": view.since_start(now),
-        "wall": now,
+        "wall": round(now, 3),
         "phase": _phase(view),
         "message": state.failed or next((line for line, _ in status_lines(state, now)), ""),
         "rounds_closed": state.rounds,
         "step_done": done,
         "step_total": total,
-        "elapsed": state.elapsed(now),
-        "seconds_left": left,
+        "elapsed": round(state.elapsed(now), 3),
+        "seconds_left": None if left is None else round(left, 1),
         "members": {name: members.one(name, details) for name, details in view.members.items()},
         "replicas": {name: _replica(view, name, now) for name in _names(state)},
         "links": _links(state, now),
@@ -181,8 +181,8 @@ def _links(state: RunState, now: float) -> dict[str, Any]:
     return {
         name: {
             side: {
-                "rate": link.directions[way].recent_bytes_per_second(now),
-                "busy": link.directions[way].busy_share(seconds),
+                "rate": round(link.directions[way].recent_bytes_per_second(now)),
+                "busy": _rounded(link.directions[way].busy_share(seconds)),
                 "bytes": link.directions[way].wire_bytes,
             }
             for side, way in SIDES.items()
@@ -192,13 +192,17 @@ def _links(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
+
+
 def _lines(state: RunState, now: float) -> dict[str, Any]:
     seconds = state.training_seconds(now)
     return {
         name: {
             way: {
-                "rate": line.recent_bytes_per_second(way, now),
-                "busy": line.busy_share(way, seconds),
+                "rate": round(line.recent_bytes_per_second(way, now)),
+                "busy": _rounded(line.busy_share(way, seconds)),
                 "bytes": line.wire_bytes(way),
             }
             for way in WAYS

@@ -25,6 +25,7 @@ _KINDS: Mapping[str, str] = {
     "EXCLUDED": "barred",
     "NOT_AWAITED": "not_awaited",
 }
+_CHARACTERS_MAX = 1000
 _RETURNED = "its slot was returned"
 """Cause of the end of a member that left the run."""
 
@@ -63,4 +64,4 @@ class Marks:
     def _mark(self, kind: str, member: str, replica: str, round_: int, text: str) -> dict[str, Any]:
         known = member if member in self._replicas else None
         of = replica or (self._replicas[member] if known else None)
-        return {"kind": kind, "member": known, "replica": of, "round": round_ or None, "text": text}
+        return {"kind": kind, "member": known, "replica": of, "round": round_ or None, "text": text[:_CHARACTERS_MAX]}

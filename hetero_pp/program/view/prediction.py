@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hetero_pp.config.links import stage_link_name
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.program.view.command import show
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import RunView
+from hetero_pp.run.changes import Given
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -18,6 +23,15 @@ from hetero_pp.simulator.timeline import Span, Timeline
 
 _ENOUGH = 1e-9
 """Shortest gap, in seconds, that is drawn as waiting."""
+
+
+def show_prediction(path: Path, overrides: Sequence[Given], runs: Path) -> None:
+    """Serve the page of a YAML's prediction until an interrupt, with the run of its name if there is one."""
+    file = ConfigFile(path, overrides)
+    spec = spec_of(file)
+    folder = RunFolder(runs / spec.config.name)
+    record = Record(folder) if folder.config.is_file() else None
+    show({spec.config.name: Predicted(file, spec, record)})
 
 
 class Predicted:

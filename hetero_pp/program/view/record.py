@@ -96,7 +96,7 @@ class Record:
     def __init__(self, folder: RunFolder) -> None:
         """Raises ConfigError for a folder whose configuration cannot be read."""
         self.folder = folder
-        self.view = RunView(RunState(read_run(folder)))
+        self.view = self._new_view()
         self.prediction = None
         self._caught_up = threading.Event()
         """Set once the record has been read to its present end."""
@@ -134,6 +134,11 @@ class Record:
             self._caught_up.set()
             self._ended.wait(_SECONDS_BETWEEN_READS)
 
+    def _new_view(self) -> RunView:
+        view = RunView(RunState(read_run(self.folder)))
+        view.is_live = is_running(self.folder)
+        return view
+
     def _open(self) -> None:
         """Open the record, or the one that has replaced it: a run was resumed, or began anew."""
         path = self.folder.metrics
@@ -148,7 +153,7 @@ class Record:
             if (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
                 return
             self._file.close()
-            self.view = RunView(RunState(read_run(self.folder)))
+            self.view = self._new_view()
         self._file, self._lines, self._half = path.open("rb"), Lines(path.name), b""
         self.view.problems = [one for one in self.view.problems if not one.startswith(f"{path.name} is missing")]
         self.view.key_frames = KeyFrames(_interval(path))

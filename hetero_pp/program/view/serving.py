@@ -43,10 +43,9 @@ class Served:
         host, _, port = address.rpartition(":")
         host, is_local = host.strip("[]"), is_loopback(address)
         if not is_local and not identities:
-            why = "found an address that others reach, but no certificate of a run to check them by"
-            raise ConfigError(
-                (), f"--listen {address}: {why}; use 127.0.0.1, or view a run that this host serves or joined"
-            )
+            found = "an address that others reach, and no certificate of a run by which to know its members"
+            wanted = "127.0.0.1:PORT, or a run that this host serves or joined"
+            raise ConfigError((), f"--listen {address}: found {found}, expected {wanted}")
         self._socket = _listen(host, int(port), address)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"

@@ -1,0 +1,331 @@
+"""The data of the page: a record gives the launcher's state, at any moment; a damaged one gives what it has."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run_state import (
+    START,
+    begun,
+    evaluation,
+    failure,
+    inner_step,
+    made_up_reports,
+    made_up_spec,
+    round_closed,
+    state_of,
+    waiting,
+)
+from test_standings import KILLED, back, killed, standing, there
+
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.report.flat import flat_lines
+from hetero_pp.program.report.recorder import to_json
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.view import details, key_frames
+from hetero_pp.program.view.details import Curve
+from hetero_pp.program.view.key_frames import KeyFrames
+from hetero_pp.program.view.record import Lines, Record
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import save_config
+
+
+def view_of(reports: Sequence[Report], **changes: Any) -> RunView:
+    """Return what the page knows after these reports."""
+    view = RunView(RunState(made_up_spec(**changes)))
+    for report in reports:
+        if view.state.apply(report):
+            view.take(report)
+    return view
+
+
+def frame(view: RunView) -> dict[str, Any]:
+    view.is_live = False  # its clock stands still
+    return json.loads(view.frame())
+
+
+def recorded(reports: Sequence[Report]) -> list[bytes]:
+    return [f"{to_json(line)}\n".encode() for report in reports for line in flat_lines(report)]
+
+
+def read(lines: Sequence[bytes]) -> tuple[list[Report], list[str]]:
+    """Return the reports of a record's lines, and what is wrong with it."""
+    reader, problems = Lines("metrics.jsonl"), list[str]()
+    found = [report for line in lines for report in reader.reports(line, problems)]
+    return [*found, *reader.rest()], problems
+
+
+def run_folder(path: Path, lines: Sequence[bytes]) -> RunFolder:
+    """Write the folder of a made-up run."""
+    folder = RunFolder(path)
+    save_config(made_up_spec(model={"vocabulary": 256}).config, folder.config)
+    folder.metrics.write_bytes(b"".join(lines))
+    return folder
+
+
+@pytest.fixture
+def followed() -> Iterator[Callable[[RunFolder], Record]]:
+    """Follow records until the end of the test."""
+    records: list[Record] = []
+
+    def follow(folder: RunFolder) -> Record:
+        records.append(Record(folder))
+        records[-1].start()
+        assert records[-1].wait(60)
+        return records[-1]
+
+    yield follow
+    for record in records:
+        record.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "nothing came within a minute"
+        time.sleep(0.01)
+
+
+# ---- the record ----
+
+
+def test_a_record_holds_every_report_but_the_blobs_of_contributions() -> None:
+    late = pb.RoundRecord(round=3, late=["home"], left_out=["dc"])
+    reports = [
+        *made_up_reports(),
+        *killed(START + 1),
+        back(START + 2),
+        waiting(START, pb.CONTRIBUTING, "home.0", "home.1", seconds=2.5),
+        Report(time=START, member="dc", activity=pb.Activity(doing=pb.WAITING_FOR_NEXT)),
+        Report(time=START, member="exchange", over=pb.Over(round=2, rounds=2, finishing=["dc", "home"])),
+        Report(time=START, member="exchange", begun=pb.Begun(last_round=1, damaged=["a", "b"], changes="{}", note="n")),
+        Report(time=START, member="exchange", round_closed=late),
+    ]
+    missing = reports[-5].waiting.missing
+    missing[0].silent_seconds, missing[1].computes = 1.5, True
+    found, problems = read(recorded(reports))
+    assert problems == []
+    for report, again in zip(reports, found, strict=True):
+        if not report.HasField("round_closed"):
+            assert again == report
+    assert summary_of(state_of(found)) == summary_of(state_of(reports))
+
+
+def test_damaged_and_unknown_lines_are_skipped_and_named() -> None:
+    lines = recorded(made_up_reports())
+    strange = [
+        b"{\n",
+        b"[1]\n",
+        b"\xff\xfe\n",
+        b'{"time": 1, "member": "dc", "event": "invented"}\n',
+        b'{"time": 1, "member": "dc", "event": "invented"}\n',
+        b'{"time": "x", "member": "dc", "event": "finished"}\n',
+        b'{"time": 1, "member": "dc", "event": "standing", "what": "exploded"}\n',
+    ]
+    found, problems = read([*lines[:5], *strange, *lines[5:]])
+    assert summary_of(state_of(found)) == summary_of(state_of(made_up_reports()))
+    named = [f"metrics.jsonl: line {number}" for number in (6, 7, 8, 9, 11, 12)]
+    assert [problem[: len(name)] for problem, name in zip(problems, named, strict=True)] == named
+    assert "invented" in problems[3] and "another version" in problems[3]
+
+
+def test_a_round_that_was_cut_off_and_one_of_an_earlier_version_are_shown() -> None:
+    lines = recorded([round_closed(START, 1), evaluation(START + 1, "dc", 1, 2.0)])
+    found, _ = read([lines[0], lines[1], lines[3]])  # the second contribution is missing
+    assert [len(one.round_closed.contributions) for one in found if one.HasField("round_closed")] == [1]
+    without = [json.loads(line) for line in lines[:3]]
+    for line in without[1:]:
+        del line["steps"], line["tokens"]
+    found, problems = read([f"{json.dumps(line)}\n".encode() for line in without])
+    assert [one.replica for one in found[0].round_closed.contributions] == ["dc", "home"]
+    assert len(problems) == 1 and "earlier version" in problems[0]
+
+
+def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
+    lines = recorded(made_up_reports())
+    half = len(lines) // 2
+    folder = run_folder(tmp_path, [*lines[:half], lines[half][:20]])
+    record = followed(folder)
+    assert record.view.problems == []  # the half line is being written
+    with folder.metrics.open("ab") as file:
+        file.write(lines[half][20:] + b"".join(lines[half + 1 :]))
+    wait_until(lambda: record.view.state.is_over)
+    assert summary_of(record.view.state) == summary_of(state_of(made_up_reports()))
+
+
+def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
+    folder = run_folder(tmp_path, recorded(made_up_reports()))
+    record = followed(folder)
+    before = record.view
+    part = tmp_path / "metrics.jsonl.part"
+    part.write_bytes(b"".join(recorded([*there(), begun(START, 1)])))
+    part.replace(folder.metrics)
+    wait_until(lambda: record.view is not before and bool(record.view.marks()))
+    assert not record.view.state.closed
+
+
+def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
+    tmp_path: Path, followed: Callable[[RunFolder], Record]
+) -> None:
+    folder = run_folder(tmp_path, [])
+    folder.metrics.unlink()
+    folder.summary.write_text("{")
+    problems = followed(folder).view.problems
+    assert "metrics.jsonl is missing" in problems[0] and "summary.json was skipped" in problems[1]
+
+
+# ---- history and frames ----
+
+
+def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
+    times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0, outer_seconds=2.0)
+    other = pb.MemberRound(round=1, compute_seconds=1.0, wait_seconds=5.0, outer_seconds=2.0)
+    reports = [
+        *made_up_reports(),
+        Report(time=START + 9, member="home.0", member_round=times),
+        Report(time=START + 9, member="home.1", member_round=other),
+    ]
+    view = view_of(reports)
+    history = view.history("x")
+    first = history["rounds"][0]
+    assert (first["round"], first["closed"], first["validation_loss"]) == (1, 10.0, pytest.approx(4.6))
+    home = first["cells"]["home"]
+    assert (home["state"], home["bytes"], home["training_loss"]) == ("included", 1000, 5.5)
+    assert (home["compute_seconds"], home["wait_seconds"], home["outer_seconds"]) == (2.0, 3.0, 2.0)
+    assert first["cells"]["dc"]["compute_seconds"] is None
+    assert history["steps"]["dc"] == [[2.0, 0, 5.0], [3.0, 1, 5.0], [12.0, 2, 4.0], [13.0, 3, 4.0]]
+    assert history["settings"]["outer.rounds"] == 2 and history["settings"]["replicas.home.boundary.rank"] == 8
+    assert history["cost"]["tokens"] == sum(one["tokens"] for one in summary_of(view.state)["replicas"])
+
+
+def test_topology_has_bandwidths_in_bytes_and_what_crosses() -> None:
+    topology = view_of([]).history("x")["topology"]
+    link = next(one for one in topology["links"] if one["kind"] == "stage")
+    assert (link["id"], link["source"], link["target"]) == ("home.0-1", "home.0", "home.1")
+    assert link["bandwidth"] == {"there": 1e6, "back": 5e5}
+    assert [one["boundary"] for one in topology["replicas"]] == [None, "8 of 64, bf16"]
+    assert [one["layers"] for one in topology["members"]] == [None, "layers 0-1", "layers 2-3"]
+
+
+def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
+    view = view_of([*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0), *killed(START + 1)])
+    now = frame(view)
+    assert (now["members"]["home.1"]["state"], now["members"]["home.0"]["state"]) == ("vacant", "suspended")
+    assert KILLED in now["members"]["home.1"]["detail"]
+    assert now["replicas"]["home"]["state"] == "suspended" and now["replicas"]["dc"]["state"] == "training"
+    assert [(one["kind"], one["member"]) for one in view.marks()][3:] == [
+        ("restarted", "home.1"),
+        ("killed", "home.1"),
+        ("suspended", "home.0"),
+    ]
+    for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
+        assert view.state.apply(report)
+        view.take(report)
+    again = frame(view)
+    assert again["members"]["home.1"] | {"incarnation": 2} == again["members"]["home.1"]
+    assert {one["state"] for one in again["replicas"].values()} == {"training"}
+
+
+@pytest.mark.parametrize(
+    ("doing", "state", "detail"),
+    [
+        (pb.FORWARD, "forward", ""),
+        (pb.WAITING_FOR_PREVIOUS, "waiting", "waits for home.0"),
+        (pb.WAITING_FOR_ROUND, "waiting", "waits for the next round"),
+        (pb.OUTER_ROUND, "outer", ""),
+        (99, "computing", ""),
+    ],
+)
+def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
+    told = Report(time=START + 1, member="home.1", activity=pb.Activity(doing=doing))
+    found = frame(view_of([*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0), told]))["members"]["home.1"]
+    assert (found["state"], found["detail"]) == (state, detail)
+
+
+def test_phases_of_a_run() -> None:
+    reports = [*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0)]
+    paused = standing(START + 1, pb.PAUSED, round=1, cause="1 of 2 replicas are present, 2 are required")
+    assert frame(view_of([]))["phase"] == "joining"
+    assert frame(view_of(reports))["phase"] == "training"
+    assert frame(view_of([*reports, paused]))["phase"] == "paused"
+    assert frame(view_of([*reports, failure(START + 1, "dc", "diverged")]))["message"] == "dc: diverged"
+    assert frame(view_of([*there(), *made_up_reports()[3:]]))["phase"] == "over"
+    stored = waiting(START + 1, pb.STORING)
+    stored.waiting.obstacle = "/runs: No space left on device"
+    found = frame(view_of([*reports, stored]))
+    assert (found["phase"], found["exchange"]["obstacle"]) == ("waiting", "/runs: No space left on device")
+
+
+def test_any_moment_is_shown_again() -> None:
+    view = view_of(made_up_reports())
+    closed = [json.loads(view.frame_at(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 25.0)]
+    assert closed == [0, 0, 1, 2]
+    assert json.loads(view.frame_at(9.9))["time"] <= 9.9
+
+
+def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
+    """A resumed run first tells who has joined now, and then the rounds of its earlier start."""
+    now = [Report(time=START + 500, member="dc", joined=pb.Joined(term=2))]
+    view = view_of([*now, *made_up_reports()])
+    assert json.loads(view.frame_at(0.0))["rounds_closed"] == 0
+    assert json.loads(view.frame_at(15.0))["time"] == pytest.approx(15.0, abs=1.0)
+
+
+def test_changes_are_told_once_and_add_up_to_the_history() -> None:
+    view, half = view_of(made_up_reports()[:20]), made_up_reports()[20:]
+    view.take_changes("x")
+    assert view.take_changes("x").keys() == {"id", "span"}
+    for report in half:
+        assert view.state.apply(report)
+        view.take(report)
+    changes, history = view.take_changes("x"), view.history("x")
+    assert changes["rounds"] == history["rounds"][1:] or changes["rounds"] == history["rounds"]
+    assert changes["steps"]["dc"] == [point for point in history["steps"]["dc"] if point in changes["steps"]["dc"]]
+    view.end("over", False, {"rounds": 2})
+    assert {"outcome": "over", "is_live": False}.items() <= view.take_changes("x").items()
+
+
+def test_memory_of_curves_and_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(details, "MOST_POINTS", 10)
+    monkeypatch.setattr(key_frames, "MOST_FRAMES", 10)
+    curve, frames = Curve(), KeyFrames(1.0)
+    for step in range(1000):
+        curve.add(float(step), step, 1.0)
+        if frames.is_due(float(step)):
+            frames.add(float(step), str(step))
+    assert len(curve.points) <= 20 and curve.points[0][1] == 0 and curve.points[-1][1] > 900
+    assert len(list(frames.some(1000))) <= 11
+    assert frames.at(0.5) == "0" and 300 < int(frames.at(500.0) or 0) <= 500
+    assert len(list(frames.some(3))) == 3
+
+
+def test_a_step_that_is_trained_again_replaces_its_point() -> None:
+    curve = Curve()
+    for step in (0, 1, 2):
+        curve.add(float(step), step, 5.0)
+    curve.take_new()
+    curve.add(9.0, 1, 4.0)
+    assert curve.points == [[0.0, 0, 5.0], [9.0, 1, 4.0]]
+    assert curve.take_new() == [[9.0, 1, 4.0]]
+
+
+def test_what_members_may_make_up_changes_nothing() -> None:
+    lies = [
+        inner_step(START, "home.0", "home", 1, 0, loss=1e308),
+        inner_step(START, "home.0", "nobody", 1, 0, loss=1.0),
+        Report(time=START, member="nobody", member_round=pb.MemberRound(round=1, compute_seconds=1.0)),
+        Report(time=START, member="nobody", activity=pb.Activity(doing=pb.FORWARD)),
+        Report(time=float("nan"), member="dc", computes=pb.Computes(device="x")),
+    ]
+    view = view_of([*there(), *lies])
+    assert view.history("x")["steps"] == {}
+    assert {one["device"] for one in frame(view)["members"].values()} == {None}
+    assert frame(view)["members"].keys() == {"dc", "home.0", "home.1"}
