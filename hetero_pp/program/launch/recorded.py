@@ -14,9 +14,11 @@ from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
+from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.result import print_result
@@ -40,7 +42,13 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 
 
 def run_and_record(
-    prepared: Prepared, runs: Path, start: Start, resume: bool, since: float, on_stopped: Callable[[], None]
+    prepared: Prepared,
+    runs: Path,
+    start: Start,
+    resume: bool,
+    since: float,
+    on_stopped: Callable[[], None],
+    operations: Operations | None = None,
 ) -> None:
     """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
 
@@ -59,14 +67,20 @@ def run_and_record(
     def say(line: str) -> None:
         tell(console, f"{spec.config.name}: {line}")
 
-    state = RunState(spec)
-    recorder = Recorder(spec, folder, state, resume, say)
+    state, operations = RunState(spec), operations or Operations()
+    operations.follow(state)
+    recorder = Recorder(spec, folder, state, resume, say, operations.boards)
 
     refuse, happenings = _teller_of_refusals(say), Happenings(spec)
 
     begun = Beginnings(resume)
 
     def on_report(report: Report) -> None:
+        with about_report(report):
+            take_in(report)
+        operations.on_report(report)
+
+    def take_in(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE:
             if begun.is_taken_over(report.begun):
                 _catch_up(spec, folder, report, state, recorder)

@@ -1,0 +1,57 @@
+"""What an operator asked for beside a run: metrics, traces and further boards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.sinks.sink import MakeSink, makers_of
+from hetero_pp.program.report.state import RunState
+
+
+@dataclass
+class Operations:
+    """Follows a run for an operator. By default it does nothing."""
+
+    boards: Mapping[str, MakeSink] = field(default_factory=dict)
+    """Further sinks of the scalars that TensorBoard gets, by name."""
+    observed: Observed = field(default_factory=Observed)
+    followers: Sequence[Callable[[Report], None]] = ()
+    """Functions that get each report of this start of the run."""
+
+    def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
+        """Show a run from now on. `members`: those whose reports this host gets; None: all."""
+        self.observed.follow(state, members)
+
+    def on_report(self, report: Report) -> None:
+        """Take in a report, after the state has."""
+        self.observed.on_report(report)
+        for follower in self.followers:
+            follower(report)
+
+
+@contextmanager
+def operated(metrics: str | None = None, otlp: str | None = None, boards: Sequence[str] = ()) -> Iterator[Operations]:
+    """Open what the operator asked for while the block runs.
+
+    `metrics`: [ADDRESS:]PORT to serve; `otlp`: URL of a collector of traces; `boards`: names of further sinks. Raises
+    ConfigError before anything starts if the port is in use, or if an extra is not installed.
+    """
+    observed, say, makers = Observed(), partial(tell, standard_output()), makers_of(boards)
+    with ExitStack() as stack:
+        followers: list[Callable[[Report], None]] = []
+        if metrics is not None:
+            from hetero_pp.program.operate.http_server import served
+
+            url = stack.enter_context(served(metrics, observed))
+            say(f"metrics: {url}/metrics, health: {url}/healthz")
+        if otlp is not None:
+            from hetero_pp.program.operate.traces import traced
+
+            followers.append(stack.enter_context(traced(otlp, observed, say)))
+        yield Operations(makers, observed, followers)
