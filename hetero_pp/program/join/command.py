@@ -94,7 +94,7 @@ def _require_device(setting: str) -> None:
         raise ConfigError((), f"--device: {error.message}") from None
 
 
-def _train(membership: Membership, here: Here, has_answered: bool, operations: Operations | None) -> None:
+def _train(membership: Membership, here: Here, has_answered: bool, operations: Operations | None = None) -> None:
     say, runs = partial(tell, standard_output()), here.runs.absolute()
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
     with leavable(folder, membership.place):  # outside the `try`: a refused second join frees no slot

@@ -115,6 +115,8 @@ def run_on_this_host(
         resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     elif new:
         raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
+    elif operations is not None and operations.needs_all:
+        raise ConfigError((), f"--only {host.only}: found --otlp or --board, which only the exchange's host takes")
     prepared = _prepare(file, runs, host.only, resume)
     hint = ResumeHint(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:

@@ -18,7 +18,7 @@ from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
-from hetero_pp.program.report.json_lines import about_report
+from hetero_pp.program.report.json_lines import about, about_report
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.result import print_result
@@ -112,7 +112,8 @@ def run_and_record(
         raise
     finally:
         recorder.close(on_stopped if is_stopped else None)
-    print_result(console, summary_of(state), folder.path)
+    with about("result"):
+        print_result(console, summary_of(state), folder.path)
 
 
 def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:

@@ -69,8 +69,9 @@ class Described:
 class RunCollector(Collector):
     """Yields the metrics of one run."""
 
-    def __init__(self, observed: Observed, metrics: Sequence[Described]) -> None:
-        self._observed, self._metrics = observed, metrics
+    def __init__(self, observed: Observed, metrics: Sequence[Described], build: Metric) -> None:
+        """`build`: the family about the program, which is yielded before the run is known, too."""
+        self._observed, self._metrics, self._build = observed, metrics, build
         self._outcomes = Outcomes()
         self._highest: dict[tuple[str, ...], float] = {}
         """Largest value of each sample of a counter. A process that is restarted counts its round anew, which lowers a
@@ -81,7 +82,8 @@ class RunCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families of the run; none before the run is known."""
+        """Yield all families."""
+        yield self._build
         state = self._observed.state
         if state is not None:
             with state.lock:

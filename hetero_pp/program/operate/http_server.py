@@ -16,13 +16,15 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from hetero_pp.config.topology import parse_address
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.operate.collector import RunCollector
-from hetero_pp.program.operate.metrics import METRICS
+from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import Observed
 
 LOOPBACK = "127.0.0.1"
 MOST_REQUESTS = 16
 """Requests that are served at once; further ones are closed."""
 SECONDS_OF_A_REQUEST = 10.0
+SECONDS_TO_END = 0.1
+"""Seconds between looks whether the block is over."""
 REASON_CHARACTERS = 1000
 """Most characters of a reason: members send some of the text."""
 
@@ -52,7 +54,7 @@ def served(listen: str, observed: Observed) -> Iterator[str]:
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError((), f"{OPTION} {listen}: cannot listen ({why}); choose another port or address") from None
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(SECONDS_TO_END,), name="metrics", daemon=True)
     thread.start()
     try:
         shown = f"[{host}]" if ":" in host else host
@@ -66,7 +68,7 @@ def served(listen: str, observed: Observed) -> Iterator[str]:
 def _application(observed: Observed) -> Callable[..., Iterable[bytes]]:
     """Return the WSGI application."""
     registry = CollectorRegistry()
-    registry.register(RunCollector(observed, METRICS))
+    registry.register(RunCollector(observed, METRICS, build_info()))
     metrics = make_wsgi_app(registry)
 
     def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 
+from prometheus_client.core import GaugeMetricFamily
+
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import STORING
@@ -37,10 +39,6 @@ def _one(value: Callable[[View], float | None], view: View) -> Samples:
 
 def _of_state(value: Callable[[RunState], float | None], view: View) -> Samples:
     return [((), value(view.state))]
-
-
-def _versions(view: View) -> Samples:
-    return [((version("hetero-pp"), platform.python_version(), version("torch")), 1)]
 
 
 def _condition(view: View) -> Samples:
@@ -140,9 +138,13 @@ def _line_capacity(view: View) -> Samples:
     return [((name, way), None if rate is None else rate / 8) for name, way, rate in rates]
 
 
-BUILD = Described(
-    "hetero_pp_build_info", ("version", "python", "torch"), "", "Versions of the program; the value is 1.", _versions
-)
+def build_info() -> GaugeMetricFamily:
+    """Return the family about the program."""
+    labels = {"version": version("hetero-pp"), "python": platform.python_version(), "torch": version("torch")}
+    family = GaugeMetricFamily("hetero_pp_build_info", "Versions of the program; the value is 1.", labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
+    return family
+
 
 # fmt: off
 METRICS = (

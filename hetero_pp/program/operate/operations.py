@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.report.output import standard_output, tell
@@ -23,6 +24,11 @@ class Operations:
     observed: Observed = field(default_factory=Observed)
     followers: Sequence[Callable[[Report], None]] = ()
     """Functions that get each report of this start of the run."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether something needs the reports of all members, which only the exchange's host gets."""
+        return bool(self.boards or self.followers)
 
     def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
         """Show a run from now on. `members`: those whose reports this host gets; None: all."""
@@ -51,7 +57,10 @@ def operated(metrics: str | None = None, otlp: str | None = None, boards: Sequen
             url = stack.enter_context(served(metrics, observed))
             say(f"metrics: {url}/metrics, health: {url}/healthz")
         if otlp is not None:
-            from hetero_pp.program.operate.traces import traced
-
+            try:
+                from hetero_pp.program.operate.traces import traced
+            except ImportError as error:
+                needed = "install it with: pip install 'hetero-pp[otel]'"
+                raise ConfigError((), f"--otlp: {error.name} is not installed; {needed}") from None
             followers.append(stack.enter_context(traced(otlp, observed, say)))
         yield Operations(makers, observed, followers)

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+from opentelemetry.util.types import Attributes
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Happened, MemberRound, Report, RoundRecord
@@ -126,7 +127,7 @@ class RoundTraces:
     def _root(self, round_: int, time: float) -> Span:
         """Return the root span of a round, which begins when the round before closed."""
         if round_ not in self._rounds:
-            attributes = {"hetero_pp.round": round_, "hetero_pp.run": self._run}
+            attributes: Attributes = {"hetero_pp.round": round_, "hetero_pp.run": self._run}
             start = time if self._closed_at is None else min(time, self._closed_at)
             self._rounds[round_] = self._tracer.start_span(
                 "round", Context(), attributes=attributes, start_time=_nanoseconds(start)

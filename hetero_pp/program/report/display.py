@@ -51,7 +51,8 @@ class LiveDisplay:
             self._live = Live(self.view(), console=self._console, auto_refresh=False)
             self._live.start()
         else:
-            self._say(start_line(self._state))
+            with about("start"):
+                self._say(start_line(self._state))
         self._thread.start()
         return self
 

@@ -90,7 +90,8 @@ class JsonLines(io.TextIOBase):
         level = "warning" if self._level == "info" and event in _WARNINGS else self._level
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         found = {"time": now, "level": level, "event": event or "message", "run": self.run, "member": member}
-        return json.dumps(found | {"text": line.rstrip()})
+        is_utf_8 = (self.encoding or "").lower().replace("-", "").startswith("utf8")
+        return json.dumps(found | {"text": line.rstrip()}, ensure_ascii=not is_utf_8)
 
 
 @contextmanager

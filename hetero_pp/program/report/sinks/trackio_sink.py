@@ -31,9 +31,9 @@ class TrackioSink:
         self._run.log({scalar.tag: scalar.value}, step=scalar.step)
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written. Call it in the thread that made the sink."""
         with redirect_stdout(io.StringIO()):
-            self._run.finish()
+            trackio.finish()  # unlike the run's own method, this leaves nothing to do at exit
 
 
 def make_sink(state: RunState) -> TrackioSink:
