@@ -17,6 +17,7 @@ from typing import Any
 from typer.main import get_command
 
 from hetero_pp.program.cli import app
+from hetero_pp.program.operate.metrics import METRICS, build_info
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "hetero_pp" / "program" / "notebook.py"
@@ -31,6 +32,7 @@ def pages() -> dict[str, str]:
         "settings.md": _settings("Settings of a run's YAML", "configs/schema.json"),
         "faults.md": _settings("Settings of a file of faults", "benchmarks/fault_injection/schema.json"),
         "python.md": _python(),
+        "metrics.md": _metrics(),
     }
     return {name: MARK + "\n" + "\n".join(lines) + "\n" for name, lines in texts.items()}
 
@@ -126,6 +128,22 @@ def _default(schema: dict[str, Any]) -> str:
     if isinstance(value, float) and SECONDS.fullmatch(str(schema.get("examples", [None])[0])):
         return f"`{value:g} s`"
     return f"`{json.dumps(value).strip(chr(34))}`"
+
+
+# ---- metrics ----
+
+
+def _metrics() -> Iterator[str]:
+    build = build_info()
+    rows = [(f"`{build.name}`", "info", ", ".join(build.samples[0].labels), "", build.documentation, "yes")]
+    for one in METRICS:
+        kind = "counter" if one.is_counter else "gauge"
+        where = "no" if one.needs_all else "yes"
+        rows.append((f"`{one.name}`", kind, ", ".join(one.labels), one.unit, one.meaning, where))
+    yield "# Metrics"
+    yield "\nWhat `--metrics` serves at `/metrics`. [Operating a run](../operating.md) shows how to use it."
+    yield "`join` serves those of its own members, and `launch` and `serve` those of all.\n"
+    yield from _table(("name", "type", "labels", "unit", "meaning", "in `join`"), rows)
 
 
 # ---- Python ----

@@ -27,7 +27,18 @@ RESEARCH = "hetero_pp.research"
 COMMAND_LINE = "hetero_pp.program.commands.results"
 FACES = {"hetero_pp.__main__", "hetero_pp.__init__", "hetero_pp.Run"}
 """Modules of the package that belong to the program: its start, and its interface for notebooks."""
-HEAVY_EXTRAS = {"torchtitan", "deepspeed", "torchx", "obstore", "numba", "transformers", "datasets"}
+HEAVY_EXTRAS = {
+    "torchtitan",
+    "deepspeed",
+    "torchx",
+    "obstore",
+    "numba",
+    "transformers",
+    "datasets",
+    "opentelemetry",
+    "wandb",
+    "trackio",
+}
 
 
 @cache

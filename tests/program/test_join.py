@@ -36,6 +36,7 @@ from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.join.status import print_status, status
 from hetero_pp.program.launch import hosts
+from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.credentials import Keys, Secret, new_secret
@@ -658,7 +659,9 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     exchange = hosts.Exchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
     rounds = OwnRounds(spec, ["home.1"], lines.append)
     with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
-        hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, lines.append)
+        hosts.launch_members(
+            spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, lines.append, Operations()
+        )
     waits = "waiting for the exchange of this run, for up to 1:00:00"
     assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
 

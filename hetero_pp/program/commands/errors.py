@@ -17,11 +17,28 @@ FAILED = 1
 
 
 @contextmanager
-def readable_errors() -> Iterator[None]:
+def readable_errors(log_format: str = "text") -> Iterator[None]:
     """Print one line instead of a traceback for errors that the user caused or can fix, and exit.
 
-    Exit codes: 1 for a failed run, 2 for bad input, 130 for an interrupt.
+    `log_format`: how all lines of the block are printed, `text` or `json`. Exit codes: 1 for a failed run, 2 for bad
+    input, 130 for an interrupt.
     """
+    if log_format == "text":
+        with _readable():
+            yield
+        return
+    from hetero_pp.core.errors import ConfigError
+    from hetero_pp.program.report.json_lines import printed_as_json
+
+    if log_format != "json":
+        with _readable():
+            raise ConfigError((), f"--log-format: found `{log_format}`, expected `text` or `json`")
+    with printed_as_json(), _readable():
+        yield
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
     from hetero_pp.core.errors import ConfigError, HeteroPPError
 
     try:

@@ -12,7 +12,11 @@ import typer
 
 from hetero_pp.program.commands.errors import readable_errors
 from hetero_pp.program.commands.options import (
+    Boards,
     ConfigPath,
+    LogFormat,
+    Metrics,
+    Otlp,
     Overrides,
     RunName,
     RunsFolder,
@@ -50,6 +54,10 @@ def launch(
         bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
     ] = False,
     page: Annotated[bool, typer.Option("--view", help="Show the run on a page of this machine, too.")] = False,
+    metrics: Metrics = None,
+    otlp: Otlp = None,
+    boards: Boards = [],  # noqa: B006 (typer copies it)
+    log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
@@ -59,8 +67,9 @@ def launch(
 
     The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
-    with readable_errors():
+    with readable_errors(log_format):
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+        from hetero_pp.program.operate.operations import operated
         from hetero_pp.run.changes import Given, Override
 
         shown = shlex.join(["--from", str(weights)])
@@ -68,11 +77,18 @@ def launch(
         settings: list[Given] = [*overrides, *from_weights]
         if commands:
             print_commands(config, settings)
-        elif only is not None:
+            return
+        with operated(metrics, otlp, boards, page) as operations:
+            since = _started()
+            if only is None:
+                run_topology(
+                    config, settings, runs, in_process, resume, typed(), new=new, since=since, operations=operations
+                )
+                return
             host = Host(only, parsed_address("--exchange", exchange), token)
-            run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new, _started(), page)
-        else:
-            run_topology(config, settings, runs, in_process, resume, typed(), new, _started(), page=page)
+            run_on_this_host(
+                config, settings, runs, host, in_process, resume, typed(), new=new, since=since, operations=operations
+            )
 
 
 def serve(
@@ -84,16 +100,24 @@ def serve(
     token: Annotated[
         Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
     ] = None,
+    metrics: Metrics = None,
+    otlp: Otlp = None,
+    boards: Boards = [],  # noqa: B006 (typer copies it)
+    log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Serve a run's exchange on this host, and admit other hosts by tickets (docs/hosts.md)."""
-    with readable_errors():
+    with readable_errors(log_format):
         from hetero_pp.config.links import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
+        from hetero_pp.program.operate.operations import operated
 
-        host = Host(EXCHANGE, token=token)
-        run_on_this_host(config, overrides, runs, host, False, resume, typed(), new=new, since=_started())
+        host, since = Host(EXCHANGE, token=token), _started()
+        with operated(metrics, otlp, boards) as operations:
+            run_on_this_host(
+                config, overrides, runs, host, False, resume, typed(), new=new, since=since, operations=operations
+            )
 
 
 def invite(
@@ -164,19 +188,22 @@ def join(
         str,
         typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ..."),
     ] = "auto",
+    metrics: Metrics = None,
+    log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the slot."""
-    with readable_errors():
+    with readable_errors(log_format):
         from hetero_pp.config.topology import parse_device
         from hetero_pp.program.join.command import Here
         from hetero_pp.program.join.command import join as take_part
+        from hetero_pp.program.operate.operations import operated
         from hetero_pp.rpc.tickets import MOST_CHARACTERS
 
-        take_part(
-            sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket,
-            Here(runs, data, tokenizer, parsed_address("--listen", listen), parsed("--device", parse_device, device)),
-        )
+        text = sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket
+        own = Here(runs, data, tokenizer, parsed_address("--listen", listen), parsed("--device", parse_device, device))
+        with operated(metrics) as operations:
+            take_part(text, own, operations)
 
 
 def leave(

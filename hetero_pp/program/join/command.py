@@ -27,6 +27,8 @@ from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.over import keep_over
+from hetero_pp.program.operate.operations import Operations
+from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.admission_client import give
@@ -59,17 +61,18 @@ class Here:
     """Device that computes."""
 
 
-def join(text: str, here: Here) -> None:
+def join(text: str, here: Here, operations: Operations | None = None) -> None:
     """Take a slot with a ticket, and train in it until the run ends.
 
     An interrupt frees the slot. Raises ConfigError if the ticket is refused, or if this host lacks something that the
-    slot needs.
+    slot needs. `operations`: follows this host's member for an operator.
     """
     _require_device(here.device)
     print_without_fail()
     say = partial(tell, standard_output())
     try:
         ticket = Ticket.from_text(text)
+        name_run(ticket.run)
         membership = take_place(ticket, here.runs.absolute(), say)
     except LinkTimeout as error:
         found = f"{error}; the run {ticket.run} is over, is not served now, or has another address"
@@ -80,7 +83,7 @@ def join(text: str, here: Here) -> None:
         say(f"{ticket.run}: {error}")
         keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
         return
-    _train(membership, here, has_answered=not ticket.is_over)
+    _train(membership, here, not ticket.is_over, operations)
 
 
 def _require_device(setting: str) -> None:
@@ -91,7 +94,7 @@ def _require_device(setting: str) -> None:
         raise ConfigError((), f"--device: {error.message}") from None
 
 
-def _train(membership: Membership, here: Here, has_answered: bool) -> None:
+def _train(membership: Membership, here: Here, has_answered: bool, operations: Operations | None = None) -> None:
     say, runs = partial(tell, standard_output()), here.runs.absolute()
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
     with leavable(folder, membership.place):  # outside the `try`: a refused second join frees no slot
@@ -99,9 +102,8 @@ def _train(membership: Membership, here: Here, has_answered: bool) -> None:
             prepared = _prepared(membership, here, folder)
             _require_same_text(membership, prepared)
             with renewed(membership, say):
-                run_members(
-                    prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here, has_answered)
-                )
+                exchange = _exchange(membership, prepared.spec.config, here, has_answered)
+                run_members(prepared, runs, membership.place, exchange, operations)
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
                 say(f"{membership.run}: {became}")

@@ -27,9 +27,11 @@ from hetero_pp.program.launch.hosts import (
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import ResumeHint
-from hetero_pp.program.launch.recorded import OnReport, Page, Start, run_and_record, without_page
+from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import decide_to_resume
+from hetero_pp.program.operate.operations import Operations
+from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
@@ -61,13 +63,13 @@ def run_topology(
     new: bool = False,
     since: float | None = None,
     start: Start | None = None,
-    page: bool = False,
+    operations: Operations | None = None,
 ) -> None:
     """Train the topology of a YAML in a new folder under `runs`, or resume the run that is there.
 
     `typed`: the command as the user typed it, to print how to resume. `since`: when the user typed it, in seconds since
     1970; by default now. `new`: start a new run even if one of this name is unfinished. `start`: another function that
-    starts the members, such as one that injects faults.
+    starts the members, such as one that injects faults. `operations`: follows the run for an operator.
 
     Raises ConfigError if a run of this name is unfinished, and neither `resume` nor `new` is given.
     """
@@ -82,16 +84,7 @@ def run_topology(
         claim_store(prepared.spec.config, folder),
         ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
     ):
-        run_and_record(prepared, runs, start, resume, since, hint.print_once, _page(page))
-
-
-def _page(is_wanted: bool) -> Page:
-    """Return the page of a run, imported only if it is wanted."""
-    if not is_wanted:
-        return without_page
-    from hetero_pp.program.view.launched import on_a_page
-
-    return on_a_page
+        run_and_record(prepared, runs, start, resume, since, hint.print_once, operations)
 
 
 def run_on_this_host(
@@ -104,11 +97,12 @@ def run_on_this_host(
     typed: Sequence[str] = (),
     new: bool = False,
     since: float | None = None,
-    page: bool = False,
+    operations: Operations | None = None,
 ) -> None:
     """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
-    `typed`, `new` and `since` are as in `run_topology`. Raises ConfigError if this host cannot reach the rest.
+    `typed`, `new`, `since` and `operations` are as in `run_topology`. Raises ConfigError if this host cannot reach the
+    rest.
     """
     if in_process:
         raise ConfigError(
@@ -121,6 +115,8 @@ def run_on_this_host(
         resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     elif new:
         raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
+    elif operations is not None and operations.needs_all:
+        raise ConfigError((), f"--only {host.only}: found --otlp or --board, which only the exchange's host takes")
     prepared = _prepare(file, runs, host.only, resume)
     hint = ResumeHint(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
@@ -136,7 +132,7 @@ def run_on_this_host(
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), hint:
-            run_and_record(prepared, runs, start, resume, since, hint.print_once, _page(page))
+            run_and_record(prepared, runs, start, resume, since, hint.print_once, operations)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
@@ -147,7 +143,7 @@ def run_on_this_host(
     listen = listens(prepared.spec.config, prepared.names)
     with hint:
         exchange = Exchange(host.exchange, keys, host.token, own.timeout, listen)
-        run_members(prepared, runs.absolute(), host.only, exchange)
+        run_members(prepared, runs.absolute(), host.only, exchange, operations)
 
 
 def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
@@ -160,25 +156,21 @@ def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
     return read_token(folder.token) if resume and folder.token.is_file() else new_secret()
 
 
-def run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:
+def run_members(
+    prepared: Prepared, runs: Path, only: str, exchange: Exchange, operations: Operations | None = None
+) -> None:
     """Run members of a run whose exchange is elsewhere.
 
     Their configuration has its own file, because config.yaml belongs to the exchange if it is on this host.
     """
-    name, say = prepared.spec.config.name, partial(tell, standard_output())
+    name, say, operations = prepared.spec.config.name, partial(tell, standard_output()), operations or Operations()
     folder = RunFolder(runs / name, f"config-{only}.yaml")
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
         say(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
-        launch_members(
-            prepared.spec,
-            only,
-            prepared.names,
-            folder,
-            exchange,
-            OwnRounds(prepared.spec, prepared.names, say, since=time.time()),
-            say,
-        )
+        rounds = OwnRounds(prepared.spec, prepared.names, say, since=time.time())
+        operations.follow(rounds.state, prepared.names)
+        launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, say, operations)
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:
@@ -202,6 +194,7 @@ def print_commands(path: Path, overrides: Sequence[Given]) -> None:
 
 
 def _prepare(file: ConfigFile, runs: Path, only: str | None, resume: bool) -> Prepared:
+    name_run(file.config.name)
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
     for limit in prepared.limits:

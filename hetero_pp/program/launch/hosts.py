@@ -23,6 +23,8 @@ from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.operate.operations import Operations
+from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
@@ -147,6 +149,7 @@ def launch_members(
     exchange: Exchange,
     rounds: OwnRounds,
     say: Callable[[str], None],
+    operations: Operations,
 ) -> None:
     """Run some members, all that `only` names, until they have finished, and show their rounds.
 
@@ -165,7 +168,9 @@ def launch_members(
         say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
 
     def on_report(report: Report) -> None:
-        rounds.on_report(report)
+        with about_report(report):
+            rounds.on_report(report)
+        operations.on_report(report)
         if report.HasField("over"):
             keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
         if rounds.failed is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from hetero_pp.config.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
@@ -15,9 +14,11 @@ from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
+from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.json_lines import about, about_report
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.result import print_result
@@ -36,16 +37,8 @@ MOST_REFUSALS = 20
 MOST_REFUSALS_OF_A_MEMBER = 5
 
 OnReport = Callable[[Report], None]
-Page = Callable[[RunState, Callable[[str], None]], AbstractContextManager[OnReport]]
-"""(state, say) -> while a block runs, a function for the reports that the state has accepted; it raises nothing."""
 Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 """(spec, folder, on_report, changed keys if the run is resumed, else None); returns when the run is over."""
-
-
-@contextmanager
-def without_page(state: RunState, say: Callable[[str], None]) -> Iterator[OnReport]:
-    """Show the run on no page. Implements Page."""
-    yield lambda report: None
 
 
 def run_and_record(
@@ -55,11 +48,11 @@ def run_and_record(
     resume: bool,
     since: float,
     on_stopped: Callable[[], None],
-    page: Page = without_page,
+    operations: Operations | None = None,
 ) -> None:
     """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
 
-    `on_stopped` is called after an interrupt, once everything but the pictures is saved. `page` may show the run, too.
+    `on_stopped` is called after an interrupt, once everything but the pictures is saved.
 
     Raises RunFailed if the run ended early without a reason.
     """
@@ -74,8 +67,9 @@ def run_and_record(
     def say(line: str) -> None:
         tell(console, f"{spec.config.name}: {line}")
 
-    state = RunState(spec)
-    recorder = Recorder(spec, folder, state, resume, say)
+    state, operations = RunState(spec), operations or Operations()
+    operations.follow(state)
+    recorder = Recorder(spec, folder, state, resume, say, operations.boards)
 
     refuse, happenings = _teller_of_refusals(say), Happenings(spec)
 
@@ -87,6 +81,11 @@ def run_and_record(
         recorder.on_report(report)
 
     def on_report(report: Report) -> None:
+        with about_report(report):
+            take_in(report)
+        operations.on_report(report)
+
+    def take_in(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE:
             if begun.is_taken_over(report.begun):
                 _catch_up(spec, folder, report, state, take)
@@ -102,7 +101,7 @@ def run_and_record(
 
     is_stopped = False
     try:
-        with page(state, say) as show, LiveDisplay(state, console, since=since):
+        with operations.page(state, say) as show, LiveDisplay(state, console, since=since):
             start(spec, folder, on_report, changed)
         if not state.is_over:
             raise RunFailed(
@@ -118,7 +117,8 @@ def run_and_record(
         raise
     finally:
         recorder.close(on_stopped if is_stopped else None)
-    print_result(console, summary_of(state), folder.path)
+    with about("result"):
+        print_result(console, summary_of(state), folder.path)
 
 
 def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:

@@ -147,11 +147,16 @@ class LineState:
 
     def busy_share(self, way: Way, training_seconds: float) -> float | None:
         """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
-        rate = self.spec.bandwidth(way)
-        if rate is None:
+        busy = self.busy_seconds(way)
+        if busy is None:
             return None
+        return min(1.0, busy / training_seconds) if training_seconds > 0 else 0.0
+
+    def busy_seconds(self, way: Way) -> float | None:
+        """Return the seconds that the bytes since the first inner step take; None without a bandwidth limit."""
+        rate = self.spec.bandwidth(way)
         carried = self.wire_bytes(way) - self.wire_bytes_of_round(way, 0)
-        return min(1.0, 8 * carried / rate / training_seconds) if training_seconds > 0 else 0.0
+        return None if rate is None else 8 * carried / rate
 
     def recent_bytes_per_second(self, way: Way, now: float) -> float:
         """Return the bytes per second on the wire over about the last RECENT_SECONDS."""

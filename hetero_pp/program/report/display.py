@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from hetero_pp.messages.messages_pb2 import Waiting
+from hetero_pp.program.report.json_lines import about
 from hetero_pp.program.report.live_view import live_view
 from hetero_pp.program.report.output import tell
 from hetero_pp.program.report.reading import now_and_then
@@ -50,7 +51,8 @@ class LiveDisplay:
             self._live = Live(self.view(), console=self._console, auto_refresh=False)
             self._live.start()
         else:
-            self._say(start_line(self._state))
+            with about("start"):
+                self._say(start_line(self._state))
         self._thread.start()
         return self
 
@@ -92,8 +94,11 @@ class LiveDisplay:
     def _say_what_is_new(self, is_last: bool) -> None:
         if self._state.reading is not None:
             self._reading(self._state.reading.what, self._state.reading.share)
-        for line in [*self._beginning_due(), *self._lines_due(is_last), *self._waiting_due(is_last)]:
-            self._say(line)
+        due = {"joined": self._beginning_due(), "round_closed": self._lines_due(is_last)}
+        for event, lines in (due | {"waiting": self._waiting_due(is_last)}).items():
+            with about(event):
+                for line in lines:
+                    self._say(line)
 
     def _beginning_due(self) -> Iterator[str]:
         """Yield once, when all members have joined, the line that says so."""

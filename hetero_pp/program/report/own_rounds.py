@@ -41,6 +41,11 @@ class OwnRounds:
         self._reading = now_and_then(say, time.monotonic)
 
     @property
+    def state(self) -> RunState:
+        """State of the run, as far as this host gets reports."""
+        return self._state
+
+    @property
     def failed(self) -> str | None:
         """Reason why the run has failed, on any host; None if it has not."""
         return self._state.failed
@@ -114,9 +119,10 @@ class OwnRounds:
             link.directions[way].wire_bytes_of_round(round_)
             for link in self._state.links.values()
             for way in DIRECTIONS
-            if _sender(link.spec, way) == member
+            if sender(link.spec, way) == member
         )
 
 
-def _sender(link: LinkSpec, way: str) -> str:
+def sender(link: LinkSpec, way: str) -> str:
+    """Return the member, or the exchange, that sends in a direction of a link."""
     return link.source if way == "forward" else link.target

@@ -9,6 +9,7 @@ from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from hetero_pp.config.changed_keys import Changes
@@ -28,6 +29,20 @@ from hetero_pp.messages.messages_pb2 import (
     Standing,
 )
 from hetero_pp.run.spec import RunSpec
+
+
+class Outcome(StrEnum):
+    """What became of a replica's contribution to a closed round."""
+
+    INCLUDED = "included"
+    LATE = "late"
+    """Not complete when the round closed."""
+    LOST = "lost"
+    """A slot of the replica was vacant at some moment of the round."""
+    REJECTED = "rejected"
+    """Far too large."""
+    ABSENT = "absent"
+    """The replica had not joined, or took no part."""
 
 
 @dataclass
@@ -96,7 +111,8 @@ class Standings:
         self.returned: defaultdict[str, list[int]] = defaultdict(list)
         """Rounds for which a replica was late, by replica."""
         self.pauses: list[Pause] = []
-        self._has_begun = False
+        self.has_begun = False
+        """Whether a start of the run was reported. A resumed run has no earlier reports before that."""
         self._lost: set[str] = set()
         """Replicas that have lost a member, and have not been reported as suspended since."""
 
@@ -106,7 +122,7 @@ class Standings:
         """Take in one report. Members that are not of this run are ignored."""
         match report.WhichOneof("event"):
             case "begun":
-                self._has_begun = True
+                self.has_begun = True
                 if report.begun.changes:
                     self._spec = self._spec.with_changes(Changes.from_json(report.begun.changes))
             case "joined" if report.member in self.places:
@@ -119,7 +135,7 @@ class Standings:
     def _joined(self, time: float, place: PlaceState, term: int) -> None:
         insort(place.changes, (time, True, ""))
         if term >= place.term:  # a resumed run reports earlier starts later, with lower incarnations
-            place.taken_again += self._has_begun
+            place.taken_again += self.has_begun
             place.term, place.vacant = term, None
 
     def _closed(self, time: float, record: RoundRecord) -> None:
@@ -183,18 +199,32 @@ class Standings:
         closed = self.rounds.get(round_)
         if closed is None or not closed.counted:
             return {}
-        return {name: self._why_not(name, round_) for name in self.awaited(round_) if name not in closed.counted}
+        return {name: self._excluded(name, round_)[1] for name in self.awaited(round_) if name not in closed.counted}
 
-    def _why_not(self, replica: str, round_: int) -> str:
+    def outcomes(self, round_: int) -> dict[str, Outcome]:
+        """Return what became of each replica's contribution to a closed round.
+
+        An optional replica that sent none is left out.
+        """
+        closed = self.rounds[round_]
+        found = dict.fromkeys(closed.counted, Outcome.INCLUDED)
+        sent = closed.late | closed.left_out
+        others = [one.name for one in self.of_round(round_) if not one.optional or one.name in sent]
+        return found | {name: self._excluded(name, round_)[0] for name in others if name not in found}
+
+    def _excluded(self, replica: str, round_: int) -> tuple[Outcome, str]:
+        """Return why a closed round excludes a replica, as a kind and in words."""
         closed, before = self.rounds[round_], self.rounds.get(round_ - 1)
         if replica in closed.left_out:  # a fact of the record, even if a slot was vacant for a moment
-            return f"{replica} sent a contribution that is too large"
+            return Outcome.REJECTED, f"{replica} sent a contribution that is too large"
         gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
         if gone is not None:
-            return gone
+            return Outcome.LOST, gone
         if all(not place.changes for place in self.places.values() if place.replica == replica):
-            return f"{replica} has not joined yet"
-        return f"{replica} was late" if replica in closed.late else f"{replica} did not take part"
+            return Outcome.ABSENT, f"{replica} has not joined yet"
+        if replica in closed.late:
+            return Outcome.LATE, f"{replica} was late"
+        return Outcome.ABSENT, f"{replica} did not take part"
 
     def gone(self, replica: str, start: float, end: float) -> str | None:
         """Return why a slot of a replica was vacant at some moment between two times; None if none was."""

@@ -34,6 +34,7 @@ from hetero_pp.messages.report_bounds import ReportBounds, complaint
 from hetero_pp.program.report.carried import DirectionState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.program.report.replica_state import ReplicaState
+from hetero_pp.program.report.spent import Spent
 from hetero_pp.program.report.standings import Standings
 from hetero_pp.run.spec import RunSpec
 
@@ -96,6 +97,8 @@ class RunState:
         self.first_step: float | None = None
         self.latest: float | None = None
         self.standings = Standings(spec)
+        self.spent = {name: Spent() for name in spec.members}
+        """Seconds of each member's rounds."""
         self._pauses = Pauses()
         self._finished: set[str] = set()
         self._over: Over | None = None
@@ -127,6 +130,8 @@ class RunState:
                     self._evaluated(report.evaluation)
                 case "member_round":
                     self._came(report.member)
+                    if report.member in self.spent:
+                        self.spent[report.member].apply(report.member_round)
                 case "link_use":
                     self._used(report.time, report.link_use)
                 case "round_closed":
@@ -262,6 +267,16 @@ class RunState:
             awaited = set(self._over.finishing) - {replicas[name] for name in vacant if name in replicas}
             left = {name for name in left if replicas[name] in awaited}
         return self.rounds >= self.rounds_planned and not left
+
+    @property
+    def has_closed_all_rounds(self) -> bool:
+        """Whether every round is closed. Members may still apply the last one."""
+        return self._over is not None or self.rounds >= self.rounds_planned
+
+    @property
+    def finished(self) -> frozenset[str]:
+        """Members that have finished all their rounds."""
+        return frozenset(self._finished)
 
     @property
     def has_all_needed(self) -> bool:

@@ -1,0 +1,137 @@
+"""Serves /metrics and /healthz over plain HTTP, for Prometheus, probes and browsers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from hetero_pp.config.topology import parse_address
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.program.operate.collector import RunCollector
+from hetero_pp.program.operate.metrics import METRICS, build_info
+from hetero_pp.program.operate.observed import Observed
+
+LOOPBACK = "127.0.0.1"
+MOST_REQUESTS = 16
+"""Requests that are served at once; further ones are closed."""
+SECONDS_OF_A_REQUEST = 10.0
+SECONDS_TO_END = 0.1
+"""Seconds between looks whether the block is over."""
+REASON_CHARACTERS = 1000
+"""Most characters of a reason: members send some of the text."""
+
+OPTION = "--metrics"
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return host and port of [ADDRESS:]PORT; without an address, that of the loopback interface.
+
+    Raises ConfigError for another text.
+    """
+    try:
+        host, _, port = parse_address(f"{LOOPBACK}:{text}" if text.isdigit() else text).rpartition(":")
+    except ValueError:
+        found = f"{OPTION}: found `{text}`, expected PORT or ADDRESS:PORT, such as `9464` or `0.0.0.0:9464`"
+        raise ConfigError((), found) from None
+    return host.strip("[]"), int(port)
+
+
+@contextmanager
+def served(listen: str, observed: Observed) -> Iterator[str]:
+    """Serve a run's metrics and health while the block runs; yield the URL. Raises ConfigError if it cannot listen."""
+    host, port = parse_listen(listen)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server = _server(family, (str(address[0]), int(address[1])), _application(observed))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError((), f"{OPTION} {listen}: cannot listen ({why}); choose another port or address") from None
+    thread = threading.Thread(target=server.serve_forever, args=(SECONDS_TO_END,), name="metrics", daemon=True)
+    thread.start()
+    try:
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _application(observed: Observed) -> Callable[..., Iterable[bytes]]:
+    """Return the WSGI application."""
+    registry = CollectorRegistry()
+    registry.register(RunCollector(observed, METRICS, build_info()))
+    metrics = make_wsgi_app(registry)
+
+    def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        if path != "/healthz":
+            return _answer(start_response, "404 Not Found", {"paths": ["/metrics", "/healthz"]})
+        health = observed.health()
+        found: dict[str, Any] = {"condition": health.condition}
+        if health.reason:
+            found["reason"] = health.reason[:REASON_CHARACTERS]
+        state = observed.state
+        if state is not None:
+            found |= {"run": state.spec.config.name, "round": observed.round(state), "rounds": state.rounds_planned}
+        return _answer(start_response, "200 OK" if health.is_well else "503 Service Unavailable", found)
+
+    return application
+
+
+def _answer(start_response: Callable[..., Any], status: str, found: dict[str, Any]) -> Iterable[bytes]:
+    start_response(status, [("Content-Type", "application/json"), ("X-Content-Type-Options", "nosniff")])
+    return [(json.dumps(found) + "\n").encode()]
+
+
+class _Handler(WSGIRequestHandler):
+    """Logs nothing, and drops a client that sends or reads too slowly."""
+
+    timeout = SECONDS_OF_A_REQUEST
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _server(family: socket.AddressFamily, address: tuple[str, int], application: Callable[..., Any]) -> WSGIServer:
+    """Return a server that listens. Raises OSError if it cannot."""
+
+    class Server(ThreadingMixIn, WSGIServer):
+        address_family = family
+        daemon_threads = True
+        block_on_close = False
+        room = threading.BoundedSemaphore(MOST_REQUESTS)
+
+        def server_bind(self) -> None:
+            TCPServer.server_bind(self)  # HTTPServer's own looks up a host name, which may take seconds
+            self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+            self.setup_environ()
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self.room.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self.room.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Print nothing: a client that went away is no error."""
+
+    server = Server(address, _Handler)
+    server.set_app(application)
+    return server

@@ -1,0 +1,88 @@
+"""What an operator asked for beside a run: metrics, traces and further boards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.sinks.sink import MakeSink, makers_of
+from hetero_pp.program.report.state import RunState
+
+Page = Callable[[RunState, Callable[[str], None]], AbstractContextManager[Callable[[Report], None]]]
+"""(state, say) -> while a block runs, a function for the reports that the state has accepted; it raises nothing."""
+
+
+@contextmanager
+def without_page(state: RunState, say: Callable[[str], None]) -> Iterator[Callable[[Report], None]]:
+    """Show the run on no page. Implements Page."""
+    yield lambda report: None
+
+
+@dataclass
+class Operations:
+    """Follows a run for an operator. By default it does nothing."""
+
+    boards: Mapping[str, MakeSink] = field(default_factory=dict)
+    """Further sinks of the scalars that TensorBoard gets, by name."""
+    observed: Observed = field(default_factory=Observed)
+    followers: Sequence[Callable[[Report], None]] = ()
+    """Functions that get each report of this start of the run."""
+    page: Page = without_page
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether something needs the reports of all members, which only the exchange's host gets."""
+        return bool(self.boards or self.followers)
+
+    def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
+        """Show a run from now on. `members`: those whose reports this host gets; None: all."""
+        self.observed.follow(state, members)
+
+    def on_report(self, report: Report) -> None:
+        """Take in a report, after the state has."""
+        self.observed.on_report(report)
+        for follower in self.followers:
+            follower(report)
+
+
+@contextmanager
+def operated(
+    metrics: str | None = None, otlp: str | None = None, boards: Sequence[str] = (), is_viewed: bool = False
+) -> Iterator[Operations]:
+    """Open what the operator asked for while the block runs.
+
+    `metrics`: [ADDRESS:]PORT to serve; `otlp`: URL of a collector of traces; `boards`: names of further sinks;
+    `is_viewed`: whether to show the run on a page of this machine. Raises ConfigError before anything starts if the
+    port is in use, or if an extra is not installed.
+    """
+    observed, say, makers = Observed(), partial(tell, standard_output()), makers_of(boards)
+    with ExitStack() as stack:
+        followers: list[Callable[[Report], None]] = []
+        if metrics is not None:
+            from hetero_pp.program.operate.http_server import served
+
+            url = stack.enter_context(served(metrics, observed))
+            say(f"metrics: {url}/metrics, health: {url}/healthz")
+        if otlp is not None:
+            try:
+                from hetero_pp.program.operate.traces import traced
+            except ImportError as error:
+                needed = "install it with: pip install 'hetero-pp[otel]'"
+                raise ConfigError((), f"--otlp: {error.name} is not installed; {needed}") from None
+            followers.append(stack.enter_context(traced(otlp, observed, say)))
+        yield Operations(makers, observed, followers, _page(is_viewed))
+
+
+def _page(is_viewed: bool) -> Page:
+    """Return the page of a run, imported only if it is wanted."""
+    if not is_viewed:
+        return without_page
+    from hetero_pp.program.view.launched import on_a_page
+
+    return on_a_page

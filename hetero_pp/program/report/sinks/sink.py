@@ -1,0 +1,89 @@
+"""A place that scalars of a run go to, and how a command chooses further ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.program.report.state import RunState
+
+PROJECT = "hetero-pp"
+"""Project under which services keep runs."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value of a curve."""
+
+    time: float
+    """Seconds since 1970."""
+    tag: str
+    """Name of the curve, such as `training_loss/dc`."""
+    value: float
+    step: int
+    """Position on the axis."""
+    axis: Literal["inner_step", "round"]
+
+
+class Sink(Protocol):
+    """Takes the scalars of a run. Its methods may raise any exception."""
+
+    def write(self, scalar: Scalar) -> None:
+        """Take one scalar."""
+
+    def close(self) -> None:
+        """Finish, once all scalars are written."""
+
+
+MakeSink = Callable[[RunState], Sink]
+
+BOARDS = ("wandb", "trackio")
+"""Further sinks, by the name of their extra and package. The module NAME_sink has a function `make_sink`."""
+
+
+def makers_of(names: Sequence[str]) -> dict[str, MakeSink]:
+    """Return functions that make the named sinks. Raises ConfigError for a name that is unknown or not installed."""
+    for name in names:
+        if name not in BOARDS:
+            raise ConfigError((), f"--board: found `{name}`, expected one of {', '.join(BOARDS)}")
+        if find_spec(name) is None:
+            raise ConfigError((), f"--board {name}: is not installed; install it with: pip install 'hetero-pp[{name}]'")
+    return {name: import_module(f"hetero_pp.program.report.sinks.{name}_sink").make_sink for name in names}
+
+
+class OptionalSink:
+    """A sink without which the run continues: it complains once about a failure, and takes no more scalars."""
+
+    def __init__(self, name: str, make: MakeSink, state: RunState, complain: Callable[[str], None]) -> None:
+        self._name, self._complain = name, complain
+        self._sink: Sink | None = None
+        try:
+            self._sink = make(state)
+        except Exception as error:  # noqa: BLE001 (another program's bug or absence must not fail the run)
+            self._fails(error)
+
+    def write(self, scalar: Scalar) -> None:
+        """Take one scalar, unless the sink has failed."""
+        if self._sink is not None:
+            try:
+                self._sink.write(scalar)
+            except Exception as error:  # noqa: BLE001 (as above)
+                self._fails(error)
+
+    def close(self) -> None:
+        """Finish."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 (as above)
+                self._fails(error)
+
+    def _fails(self, error: Exception) -> None:
+        self._sink = None
+        why = " ".join(str(error).split()) or type(error).__name__
+        self._complain(f"{self._name} gets no more curves, but the run continues: {why}")

@@ -1,0 +1,460 @@
+"""Metrics, health and traces: of made-up reports, and of one launched run, which is scraped while it trains."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from test_own_rounds import member_round
+from test_run_state import (
+    ROUNDS,
+    START,
+    begun,
+    evaluation,
+    failure,
+    inner_step,
+    joined,
+    link_use,
+    made_up_reports,
+    made_up_spec,
+    round_closed,
+    state_of,
+    waiting,
+)
+from typer.testing import CliRunner
+
+from hetero_pp.config.changed_keys import Values
+from hetero_pp.messages.messages_pb2 import (
+    CONTRIBUTING,
+    GIVEN_UP,
+    JOINING,
+    PAUSED,
+    RESTARTED,
+    SILENT,
+    STORING,
+    WENT_ON,
+    Happened,
+    Over,
+    Refusal,
+    Report,
+)
+from hetero_pp.program.cli import app
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.recorded import OnReport
+from hetero_pp.program.launch.supervisor import launch
+from hetero_pp.program.operate.collector import RunCollector
+from hetero_pp.program.operate.health import SILENT_SECONDS, Condition, health_of
+from hetero_pp.program.operate.metrics import METRICS, build_info
+from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.operate.operations import operated
+from hetero_pp.program.report.json_lines import printed_as_json
+from hetero_pp.program.report.round_lines import STALL_SECONDS
+from hetero_pp.program.report.standings import Outcome
+from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+
+YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+
+Found = dict[tuple[str, ...], float]
+"""(name, label values in the order of the labels' names ...) -> value."""
+
+
+def collected(state: RunState, *members: str, now: float = START + 30) -> Found:
+    """Return the samples of a state, as a host with these members sees it, or with all."""
+    observed = Observed(lambda: now)
+    observed.follow(state, members or None)
+    return samples(RunCollector(observed, METRICS, build_info()).collect())
+
+
+def samples(families: Iterator[Metric]) -> Found:
+    found: Found = {}
+    for family in families:
+        for one in family.samples:
+            labels = [one.labels[name] for name in sorted(one.labels)]
+            found[(one.name.removeprefix("hetero_pp_"), *labels)] = one.value
+    return found
+
+
+def standing(time: float, what: Happened, place: str = "", replica: str = "", cause: str = "why") -> Report:
+    report = Report(time=time, member="exchange")
+    told = report.standing
+    told.what, told.place, told.replica, told.cause, told.round = what, place, replica, cause, 1
+    return report
+
+
+# ---- health ----
+
+
+def told(*reports: Report) -> RunState:
+    return state_of([*(joined(START, one) for one in ("dc", "home.0", "home.1")), begun(START, 0), *reports])
+
+
+STEP = inner_step(START + 1, "dc", "dc", 1, 0, loss=5.0)
+PAUSE = standing(START + 2, PAUSED, cause="1 of 2 replicas is present")
+OBSTACLE = Report(time=START + 2, member="exchange")
+OBSTACLE.waiting.awaited, OBSTACLE.waiting.obstacle = STORING, "/log: cannot be written"
+COMPUTING = waiting(START + 2, CONTRIBUTING, "home.0", seconds=500.0)
+COMPUTING.waiting.missing[0].computes = True
+OVER = Report(time=START + 9, member="exchange", over=Over(round=2, rounds=2))
+
+
+@pytest.mark.parametrize(
+    ("reports", "after", "condition", "reason"),
+    [
+        ([], 5, Condition.STARTING, ""),
+        ([STEP], 5, Condition.RUNNING, ""),
+        ([STEP], SILENT_SECONDS + 2, Condition.STALLED, "no report for"),
+        ([STEP, PAUSE], 5, Condition.PAUSED, "round 1 is paused: 1 of 2 replicas is present"),
+        ([STEP, PAUSE, standing(START + 3, WENT_ON)], 5, Condition.RUNNING, ""),
+        ([STEP, OBSTACLE], 3, Condition.STALLED, "/log: cannot be written"),
+        ([STEP, waiting(START + 2, CONTRIBUTING, "home.0", seconds=20.0)], 5, Condition.RUNNING, ""),
+        ([STEP, waiting(START + 2, CONTRIBUTING, "home.0", seconds=20.0)], STALL_SECONDS, Condition.STALLED, "home.0"),
+        ([STEP, COMPUTING], 5, Condition.RUNNING, ""),
+        ([waiting(START + 2, JOINING, "home.1", seconds=90.0)], 5, Condition.STALLED, "no progress for"),
+        ([STEP, failure(START + 2, "dc", "out of memory")], 5, Condition.FAILED, "dc: out of memory"),
+        ([STEP, failure(START + 2, "dc", "out of memory"), OVER], 5, Condition.FAILED, "dc: out of memory"),
+        ([STEP, PAUSE, OVER], SILENT_SECONDS + 99, Condition.OVER, ""),
+    ],
+)
+def test_health(reports: list[Report], after: float, condition: Condition, reason: str) -> None:
+    found = health_of(told(*reports), START + after)
+    assert found.condition is condition
+    assert reason in found.reason
+    assert bool(found.reason) is not found.is_well
+
+
+def test_silence_is_normal_where_a_host_hears_only_its_own_members() -> None:
+    assert health_of(told(STEP), START + SILENT_SECONDS + 99, sees_all=False).is_well
+
+
+def test_time_is_the_exchange_s_even_if_this_host_s_clock_is_wrong() -> None:
+    clock = iter([9e9, 9e9 + SILENT_SECONDS - 1, 9e9 + SILENT_SECONDS + 1])
+    observed = Observed(lambda: next(clock))
+    observed.follow(told(STEP))
+    observed.on_report(STEP)
+    assert [observed.health().condition for _ in range(2)] == [Condition.RUNNING, Condition.STALLED]
+
+
+# ---- metrics of made-up reports ----
+
+
+def test_metrics_of_a_whole_run() -> None:
+    found = collected(state_of([begun(START - 3, 0), *made_up_reports(), member_round("home.1", 1)]))
+    assert found["rounds_closed_total",] == found["rounds_planned",] == ROUNDS
+    assert found["run_condition", "over"] == 1
+    assert (found["run_info", "made-up"], found["members", "finished"], found["members", "missing"]) == (1, 3, 0)
+    assert (found["tokens_total", "dc"], found["training_loss", "dc"], found["validation_loss", "home"]) == (
+        400,
+        4,
+        3.7,
+    )
+    assert found["contributions_total", "included", "home"] == 2
+    assert (found["contribution_bytes_total",], found["round_duration_seconds",]) == (4000, 10)
+    assert found["link_wire_bytes_total", "forward", "home.0-1"] == 8020
+    assert found["link_busy_seconds_total", "forward", "home.0-1"] == 10
+    assert found["link_capacity_bytes_per_second", "backward", "home.0-1"] == 500_000
+    assert ("link_capacity_bytes_per_second", "forward", "dc-exchange") not in found
+    parts = {
+        part: found["member_round_seconds_total", "home.1", part] for part in ("compute", "wait", "outer", "blocked")
+    }
+    assert parts == {"compute": 5, "wait": 2, "outer": 2.5, "blocked": 0}
+
+
+def test_every_outcome_of_a_contribution_is_counted_once() -> None:
+    """Rounds that are long over are counted as often as recent ones."""
+    reports, expected = [joined(START, "dc"), joined(START, "home.0"), joined(START, "home.1"), begun(START, 0)], {}
+    for round_ in range(1, 31):
+        record = round_closed(START + 10 * round_, round_)
+        outcome = [Outcome.INCLUDED, Outcome.LATE, Outcome.REJECTED, Outcome.LOST, Outcome.ABSENT][round_ % 5]
+        if outcome is not Outcome.INCLUDED:
+            del record.round_closed.contributions[1]
+        record.round_closed.late.extend(["home"] if outcome is Outcome.LATE else [])
+        record.round_closed.left_out.extend(["home"] if outcome is Outcome.REJECTED else [])
+        if outcome is Outcome.LOST:
+            reports += [standing(record.time - 6, SILENT, "home.1", "home"), joined(record.time - 3, "home.1")]
+        reports.append(record)
+        expected[outcome] = expected.get(outcome, 0) + 1
+    observed, state = Observed(), RunState(made_up_spec(outer={"rounds": 30}))
+    observed.follow(state)
+    collector = RunCollector(observed, METRICS, build_info())
+    for report in reports:
+        state.apply(report)
+        found = samples(collector.collect())  # a scrape after each report
+    assert {one: found["contributions_total", one, "home"] for one in expected} == expected
+    assert found["contributions_total", "included", "dc"] == 30
+
+
+def test_a_counter_never_falls() -> None:
+    """A restarted process counts its round anew."""
+    observed, state = Observed(), told()
+    observed.follow(state)
+    collector, found = RunCollector(observed, METRICS, build_info()), []
+    for payload in (5000, 100, 6000):
+        state.apply(link_use(START, "home.0-1", "forward", 1, payload))
+        found.append(samples(collector.collect())["link_wire_bytes_total", "forward", "home.0-1"])
+    assert found == [5010, 5010, 6010]
+
+
+def test_counters_of_a_resumed_run_appear_once_its_earlier_reports_are_known() -> None:
+    state = state_of([joined(START, "dc")])
+    assert not [name for name, *_ in collected(state) if name.endswith("_total")]
+    state.apply(begun(START, 1))
+    assert ("rounds_closed_total",) in collected(state)
+
+
+def test_members_by_state_and_restarts() -> None:
+    reports = [
+        standing(START + 1, SILENT, "home.1", "home"),
+        *[standing(START + 2, RESTARTED, one) for one in ("home.1", "home.1", "exchange", "made up")],
+    ]
+    found = collected(told(*reports))
+    assert (found["members", "present"], found["members", "vacant"]) == (2, 1)
+    assert (found["member_up", "home.1"], found["member_up", "dc"]) == (0, 1)
+    assert (found["restarts_total", "home.1"], found["restarts_total", "exchange"]) == (2, 1)
+    assert collected(told(*reports, standing(START + 3, GIVEN_UP, "home.1")))["members", "given_up"] == 1
+    assert collected(state_of([joined(START, "dc")]))["members", "missing"] == 2
+
+
+def test_no_text_of_a_member_or_a_stranger_is_a_label() -> None:
+    lie = '"} evil'
+    refusal = Report(time=START, member=lie, refusal=Refusal(sender=lie, reason=lie, kind=lie, count=3))
+    reports = [refusal, standing(START, RESTARTED, lie, lie, lie), joined(START, lie), evaluation(START, lie, 1, 1.0)]
+    found = collected(told(*reports, member_round(lie, 1), failure(START, lie, lie)))
+    assert not [key for key in found if any("evil" in part for part in key)]
+    assert found["refusals_total", "unexpected"] == 3
+
+
+def test_a_host_with_one_member_has_metrics_of_that_member() -> None:
+    found = collected(state_of([begun(START, 0), *made_up_reports()]), "home.0")
+    assert {one[1] for one in found if one[0] == "member_up"} == {"home.0"}
+    assert {one[1:] for one in found if one[0] == "link_wire_bytes_total"} == {
+        ("forward", "home.0-1"),
+        ("forward", "home.0-exchange"),
+    }
+    assert {one[1] for one in found if one[0] == "training_loss"} == {"home"}
+    assert not {"contributions_total", "rounds_closed_total", "refusals_total"} & {one[0] for one in found}
+
+
+def test_metrics_have_base_units_and_bounded_labels() -> None:
+    """`promtool check metrics` has no complaint either: docs/deploy/check.sh."""
+    names = [one.name for one in METRICS]
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if any(unit in name for unit in ("_ms", "bits", "percent", "kilo"))]
+    labels = {label for one in METRICS for label in one.labels}
+    assert labels == {
+        *("run", "condition", "kind", "state", "member", "part", "process", "replica", "outcome"),
+        *("link", "direction", "line", "way"),
+    }
+
+
+# ---- the server ----
+
+
+def get(url: str) -> tuple[int, str]:
+    """Return the status and the body of an answer."""
+    try:
+        with urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("reports", "status", "expected"),
+    [
+        ([STEP], 200, {"condition": "running", "run": "made-up", "round": 0, "rounds": 2}),
+        ([STEP, PAUSE], 503, {"condition": "paused", "reason": "round 1 is paused: 1 of 2 replicas is present"}),
+        ([failure(START, "dc", "x" * 5000)], 503, {"condition": "failed", "reason": "dc: " + "x" * 996}),
+    ],
+)
+def test_healthz(reports: list[Report], status: int, expected: Mapping[str, Any], capsys: Any) -> None:
+    with operated("0") as operations:
+        url = capsys.readouterr().out.split("health: ")[1].strip()
+        assert url.startswith("http://127.0.0.1:")
+        assert get(url) == (200, '{"condition": "starting"}\n')
+        operations.follow(told(*reports))
+        operations.observed.on_report(STEP)
+        code, text = get(url)
+        assert (code, json.loads(text).items() >= expected.items()) == (status, True)
+        assert get(url.replace("healthz", "other"))[0] == 404
+        assert "hetero_pp_build_info" in get(url.replace("healthz", "metrics"))[1]
+
+
+@pytest.mark.parametrize("command", ["launch", "serve", "join"])
+def test_a_port_in_use_is_one_line_before_anything_starts(command: str, tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, [command, "none.yaml", "--metrics", str(port), "--runs", str(tmp_path)])
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert done.output.startswith(f"hetero-pp: --metrics {port}: cannot listen (Address already in use)")
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        (("--metrics", "some:where"), "found `some:where`, expected PORT or ADDRESS:PORT, such as `9464`"),
+        (("--otlp", "host:4317"), "found `host:4317`, expected a URL such as `http://localhost:4317`"),
+        (("--board", "paper"), "found `paper`, expected one of wandb, trackio"),
+        (("--log-format", "xml"), "found `xml`, expected `text` or `json`"),
+        (("--only", "dc", "--board", "trackio"), "--only dc: found --otlp or --board"),
+    ],
+)
+def test_a_wrong_option_is_one_line(option: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["launch", str(YAML), "--runs", str(tmp_path), *option])
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert expected in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_an_environment_that_drops_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    done = CliRunner().invoke(app, ["launch", str(YAML), "--otlp", "http://127.0.0.1:1"])
+    assert (done.exit_code, "OTEL_SDK_DISABLED=true" in done.output) == (2, True)
+
+
+# ---- a launched run ----
+
+
+@dataclass
+class Launched:
+    """What a run left, and what was seen of it."""
+
+    folder: Path
+    scraped: list[Found] = field(default_factory=list)
+    """Metrics after each closed round, and at the end."""
+    healths: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads((self.folder / "summary.json").read_text()))
+
+
+class Receiver(TraceServiceServicer):
+    """Keeps the spans that arrive."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self._spans = spans
+
+    def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self._spans += scope.spans
+        return ExportTraceServiceResponse()
+
+
+@pytest.fixture(scope="module")
+def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    runs = tmp_path_factory.mktemp("runs")
+    found, printed = Launched(runs / "mixed"), io.StringIO()
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_TraceServiceServicer_to_server(Receiver(found.spans), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+
+    def look() -> None:
+        url = printed.getvalue().split("metrics: ")[1].split("/metrics")[0]
+        found.scraped.append(samples(text_string_to_metric_families(get(f"{url}/metrics")[1])))
+        found.healths.append(json.loads(get(f"{url}/healthz")[1]))
+
+    def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
+        def looked_at(report: Report) -> None:
+            on_report(report)
+            if report.HasField("round_closed"):
+                look()
+
+        launch(spec, folder, looked_at, resume)
+
+    with (
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+        printed_as_json(),
+        operated("0", f"http://127.0.0.1:{port}") as operations,
+    ):
+        run_topology(YAML, [f"data.corpus={corpus}"], runs, False, start=start, operations=operations)
+        look()
+    server.stop(None).wait()
+    found.lines = [json.loads(line) for line in printed.getvalue().splitlines()]
+    return found
+
+
+@pytest.mark.starts_processes
+def test_the_metrics_of_a_launched_run_are_those_of_its_summary(launched: Launched) -> None:
+    found, summary = launched.scraped[-1], launched.summary
+    assert (found["rounds_closed_total",], found["run_condition", "over"]) == (3, 1)
+    assert found["members", "finished"] == 4
+    assert found["tokens_per_second",] == pytest.approx(summary["tokens_per_second"])
+    assert found["contribution_bytes_total",] == summary["contributions"]["bytes"]
+    for replica in summary["replicas"]:
+        name = replica["name"]
+        assert found["tokens_total", name] == replica["tokens"]
+        assert found["validation_loss", name] == pytest.approx(replica["validation_loss"][-1])
+        assert found["contributions_total", "included", name] == 3
+    for link in summary["links"]:
+        for way, count in link["wire_bytes"].items():
+            assert found["link_wire_bytes_total", way, link["name"]] == count > 0
+    assert all(found["member_round_seconds_total", one, "compute"] > 0 for one in ("dc", "home.0", "home.2"))
+
+
+@pytest.mark.starts_processes
+def test_a_launched_run_can_be_watched(launched: Launched) -> None:
+    assert [one["rounds_closed_total",] for one in launched.scraped] == [1, 2, 3, 3]
+    assert [one["condition"] for one in launched.healths] == ["running", "running", "over", "over"]
+    assert [one["round"] for one in launched.healths] == [1, 2, 3, 3]
+    for before, after in zip(launched.scraped, launched.scraped[1:], strict=False):
+        assert all(after[key] >= value for key, value in before.items() if key[0].endswith("_total"))
+
+
+@pytest.mark.starts_processes
+def test_the_traces_of_a_launched_run(launched: Launched) -> None:
+    rounds = {span.trace_id: span for span in launched.spans if span.name == "round"}
+    assert len(rounds) == 3
+    members = [span for span in launched.spans if span.name == "member round"]
+    assert len(members) == 3 * 4
+    assert all(one.parent_span_id == rounds[one.trace_id].span_id for one in members)
+    known = {one.span_id: one for one in members}
+    for name in ("inner loop", "outer step", "evaluation"):
+        parts = [span for span in launched.spans if span.name == name]
+        assert len(parts) == len(members)
+        for part in parts:
+            whole = known[part.parent_span_id]
+            assert whole.start_time_unix_nano <= part.start_time_unix_nano <= part.end_time_unix_nano
+            assert part.end_time_unix_nano <= whole.end_time_unix_nano + 1000
+    included = [one for span in rounds.values() for one in span.attributes if one.key == "hetero_pp.included"]
+    assert [[value.string_value for value in one.value.array_value.values] for one in included] == [["dc", "home"]] * 3
+
+
+@pytest.mark.starts_processes
+def test_the_log_of_a_launched_run_is_one_object_a_line(launched: Launched) -> None:
+    assert all(one.keys() == {"time", "level", "event", "run", "member", "text"} for one in launched.lines)
+    assert {one["run"] for one in launched.lines[1:]} == {"mixed"}
+    assert {one["level"] for one in launched.lines} == {"info"}
+    events = [one["event"] for one in launched.lines]
+    assert (events.count("round_closed"), events.count("start"), events.count("joined")) == (3, 1, 1)
+    text = next(one["text"] for one in launched.lines if one["event"] == "round_closed")
+    assert text.startswith("round 1/3: validation loss ")
