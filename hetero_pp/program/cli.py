@@ -22,6 +22,7 @@ for command in (
     runs.join,
     runs.leave,
     runs.status,
+    predictions.doctor,
     predictions.check,
     predictions.simulate,
     predictions.plan,

@@ -48,13 +48,13 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
     elif ":" in run:
         found = _of_address(runs.absolute(), run)
     else:
-        folder = _folder(runs.absolute(), run)
+        folder = run_folder(runs.absolute(), run)
         found = _of_folder(folder, address)
     if json_path is not None:
         write_whole(json_path, (json.dumps(found, indent=2) + "\n").encode())
 
 
-def _folder(runs: Path, run: str) -> RunFolder:
+def run_folder(runs: Path, run: str) -> RunFolder:
     """Return the run's folder, named by its path or the run's name.
 
     Raises ConfigError with similar names if none exists.
@@ -93,7 +93,7 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
         return _print_on_disk(folder, read_run_on_disk(folder))
     over = read_over(folder)
     try:
-        known = _known(folder)
+        known = known_run(folder)
         reply = ask(address or known.address, known.identity, SECONDS if over is None else _SECONDS_OF_AN_ENDED_RUN)
     except HeteroPPError as error:
         if over is not None:
@@ -112,7 +112,7 @@ def _may_ask(folder: RunFolder) -> bool:
     return folder.token.is_file() and is_running(folder) and not ConfigFile(folder.config).config.exchange.insecure
 
 
-def _print_reply(known: _Known, reply: StatusReply) -> dict[str, object]:
+def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
     print_status(known.name, reply)
     if known.serves:
         _print_tickets(known.folder)
@@ -127,7 +127,7 @@ def _print_tickets(folder: RunFolder) -> None:
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """A run that this host serves or has joined."""
 
     folder: RunFolder
@@ -147,7 +147,7 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
     found = []
     for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
         with suppress(HeteroPPError):
-            found.append(_known(RunFolder(path)))
+            found.append(known_run(RunFolder(path)))
     complaint = f"{runs}: found no run at {address} that this host serves or joined"
     if addresses := sorted({one.address for one in found}):
         complaint += f": known addresses: {listed(addresses)}"
@@ -165,17 +165,17 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
     raise ConfigError((), complaint)
 
 
-def _known(folder: RunFolder) -> _Known:
+def known_run(folder: RunFolder) -> Known:
     """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
         listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
-        return _Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
+        return Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
         own = f": it runs {', '.join(parts)} with the run's token" if (parts := _own_parts(folder)) else ""
         what = f"found no run that this host serves or joined with a ticket{own}"
         raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
-    return _Known(folder, found[0].address, found[0].identity.latest, serves=False)
+    return Known(folder, found[0].address, found[0].identity.latest, serves=False)
 
 
 # ---- when the exchange does not answer ----
