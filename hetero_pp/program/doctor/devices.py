@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -66,7 +65,6 @@ def look_for_gpu() -> Gpu:
     version = torch.version
     built_for = f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else ""
     has_driver = _NVIDIA.is_file() or shutil.which("nvidia-smi") is not None
-    has_driver = has_driver or ctypes.util.find_library("cuda") is not None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         names = tuple(map(name_of, accelerators()))
