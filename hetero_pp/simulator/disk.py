@@ -19,14 +19,14 @@ _STEP_BYTES, _ROUND_BYTES = 130, 1_000
 def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
     """Return the bytes that these members, and the exchange if it is among them, keep at the end of the run.
 
-    Encoded text is not included. A member checkpoint has Adam's moments and the error feedback of each parameter, and
-    with `outer.overlap` its parameters, too.
+    Encoded text is not included. A member checkpoint has the optimizer's moments and the error feedback of each
+    parameter. That of a whole replica has the parameters, too, and so has any with `outer.overlap`.
     """
     config, found = spec.config, {"member checkpoints": 0.0, "the start of the round": 0.0}
     for member in (spec.members[name] for name in names if name in spec.members):
         parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
         moments = moment_bytes(spec, member)
-        kept = moments + (8 if config.outer.overlap else 4) * parameters
+        kept = moments + 4 * (1 + (member.stage is None) + config.outer.overlap) * parameters
         found["member checkpoints"] += _MEMBER_CHECKPOINTS * kept
         found["the start of the round"] += 4 * parameters + (moments if config.states.undo else 0)
     if EXCHANGE not in names:

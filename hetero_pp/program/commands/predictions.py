@@ -19,33 +19,6 @@ def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overri
         print_check(config, overrides, runs)
 
 
-def doctor(
-    named: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CONFIG|TICKET|RUN]", help="YAML, ticket, or run of this host; by default the machine."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="For a ticket: compare the text at this path with the run's.")
-    ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file; `-` prints them instead.")
-    ] = None,
-    runs: RunsFolder = Path("runs"),
-) -> None:
-    """Check this machine before a run or a join, in a few seconds: one line a check, with how to mend it.
-
-    Nothing is started, changed or enrolled; a ticket stays usable. The exit code is 1 if a check failed.
-    """
-    with readable_errors():
-        from hetero_pp.program.commands.errors import FAILED
-        from hetero_pp.program.doctor.command import doctor as make_checks
-
-        if not make_checks(named, runs, data, json_path):
-            raise typer.Exit(FAILED)
-
-
 def simulate(
     config: ConfigPath,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to this file.")] = None,
