@@ -72,7 +72,16 @@ AT_ONCE = MOST_OPEN - 4
 MESSAGES_A_SECOND = 0.8 * CALLS_A_SECOND
 """Rate below the limit of a caller. Above the limit the server closes the connection, and no other check is reached."""
 LONGEST_CHUNK = 10.0
-PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0, "Carry": 0.2, "Probe": 0.2}
+PATIENCE = {
+    "Assign": 0.1,
+    "Record": 0.1,
+    "Stay": 0.05,
+    "Watch": 0.5,
+    "Join": 1.0,
+    "Carry": 0.2,
+    "Probe": 0.2,
+    "Measure": 0.2,
+}
 """Timeouts in seconds of calls that wait."""
 ESCAPED = {"UNKNOWN", "INTERNAL", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
 """Statuses of calls that nothing has refused.
@@ -256,7 +265,7 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
     if call == "Deposit":
         payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
         return list(header_and_payload_frames(message, [payload]))
-    if call in ("Carry", "Probe"):
+    if call in ("Carry", "Probe", "Measure"):
         sizes = [dice.choice([0, 1, 100, 5000, CARRIED_BYTES, CARRIED_BYTES + 1]) for _ in range(dice.randrange(1, 5))]
         return [dice.randbytes(size) for size in sizes]
     if call == "Open":

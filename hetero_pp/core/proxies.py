@@ -102,7 +102,7 @@ def route_to(address: str) -> Route:
     """
     if address.startswith("unix"):
         return DIRECT
-    proxy = _grpc_proxy(_split(address)[0])
+    proxy = grpc_proxy(_split(address)[0])
     if proxy is None:
         return DIRECT
     failure = _failure(proxy, address)
@@ -121,7 +121,7 @@ def needs_no_proxy(url: str) -> bool:
     return bool(getproxies_environment()) and is_private(urlsplit(url).hostname or "")
 
 
-def _grpc_proxy(host: str) -> Proxy | None:
+def grpc_proxy(host: str) -> Proxy | None:
     """Return the proxy that the environment names for gRPC to a host. None for private hosts and for `no_proxy`."""
     found = getproxies_environment()
     if os.environ.get("grpc_proxy") == "":  # noqa: SIM112 (gRPC's own name: empty, it switches proxies off for gRPC)

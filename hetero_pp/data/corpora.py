@@ -113,6 +113,11 @@ def _bytes_of(files: Sequence[Path]) -> int:
     return max(1, sum(map(_size, files)))
 
 
+def corpus_bytes(settings: DataSettings) -> int:
+    """Return the size of all files of the corpus. Raises ConfigError as `list_corpus`."""
+    return _bytes_of(list_corpus(settings).files)
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size

@@ -25,6 +25,7 @@ from hetero_pp.core.units import format_number
 from hetero_pp.data.corpora import Rows, documents, fingerprint, list_corpus, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
+from hetero_pp.data.walk import Listing
 
 _FORMAT = 1
 _ROWS = ".rows.json"
@@ -65,8 +66,7 @@ def prepare_tokens(
     """
     tokenizer = tokenizer or load_tokenizer(settings)
     listing = list_corpus(settings)
-    key = json.dumps([_FORMAT, fingerprint(settings, listing), tokenizer.identity, tokenizer.separator])
-    path = cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    path = _path_of(settings, cache, tokenizer, listing)
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with naming(path), TemporaryDirectory(prefix="encoding-", dir=cache, ignore_cleanup_errors=True) as scratch:
@@ -93,6 +93,16 @@ def prepare_tokens(
         digest=_digest(path),
         notes=(*([skipped] if skipped else []), *tokenizer.notes, *_kept_rows(path, settings)),
     )
+
+
+def is_encoded(settings: DataSettings, cache: Path) -> bool:
+    """Return whether the corpus was encoded into `cache` before."""
+    return _path_of(settings, cache, load_tokenizer(settings), list_corpus(settings)).exists()
+
+
+def _path_of(settings: DataSettings, cache: Path, tokenizer: Tokenizer, listing: Listing) -> Path:
+    key = json.dumps([_FORMAT, fingerprint(settings, listing), tokenizer.identity, tokenizer.separator])
+    return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
 
 
 def _keep_rows(path: Path, rows: Rows) -> None:

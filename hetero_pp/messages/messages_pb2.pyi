@@ -235,6 +235,37 @@ class StatusReply(_message.Message):
     obstacle_seconds: float
     def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ...) -> None: ...
 
+class PreviewRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PreviewReply(_message.Message):
+    __slots__ = ("version", "clock", "configuration", "vocabulary", "slots", "refusal", "tokens", "neighbours")
+    class NeighboursEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    clock: float
+    configuration: str
+    vocabulary: int
+    slots: _containers.RepeatedScalarFieldContainer[str]
+    refusal: str
+    tokens: str
+    neighbours: _containers.ScalarMap[str, str]
+    def __init__(self, version: _Optional[int] = ..., clock: _Optional[float] = ..., configuration: _Optional[str] = ..., vocabulary: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., tokens: _Optional[str] = ..., neighbours: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class Guest(_message.Message):
     __slots__ = ("ticket", "seconds")
     TICKET_FIELD_NUMBER: _ClassVar[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hetero_pp.program.commands import predictions, results, runs
+from hetero_pp.program.commands import first_steps, predictions, results, runs
 
 app = typer.Typer(
     help="Pre-train one language model on datacenters and groups of home machines in one run.",
@@ -15,6 +15,8 @@ app = typer.Typer(
 )
 
 for command in (
+    first_steps.init,
+    first_steps.doctor,
     runs.launch,
     runs.serve,
     runs.invite,

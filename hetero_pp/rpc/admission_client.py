@@ -62,6 +62,22 @@ def status(address: str, identity: Identity, seconds: float | None = None) -> pb
     return reply
 
 
+class _NotServed(Refused):
+    """The exchange has no such call."""
+
+
+def preview(address: str, identity: Identity, seconds: float) -> pb.PreviewReply | None:
+    """Return what a host can check before it joins; takes no slot. Raises as `enrol`.
+
+    None means that the exchange is of an earlier version, which does not have this call.
+    """
+    try:
+        reply: pb.PreviewReply = _ask(address, identity, "Preview", pb.PreviewRequest(), seconds, waits=True)
+    except _NotServed:
+        return None
+    return reply
+
+
 def _ask(
     address: str,
     identity: Identity,
@@ -96,5 +112,5 @@ def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route
     if error.code() is grpc.StatusCode.INTERNAL:
         return StoreError(str(error.details()))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return Refused(f"the exchange at {address} does not admit hosts by tickets")
+        return _NotServed(f"the exchange at {address} does not admit hosts by tickets")
     return Refused(str(error.details()))

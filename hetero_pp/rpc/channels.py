@@ -14,6 +14,14 @@ from hetero_pp.rpc.certificates import Identity
 PROTOCOL_VERSION = 12
 """Version of calls and frames. Members with different versions refuse each other."""
 
+
+def version_complaint(found: int, expected: int) -> str:
+    """Return why a host whose protocol differs from the run's cannot join; empty if they are equal."""
+    if found == expected:
+        return ""
+    return f"found version {found} of the protocol, expected {expected}: install the hetero-pp version of the run"
+
+
 Options = list[tuple[str, int | str]]
 
 _OPTIONS: Options = [

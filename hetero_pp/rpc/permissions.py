@@ -14,6 +14,7 @@ from hetero_pp.run.spec import Roster
 class Whose(Enum):
     """Property that a caller needs."""
 
+    ANYONE = "belongs to the run, or shows a ticket"
     RUN = "belongs to the run"
     TICKET = "shows a ticket"
     INVITED = "holds a slot by a ticket"
@@ -47,6 +48,8 @@ CALLS: Mapping[str, Whose] = {
     "Renew": Whose.INVITED,
     "Give": Whose.INVITED,
     "Status": Whose.RUN,
+    "Preview": Whose.ANYONE,
+    "Measure": Whose.ANYONE,
     "Carry": Whose.PLACE,
 }
 """Permission of each call. The exchange checks that blocks, rounds and parameters are the member's own; the relay
@@ -86,7 +89,7 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
 def require_call(call: str, caller: RemoteCaller) -> None:
     """Raise Forbidden if the caller may not make a call."""
     whose = CALLS[call]
-    if (whose is Whose.TICKET) != (caller.ticket is not None):
+    if whose is not Whose.ANYONE and (whose is Whose.TICKET) != (caller.ticket is not None):
         raise Forbidden(f"{call} is not allowed {'with' if caller.ticket else 'without'} a ticket")
     if whose is Whose.INVITED and caller.holder == 0:
         raise Forbidden(f"{call} is only for members that joined by a ticket, and {caller.name} did not")

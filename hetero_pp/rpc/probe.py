@@ -1,20 +1,26 @@
-"""Measures a line's bandwidth in both directions, on the exchange's side: claims of a caller do not count."""
+"""Measures a line's bandwidth in both directions.
+
+A `Probe` is measured on the exchange's side, because claims of a host that joins do not count. A `Measurement` is made
+by the host itself before it joins, and changes nothing at the exchange.
+"""
 
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import grpc
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.core.errors import MalformedMessage, Refused
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.services import ADMISSION_SERVICE, calls_of
+from hetero_pp.rpc.services import ADMISSION_SERVICE, IncomingFrames, calls_of
 
 PROBE_BYTES = 1 << 20
 """Bytes in each direction: less than a second on a line of 10 Mbit/s."""
@@ -90,3 +96,81 @@ def _said(ends: SimpleQueue[bytes]) -> Iterator[bytes]:
     yield from [bytes(_FRAME_BYTES)] * _FRAMES
     if last := ends.get():
         yield last
+
+
+# ---- a host measures its own line ----
+
+MEASURE_BYTES = 4 << 20
+"""Most bytes in each direction of a measurement."""
+
+MEASURE_SECONDS = 3.0
+"""Seconds after which the exchange ends a measurement in one direction. The host that measures ends it earlier."""
+
+_OWN_FRAME_BYTES = 32 << 10
+_OWN_SECONDS = 0.7
+"""Seconds for which a host measures each direction."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Measured bandwidth of one direction of a line."""
+
+    bits_per_second: float
+    is_limited: bool
+    """Whether the line was the limit. Otherwise all bytes crossed before the time was over, and it may be faster."""
+
+
+def answer_measurement(frames: Iterator[bytes]) -> Iterator[bytes]:
+    """Acknowledge each frame of a caller with an empty one; if it sends none, yield frames to it.
+
+    Raises MalformedMessage for more bytes than a measurement has.
+    """
+    received = 0
+    for frame in frames:
+        received += len(frame)
+        if received > MEASURE_BYTES:
+            raise MalformedMessage(f"found more than {MEASURE_BYTES} bytes in a measurement")
+        yield b""
+    if received == 0:
+        yield from [bytes(_OWN_FRAME_BYTES)] * (MEASURE_BYTES // _OWN_FRAME_BYTES)
+
+
+def measure(address: str, identity: Identity) -> tuple[Rate, Rate]:
+    """Measure this host's line to and from the exchange at an address, for up to 1.5 seconds.
+
+    Returns the rates of sending and receiving. Raises Refused if the exchange does not answer the calls.
+    """
+    frame = bytes(_OWN_FRAME_BYTES)
+    with closing(make_channel(address, identity, EXCHANGE)) as channel:
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(ADMISSION_SERVICE, channel)["Measure"]
+        try:
+            down = _rate(call(iter(()), wait_for_ready=True, timeout=MEASURE_SECONDS), len)
+            sent = iter([frame] * (MEASURE_BYTES // _OWN_FRAME_BYTES))
+            up = _rate(call(sent, wait_for_ready=True, timeout=MEASURE_SECONDS), lambda _: _OWN_FRAME_BYTES)
+        except grpc.RpcError as error:
+            raise Refused(str(error.details())) from None
+    return up, down
+
+
+def _rate(frames: IncomingFrames, size: Callable[[bytes], int]) -> Rate:
+    """Return the rate of a stream of frames; `size` is the number of bytes that a frame stands for.
+
+    The first frame starts the clock, so that neither the connection nor the distance counts.
+    """
+    total, begun, last, timer = 0, 0.0, 0.0, threading.Timer(2 * _OWN_SECONDS, frames.cancel)
+    timer.start()
+    try:
+        for frame in frames:
+            last = time.monotonic()
+            total += size(frame) if begun else 0
+            begun = begun or last
+            if last - begun > _OWN_SECONDS:
+                break
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.CANCELLED:
+            raise
+    finally:
+        timer.cancel()
+        frames.cancel()
+    is_limited = total < MEASURE_BYTES - _OWN_FRAME_BYTES
+    return Rate(_BITS * total / max(last - begun, 1e-6), is_limited)

@@ -28,7 +28,7 @@ LONGEST_RUN_NAME = 100
 _RUN_NAME = rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RUN_NAME - 1}}}$"
 
 
-def _run_name(value: Any) -> Any:
+def valid_run_name(value: Any) -> Any:
     """Raise ValueError for a name that is not a valid folder below runs/ on every system; return the value."""
     if isinstance(value, str) and not re.fullmatch(_RUN_NAME, value):
         shown = value if len(value) <= LONGEST_RUN_NAME else f"{value[:20]}... ({len(value)} characters)"
@@ -81,7 +81,10 @@ class RunConfig(Settings):
     """Configuration of one training run."""
 
     name: Annotated[
-        str, BeforeValidator(_run_name), WithJsonSchema({"type": "string", "pattern": _RUN_NAME}), NotPartOf.OUTCOME
+        str,
+        BeforeValidator(valid_run_name),
+        WithJsonSchema({"type": "string", "pattern": _RUN_NAME}),
+        NotPartOf.OUTCOME,
     ] = Field(
         description=f"name of the run's folder under runs/: at most {LONGEST_RUN_NAME} letters, "
         "digits, `-`, `_` and `.`",

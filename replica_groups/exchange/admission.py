@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-from hetero_pp.core.errors import HeteroPPError, Refused
+from hetero_pp.config.links import RELAYED
+from hetero_pp.core.errors import AskAgain, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.callers import Callers, shown_certificate
+from hetero_pp.rpc.caller_limits import Pace
+from hetero_pp.rpc.callers import Callers, RemoteCaller, shown_certificate
 from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
-from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.probe import PROBE_SECONDS, Probe
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
+from hetero_pp.rpc.probe import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Holder, Memberships
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
+
+MEASUREMENTS_A_MINUTE, MEASUREMENTS_AT_ONCE = 4.0, 4
+"""Calls of `Measure` that one caller may make: two for each measurement of its line."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Told:
     """The configuration as JSON, without what concerns only the exchange's host."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the tokenizer, by name."""
+    vocabulary: int = 0
+    """Vocabulary of the model."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,12 @@ class Admission:
         self._authority, self._callers, self._exchange, self._relayed = authority, callers, exchange, relayed
         self._seating = threading.Lock()
         """Held from the choice of a free slot until it is taken."""
+        self._measuring = threading.Lock()
+        self._measurements = Pace(MEASUREMENTS_A_MINUTE / 60, MEASUREMENTS_AT_ONCE)
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
-        if request.version != PROTOCOL_VERSION:
-            found = f"found version {request.version} of the protocol, expected {PROTOCOL_VERSION}"
-            raise Refused(f"{found}: install the hetero-pp version of the run")
+        if complaint := version_complaint(request.version, PROTOCOL_VERSION):
+            raise Refused(complaint)
         ticket, key = self._callers.of(context).ticket, requested_key(request.request)
         assert ticket is not None
         holder = self._seat(ticket, digest_of(key))
@@ -139,6 +148,53 @@ class Admission:
                 self._lobby.end_probe(ticket)
         finally:
             over.cancel()
+
+    def Preview(self, request: pb.PreviewRequest, context: grpc.ServicerContext) -> pb.PreviewReply:
+        self._exchange.require_going_on()
+        slots, refusal = self._slots_of(self._callers.of(context))
+        status = self._exchange.status()
+        groups = {place.replica for place in status.places if place.name in slots}
+        return pb.PreviewReply(
+            version=PROTOCOL_VERSION,
+            clock=time.time(),
+            configuration=self._told.configuration,
+            vocabulary=self._told.vocabulary,
+            slots=slots,
+            refusal=refusal,
+            tokens=self._exchange.joining.tokens,
+            neighbours={
+                place.name: place.address
+                for place in status.places
+                if place.replica in groups and place.name not in slots and place.address not in ("", RELAYED)
+            },
+        )
+
+    def _slots_of(self, caller: RemoteCaller) -> tuple[Sequence[str], str]:
+        """Return the caller's slot, or the slots that its ticket may take now, and why there are none."""
+        if caller.ticket is None:
+            return ([caller.name] if caller.is_member else []), ""
+        own = self._host.slot_of(caller.ticket)
+        if own is not None:
+            return [own], ""
+        try:
+            return self._open_to_all(self._exchange.vacant()), ""
+        except Refused as error:
+            return [], str(error)
+
+    def Measure(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answer a caller that measures its line, one caller at a time. Raises AskAgain for all others."""
+        caller = self._callers.of(context).name
+        if not self._measuring.acquire(timeout=MEASURE_SECONDS / 3):  # the caller's call before may be about to end
+            raise AskAgain(BUSY)
+        over = threading.Timer(MEASURE_SECONDS, context.cancel)
+        over.start()
+        try:
+            if (seconds := self._measurements.refused_for(caller)) > 0:
+                raise AskAgain(f"this line was measured a moment ago; it can be measured again in {seconds:.0f} s")
+            yield from answer_measurement(frames)
+        finally:
+            over.cancel()
+            self._measuring.release()
 
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Certificate:
         caller, key = self._callers.of(context), certified_key(shown_certificate(context))

@@ -46,6 +46,11 @@ class Joining:
         """Serializes joins of members that read a text."""
         self._available: dict[str, AvailableStates] = {}
 
+    @property
+    def tokens(self) -> str:
+        """Digest of the run's text; empty while no member has named one."""
+        return self._text.tokens
+
     def agree(self, request: pb.AgreeRequest, caller: Caller) -> pb.AgreeReply:
         """Compare a member's configuration and text with the run's."""
         member = caller.name

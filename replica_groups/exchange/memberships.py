@@ -134,6 +134,12 @@ class Memberships:
         with self._reading():
             return self._good_for(ticket, key) is None and not self._has_place(ticket)
 
+    def slot_of(self, ticket: str) -> str | None:
+        """Return the slot that a ticket holds or names; None if it admits to any. Raises Refused for an unknown one."""
+        with self._reading():
+            held = self._of_ticket(ticket)
+            return held.place if held is not None and self._is_in(held) else self._ticket(ticket)[0]
+
     def _good_for(self, ticket: str, key: bytes) -> str | None:
         """Return the slot that a ticket names. Raises as `enrol`."""
         place, until, used, revoked = self._ticket(ticket)

@@ -65,7 +65,7 @@ MOST_OF_A_NAME = 80
 _MOST_OPEN_OF_A_TICKET = 2
 
 MOST_OPEN_OF_TICKETS = 32
-"""Calls by tickets at once, of each of their two kinds: each call has a thread, and there may be many tickets."""
+"""Calls by tickets at once, of each of their kinds: each call has a thread, and there may be many tickets."""
 
 MOST_OF_AN_ADDRESS = 300
 """Characters of an address; a host name has at most 253."""
@@ -95,7 +95,9 @@ def serve_exchange(
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
         admission = Admission(open_house, secret.authority, servicer.callers, exchange, relay.carried_for)
-        of_tickets = {call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose is Whose.TICKET}
+        of_tickets = {
+            call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose in (Whose.TICKET, Whose.ANYONE)
+        }
         threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
         handlers.append(service_handler(ADMISSION_SERVICE, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))

@@ -55,6 +55,11 @@ class Text:
         self._told = None if path is None else _kept(path)
         self._stays = self._told is not None
 
+    @property
+    def tokens(self) -> str:
+        """Digest of the text; empty while no member has named one."""
+        return "" if self._told is None else self._told.tokens
+
     def complaint(self, member: str, tokens: str) -> str:
         """Return why a member that reads these tokens may not take part; empty if it may."""
         told = self._told

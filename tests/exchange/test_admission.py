@@ -34,12 +34,12 @@ from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.program.join.status import status as status_of
 from hetero_pp.rpc import admission_client, certificates, probe
-from hetero_pp.rpc.admission_client import enrol, give, status
+from hetero_pp.rpc.admission_client import enrol, give, preview, status
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
-from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed
+from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed, measure
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
 from replica_groups.exchange import admission
@@ -579,6 +579,54 @@ def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[byte
     """Yield these frames, then send nothing until `over` is set."""
     yield from frames
     over.wait(TIMEOUT)
+
+
+# ---- a host looks before it joins ----
+
+
+def test_a_preview_takes_no_slot(served: Served) -> None:
+    ticket = served.ticket("b")
+    found = preview(served.address, ticket.identity, TIMEOUT)
+    assert found is not None
+    assert (found.version, found.slots, found.refusal) == (PROTOCOL_VERSION, ["b"], "")
+    assert abs(found.clock - time.time()) < TIMEOUT
+    assert preview(served.address, served.ticket().identity, TIMEOUT).slots == ["a", "b"]  # type: ignore[union-attr]
+    assert [one.is_used for one in served.memberships.tickets()] == [False, False, False]
+    member = served.takes(ticket)
+    assert preview(served.address, member.identity, TIMEOUT).slots == ["b"]  # type: ignore[union-attr]
+
+
+def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = served.ticket()
+    for rate in measure(served.address, ticket.identity):
+        assert rate.bits_per_second > 1e6
+    monkeypatch.setattr(probe, "MEASURE_BYTES", 1 << 30)
+    monkeypatch.setattr(probe, "_OWN_SECONDS", 0.1)
+    up, down = measure(served.address, ticket.identity)
+    assert up.is_limited
+    assert down.is_limited
+    with pytest.raises(Refused, match=r"measured a moment ago; it can be measured again in \d+ s"):
+        measure(served.address, ticket.identity)
+    assert (served.lobby.here, served.refusals()) == (0, {})
+
+
+def test_a_measurement_has_few_bytes_and_no_other_beside_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
+        call = channel.stream_stream(call_path(ADMISSION_SERVICE, "Measure"))
+        with pytest.raises(grpc.RpcError) as error:
+            list(call(iter([bytes(1 << 20)] * 5), wait_for_ready=True, timeout=TIMEOUT))
+        assert "in a measurement" in str(error.value)
+        monkeypatch.setattr(admission, "MEASURE_SECONDS", TIMEOUT)
+        over, frames = threading.Event(), [bytes(1)]
+        first = call(_until(over, frames), wait_for_ready=True, timeout=TIMEOUT)
+        assert next(first) == b""
+        monkeypatch.setattr(admission, "MEASURE_SECONDS", 0.1)
+        with pytest.raises(Refused, match=BUSY):
+            measure(served.address, served.ticket().identity)
+        over.set()
+        assert list(first) == []
 
 
 # ---- the end of the run ----

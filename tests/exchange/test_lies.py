@@ -68,6 +68,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
 }
 FRAMES: Mapping[str, list[bytes]] = {
     "Probe": [bytes(PROBE_BYTES // 16)] * 16,
+    "Measure": [bytes(PROBE_BYTES // 16)] * 16,
     "Carry": [bytes(1000)],
 }
 """Valid frames of the calls that send raw frames."""
@@ -174,6 +175,7 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "Enrol": lambda run: pb.EnrolRequest(version=PROTOCOL_VERSION, request=signing_request(new_key())),
     "Renew": lambda run: pb.RenewRequest(),
     "Status": lambda run: pb.StatusRequest(),
+    "Preview": lambda run: pb.PreviewRequest(),
     "Broken": lambda run: pb.BrokenRequest(epoch=run.exchange.coordinator.replicas["c"].epoch, cause="made up"),
     "Died": lambda run: pb.DiedRequest(member="c", cause="made up", term=run.exchange.coordinator.places["c"].term),
     "Give": lambda run: pb.GiveRequest(),

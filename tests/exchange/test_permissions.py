@@ -32,7 +32,7 @@ ROSTER = Roster(
     {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1", ("dc-exchange", "backward"): "dc"},
 )
 
-_EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died Status"
+_EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died Status Preview Measure"
 _MEMBERS = "Agree Join Fetch Report Stay Carry"
 _MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm"
 
@@ -56,8 +56,8 @@ BY_TICKET: dict[tuple[str, bool], str] = {
     ("dc", False): f"{MAY['dc', False]} Renew Give",
     ("home.1", True): f"{MAY['home.1', True]} Renew Give",
     ("home.1", False): f"{MAY['home.1', False]} Renew Give",
-    (TICKET, True): "Enrol Probe",
-    (TICKET, False): "Enrol Probe",
+    (TICKET, True): "Enrol Probe Preview Measure",
+    (TICKET, False): "Enrol Probe Preview Measure",
 }
 """The same table for callers that show a ticket, and for members that were admitted by a ticket."""
 

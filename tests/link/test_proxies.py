@@ -138,7 +138,7 @@ def test_no_proxy_is_respected(environment: pytest.MonkeyPatch, public: str) -> 
         for other in ("7.0.0.2", "127.0.0.0/31", "", " , "):
             environment.setenv("no_proxy", other)
             assert route_to(public).proxy is not None
-        environment.setenv("no_grpc_proxy", "example.com")  # gRPC's own variable wins
+        environment.setenv("nogrpc_proxy", "example.com")  # gRPC's own variable wins
         assert route_to(public).proxy is not None
         environment.setenv("grpc_proxy", "")
         assert route_to(public) == DIRECT
@@ -149,7 +149,7 @@ def test_no_proxy_names_domains(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("https_proxy", "http://proxy.example")
     environment.setenv("no_proxy", "corp.example,.lab.example,*.home.example")
     hosts = ("corp.example", "a.corp.example", "a.lab.example", "a.b.HOME.example", "mycorp.example", "example")
-    assert [proxies._grpc_proxy(host) is None for host in hosts] == [True, True, True, True, False, False]
+    assert [proxies.grpc_proxy(host) is None for host in hosts] == [True, True, True, True, False, False]
 
 
 def test_an_exchange_that_is_not_reached_names_the_proxy(environment: pytest.MonkeyPatch, dead: str) -> None:

@@ -6,12 +6,10 @@ import shlex
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from filelock import FileLock, Timeout
-
 from hetero_pp.config.changed_keys import LAST, read_changes
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.bounded import read_json_object
-from hetero_pp.program.launch.claim import LOCKS
+from hetero_pp.program.launch.claim import is_held
 from hetero_pp.program.report.earlier import last_closed
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
@@ -59,14 +57,7 @@ def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
 
 def is_running(folder: RunFolder) -> bool:
     """Return whether a launch on this host runs the exchange of the run."""
-    path = folder.path.parent / LOCKS / folder.path.name / EXCHANGE
-    if not path.exists():
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
+    return is_held(folder.path.parent, folder.path.name, EXCHANGE)
 
 
 def _number(found: object) -> int:

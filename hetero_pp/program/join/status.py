@@ -48,13 +48,13 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
     elif ":" in run:
         found = _of_address(runs.absolute(), run)
     else:
-        folder = folder_of(runs.absolute(), run)
+        folder = run_folder(runs.absolute(), run)
         found = _of_folder(folder, address)
     if json_path is not None:
         write_whole(json_path, (json.dumps(found, indent=2) + "\n").encode())
 
 
-def folder_of(runs: Path, run: str) -> RunFolder:
+def run_folder(runs: Path, run: str) -> RunFolder:
     """Return the run's folder, named by its path or the run's name.
 
     Raises ConfigError with similar names if none exists.

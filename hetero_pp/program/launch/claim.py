@@ -59,6 +59,23 @@ def claim_store(config: RunConfig, folder: RunFolder) -> Iterator[None]:
         yield
 
 
+def held_parts(runs: Path, name: str) -> list[str]:
+    """Return the parts of runs/<name> that a launch on this host runs now."""
+    return [path.name for path in sorted((runs / LOCKS / name).glob("*")) if is_held(runs, name, path.name)]
+
+
+def is_held(runs: Path, name: str, part: str) -> bool:
+    """Return whether a launch on this host runs this part of runs/<name>."""
+    path = runs / LOCKS / name / part
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
 def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> None:
     folder = runs / LOCKS / name
     try:

@@ -74,27 +74,15 @@ def prepare(
 
     Raises ConfigError with file and line.
     """
-    config = file.config.with_absolute_paths()
     try:
-        config.require_grouped()
-        require_launchable(config)
-        spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
-        on_weights = () if resume else require_weights(spec)
-        names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
-        if only is None and not spec.needed:
-            why = "expected at least one required replica: `launch` starts only required replicas"
-            raise ConfigError(("replicas", 0), f"found only optional replicas, {why}")
-        if only is not None:
-            require_reachable(config, names)
-        _require_engines(config, names)
+        spec, names, on_weights = settled(file.config, only, resume)
+        config = spec.config
         limits = limits_of(spec, names)
         if not checks:
             require_carried(limits)
         devices = _devices(spec, names)
         if not checks:
             _require_meeting_places(config, names, only)
-        config.outer.compression.require_accelerator()
-        require_relay(config)
         source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
         for one in fixed_addresses(config):
             if one.member in names and (not checks or one.is_of_this_host):
@@ -102,6 +90,28 @@ def prepare(
     except ConfigError as error:
         raise file.located(error) from None
     return Prepared(spec, names, source, limits, devices, file.given, file.located, on_weights)
+
+
+def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec, Sequence[str], Sequence[str]]:
+    """Return the run of a configuration, the members to start here, and notes on the weights. Reads no corpus.
+
+    Arguments as of `prepare`. Raises ConfigError for settings that cannot run, without file and line.
+    """
+    config = config.with_absolute_paths()
+    config.require_grouped()
+    require_launchable(config)
+    spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
+    on_weights = () if resume else require_weights(spec)
+    names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
+    if only is None and not spec.needed:
+        why = "expected at least one required replica: `launch` starts only required replicas"
+        raise ConfigError(("replicas", 0), f"found only optional replicas, {why}")
+    if only is not None:
+        require_reachable(config, names)
+    _require_engines(config, names)
+    config.outer.compression.require_accelerator()
+    require_relay(config)
+    return spec, names, on_weights
 
 
 def _devices(spec: RunSpec, names: Sequence[str]) -> dict[str, str]:

@@ -226,7 +226,7 @@ def _say(line: str) -> None:
 
 
 def _open_house(spec: RunSpec, job: Job) -> OpenHouse:
-    told, lobby = Told(*told_of(spec.config)), Lobby(spec.optional_places, group_spares)
+    told, lobby = Told(*told_of(spec.config), spec.shape.vocabulary), Lobby(spec.optional_places, group_spares)
     return OpenHouse(Memberships(job.folder.memberships), told, lobby, spec.unnamed_slots)
 
 

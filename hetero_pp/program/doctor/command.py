@@ -1,0 +1,70 @@
+"""`hetero-pp doctor`: makes all checks, prints one line for each, and returns the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from hetero_pp.core.files import write_whole
+from hetero_pp.program.doctor.finding import Finding, State, fail
+from hetero_pp.program.doctor.packages import check_packages, check_python
+from hetero_pp.program.doctor.side_by_side import make_checks
+from hetero_pp.program.report.output import standard_output, tell
+
+SECONDS = 5.0
+"""Seconds for all checks together, once the program is loaded."""
+STANDARD_OUTPUT = Path("-")
+
+_STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIP: "dim"}
+_NAME_WIDTH = 12
+
+
+def doctor(named: str | None, runs: Path, data: str | None, json_path: Path | None, seconds: float = SECONDS) -> bool:
+    """Make all checks of a YAML, a ticket or a run; print or write what they found. Return whether none failed."""
+    found = find(named, runs, data, seconds)
+    if json_path == STANDARD_OUTPUT:
+        sys.stdout.write(_as_json(found))
+    else:
+        _print(standard_output(), found)
+    if json_path not in (None, STANDARD_OUTPUT):
+        assert json_path is not None
+        write_whole(json_path, _as_json(found).encode())
+    return _has_passed(found)
+
+
+def find(named: str | None, runs: Path, data: str | None, seconds: float = SECONDS) -> dict[str, Finding]:
+    """Return the finding of each check by its name.
+
+    The packages are checked first. If PyTorch cannot be imported, no other check can be made.
+    """
+    first = make_checks({"python": check_python, "packages": check_packages}, seconds)
+    try:
+        from hetero_pp.program.doctor.checks import checks_of
+        from hetero_pp.program.doctor.subject import subject_of
+    except (ImportError, OSError) as error:
+        why = f"a package cannot be imported ({error}), so nothing else was checked; install it again"
+        return first | {"program": fail(why)}
+    return first | make_checks(checks_of(subject_of(named, runs, data)), seconds)
+
+
+def _print(console: Console, found: Mapping[str, Finding]) -> None:
+    for name, finding in found.items():
+        line = f"{finding.state:<4}  {name:<{_NAME_WIDTH}} {finding.line}"
+        tell(console, line, _STYLES[finding.state], hanging=" " * (_NAME_WIDTH + 7))
+    counts = Counter(one.state for one in found.values())
+    told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    tell(console, f"{told}: {'nothing stands in the way' if _has_passed(found) else 'mend what failed first'}")
+
+
+def _as_json(found: Mapping[str, Finding]) -> str:
+    checks = [{"check": name, "state": one.state.value, "line": one.line} for name, one in found.items()]
+    return json.dumps({"ok": _has_passed(found), "checks": checks}, indent=1) + "\n"
+
+
+def _has_passed(found: Mapping[str, Finding]) -> bool:
+    return all(one.state is not State.FAIL for one in found.values())

@@ -1,0 +1,84 @@
+"""Checks that need the exchange: whether it answers, its clock, and the stages beside this host."""
+
+from __future__ import annotations
+
+from hetero_pp.core.errors import LinkTimeout
+from hetero_pp.core.proxies import route_to
+from hetero_pp.core.units import format_duration, format_names
+from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
+from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.launch.addresses import fixed_addresses
+from hetero_pp.rpc.certificates import CLOCKS_DIFFER
+
+CLOCK_WARNING_SECONDS = 60.0
+"""Difference of clocks from which logs and expiry dates mislead."""
+
+_SECONDS_TO_DIAL = 1.5
+_SHOWN = 4
+
+
+def check_exchange(subject: Subject) -> Finding:
+    """Check that the exchange answers and admits this host. Nothing changes there. Raises Refused with its reason."""
+    if subject.peer is None or subject.answer_ is None:
+        raise NotChecked("needs a ticket, or a run whose exchange runs now")
+    address = subject.peer.address
+    try:
+        answer = subject.answer_.result()
+    except LinkTimeout as error:
+        ask = "it is over, not served now, or has another address; ask the operator of the run"
+        return fail(f"{error}; {ask if not subject.peer.is_here else 'see its log in runs/'}")
+    if answer is None:
+        return warn(f"{address} answers, but is of an earlier version, which other checks cannot ask; `join` may work")
+    return ok(f"{address} answers and admits this host, with the same version of the protocol")
+
+
+def check_clock(subject: Subject) -> Finding:
+    """Compare this host's clock with that of the exchange, to within the seconds that the call took."""
+    answer = subject.answer
+    return clock_verdict(answer.ahead, answer.within)
+
+
+def clock_verdict(ahead: float, within: float) -> Finding:
+    """Return the finding for an exchange whose clock is `ahead` seconds before this host's, to within some seconds."""
+    apart = max(abs(ahead) - within, 0.0)
+    if apart < CLOCK_WARNING_SECONDS:
+        return ok(f"differs by less than {format_duration(max(apart, 1.0))} from the clock of the exchange")
+    told = f"this host's clock is {format_duration(apart)} {'behind' if ahead > 0 else 'ahead of'} the exchange's"
+    mend = "set it by network time (timedatectl set-ntp true)"
+    if apart > CLOCKS_DIFFER:
+        return fail(f"{told}, so certificates seem not valid yet or expired: {mend}")
+    return warn(f"{told}: {mend}")
+
+
+def check_neighbours(subject: Subject) -> Finding:
+    """Dial the neighbouring stages that listen. Those that are not reached are reached through the exchange."""
+    if subject.peer is not None:
+        found = dict(subject.answer.reply.neighbours)
+    else:
+        part = subject.part
+        found = {one.member: one.address for one in fixed_addresses(part.spec.config) if not one.is_of_this_host}
+        if not found:
+            raise NotChecked("the YAML names no address on another host")
+    if not found:
+        return ok(_without_listeners(subject.part))
+    silent = {name: address for name, address in found.items() if not _answers(address)}
+    if silent:
+        shown = format_names([f"{name} at {address}" for name, address in silent.items()], _SHOWN)
+        return warn(
+            f"{shown} cannot be dialled: it is not started, or a firewall is between; the exchange relays instead"
+        )
+    return ok(f"dialled {format_names(list(found), _SHOWN)}")
+
+
+def _without_listeners(part: Part) -> str:
+    if all(part.spec.members[name].stage is None for name in part.names if name in part.spec.members):
+        return "a whole replica has no neighbouring stages"
+    return "no neighbouring stage listens now; stages send to each other through the exchange"
+
+
+def _answers(address: str) -> bool:
+    try:
+        with route_to(address).connect(address, _SECONDS_TO_DIAL):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,57 @@
+"""Checks of Python and of the installed packages, against the metadata of the installed hetero-pp."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from hetero_pp.core.units import format_count
+from hetero_pp.program.doctor.finding import Finding, fail, ok, warn
+
+NAME = "hetero-pp"
+_INSTALL = "in the folder of hetero-pp: python -m pip install --editable ."
+
+
+def check_python() -> Finding:
+    """Compare the version of Python with the one that the package asks for."""
+    found, needed = platform.python_version(), _metadata_of(NAME)
+    if needed is None:
+        return warn(f"Python {found}; {NAME} is not installed, so the version that it needs is not known: {_INSTALL}")
+    if not SpecifierSet(needed).contains(found, prereleases=True):
+        return fail(f"found Python {found}, expected {needed}: make a virtual environment with a newer Python")
+    return ok(f"Python {found} (needed: {needed})")
+
+
+def check_packages() -> Finding:
+    """Compare the version of each package that hetero-pp needs with the installed one."""
+    try:
+        needed = [Requirement(one) for one in metadata.requires(NAME) or ()]
+    except metadata.PackageNotFoundError:
+        return warn(f"{NAME} is not installed, so the versions that it needs are not known: {_INSTALL}")
+    own = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    wrong = [complaint for one in own if (complaint := _complaint(one))]
+    if wrong:
+        names = " ".join(f"'{one}'" for one in own if _complaint(one))
+        return fail(f"{'; '.join(wrong)}: python -m pip install {names}")
+    return ok(f"{format_count(len(own), 'package')} as hetero-pp needs them")
+
+
+def _complaint(needed: Requirement) -> str:
+    """Return what is wrong with the installed version of a package; empty if nothing is."""
+    try:
+        found = metadata.version(needed.name)
+    except metadata.PackageNotFoundError:
+        return f"{needed.name} is not installed"
+    if needed.specifier.contains(found, prereleases=True):
+        return ""
+    return f"found {needed.name} {found}, expected {needed.specifier}"
+
+
+def _metadata_of(name: str) -> str | None:
+    try:
+        return metadata.metadata(name)["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,48 @@
+"""Makes checks in threads, side by side, so that one that hangs delays no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
+from typing import TypeVar
+
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.program.doctor.finding import Finding, NotChecked, State, fail, warn
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Return the future result of a call in a daemon thread, which the end of the process does not wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (it is raised where the result is asked for)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="doctor", daemon=True).start()
+    return future
+
+
+def make_checks(checks: Mapping[str, Callable[[], Finding]], seconds: float) -> dict[str, Finding]:
+    """Return the finding of each check by its name. A check without a result after `seconds` is a warning."""
+    deadline = time.monotonic() + seconds
+    futures = {name: in_background(check) for name, check in checks.items()}
+    return {name: _finding(future, deadline, seconds) for name, future in futures.items()}
+
+
+def _finding(future: Future[Finding], deadline: float, seconds: float) -> Finding:
+    try:
+        return future.result(max(deadline - time.monotonic(), 0.0))
+    except TimeoutError as error:
+        if future.done():  # the check itself raised it
+            return fail(str(error) or type(error).__name__)
+        return warn(f"no result within {seconds:g} s: this machine, its disk or its line is busy; try again")
+    except NotChecked as error:
+        return Finding(State.SKIP, str(error))
+    except (HeteroPPError, OSError, ImportError, RuntimeError) as error:
+        return fail(str(error) or type(error).__name__)

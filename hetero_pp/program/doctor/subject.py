@@ -1,0 +1,235 @@
+"""What `doctor` checks: this machine, and a YAML, a ticket, or a run of this host."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.bounded import parse_json
+from hetero_pp.core.errors import ConfigError, HeteroPPError, Refused
+from hetero_pp.messages.messages_pb2 import PreviewReply
+from hetero_pp.program.doctor.finding import NotChecked
+from hetero_pp.program.doctor.side_by_side import in_background
+from hetero_pp.program.join.membership import memberships_in
+from hetero_pp.program.join.on_disk import is_running
+from hetero_pp.program.join.status import folder_of, known_run
+from hetero_pp.program.launch.inputs import settled
+from hetero_pp.rpc.admission_client import preview
+from hetero_pp.rpc.certificates import Identity
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
+from hetero_pp.rpc.tickets import PREFIX, Ticket
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import own_configuration
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+
+SECONDS_TO_ASK = 3.0
+"""Seconds within which the exchange has to answer."""
+
+_YAML = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a run that this host would run."""
+
+    spec: RunSpec
+    choices: Sequence[Sequence[str]]
+    """Members to start here. A ticket may admit to one of several slots: one entry for each."""
+    located: Callable[[ConfigError], ConfigError] = lambda error: error
+    """Adds file and line to an error about a key."""
+    has_tokenizer: bool = True
+    """Whether this host has the run's tokenizer."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The members to start here, or those of the first slot."""
+        return self.choices[0]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The exchange of a run."""
+
+    address: str
+    identity: Identity
+    """Ticket or certificate with which this host is admitted."""
+    is_here: bool = False
+    """Whether it runs on this host."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the exchange told this host."""
+
+    reply: PreviewReply
+    ahead: float
+    """Seconds by which the clock of the exchange is ahead of this host's, give or take `within`."""
+    within: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is checked. Everything is None or empty if only the machine is."""
+
+    runs: Path
+    name: str = ""
+    """Name of the run."""
+    kind: str = "machine"
+    """`machine`, `yaml`, `ticket`, or `run`."""
+    told: str = ""
+    """What the argument names, in words."""
+    peer: Peer | None = None
+    part_: Future[Part] | None = None
+    answer_: Future[Answer | None] | None = None
+    until: tuple[str, float] | None = None
+    """What admits this host, in words, and when it expires, in seconds since 1970."""
+    data: str | None = None
+    """Path of the run's text on this host."""
+    problem: str = ""
+    """Why the argument cannot be used."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder on this host, which may not exist."""
+        return RunFolder(self.runs.absolute() / self.name)
+
+    @property
+    def part(self) -> Part:
+        """The part of the run. Raises NotChecked if there is none."""
+        if self.part_ is None:
+            raise NotChecked(self._lacks("a YAML, a ticket or a run"))
+        try:
+            return self.part_.result()
+        except (HeteroPPError, OSError):
+            raise NotChecked("the settings cannot be used") from None
+
+    @property
+    def answer(self) -> Answer:
+        """What the exchange told this host. Raises NotChecked if it told nothing."""
+        if self.answer_ is None:
+            raise NotChecked(self._lacks("a ticket, or a run whose exchange answers"))
+        try:
+            answer = self.answer_.result()
+        except HeteroPPError:
+            raise NotChecked("the exchange did not answer, or refused this host") from None
+        if answer is None:
+            raise NotChecked("the exchange is of an earlier version")
+        return answer
+
+    def _lacks(self, what: str) -> str:
+        return "the argument cannot be used" if self.problem else f"needs {what}"
+
+
+def subject_of(named: str | None, runs: Path, data: str | None) -> Subject:
+    """Return the subject that an argument names. An argument that cannot be used is its `problem`."""
+    if named is None:
+        return Subject(runs=runs)
+    try:
+        if named.startswith(PREFIX):
+            return _of_ticket(Ticket.from_text(named), runs, data)
+        if Path(named).suffix in _YAML or Path(named).is_file():
+            return _of_yaml(Path(named), runs)
+        return _of_run(folder_of(runs.absolute(), named), runs, data)
+    except (ConfigError, Refused) as error:
+        return Subject(runs=runs, problem=str(error))
+
+
+def _of_yaml(path: Path, runs: Path) -> Subject:
+    file = ConfigFile(path)
+    return Subject(
+        runs=runs,
+        name=file.config.name,
+        kind="yaml",
+        told=f"{path}: the run {file.config.name}",
+        part_=in_background(lambda: _part(file, None)),
+    )
+
+
+def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
+    try:
+        spec, names, _ = settled(file.config, only, resume)
+    except ConfigError as error:
+        raise file.located(error) from None
+    return Part(spec, [names], file.located)
+
+
+def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
+    asked = in_background(lambda: _asked(ticket.address, ticket.identity))
+    return Subject(
+        runs=runs,
+        name=ticket.run if Path(ticket.run).name == ticket.run else "",  # no ticket decides which folder is read
+        kind="ticket",
+        told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for or 'a slot'}",
+        peer=Peer(ticket.address, ticket.identity),
+        part_=in_background(lambda: _part_of_guest(asked, data)),
+        answer_=asked,
+        until=("the ticket", ticket.identity.shown.until),
+        data=data,
+    )
+
+
+def _of_run(folder: RunFolder, runs: Path, data: str | None) -> Subject:
+    """Return the subject of a run that this host launched, serves or joined. Raises ConfigError for any other."""
+    name, found = folder.path.name, memberships_in(folder)
+    if folder.config.is_file():
+        file, serves = ConfigFile(folder.config), folder.token.is_file()
+        known = known_run(folder) if serves and is_running(folder) and not file.config.exchange.insecure else None
+        return Subject(
+            runs=folder.path.parent,
+            name=name,
+            kind="run",
+            told=f"the run {name}, which this host {'serves' if serves else 'launched'}",
+            peer=None if known is None else Peer(known.address, known.identity, is_here=True),
+            part_=in_background(lambda: _part(file, EXCHANGE if serves else None, resume=True)),
+            answer_=None if known is None else in_background(lambda: _asked(known.address, known.identity)),
+            data=data,
+        )
+    if not found:
+        raise ConfigError((), f"{folder.path}: found a part of a run that another host records; give its YAML")
+    own, identity = found[0], found[0].identity.latest
+    file = ConfigFile(folder.path / f"config-{own.place}.yaml")
+    return Subject(
+        runs=folder.path.parent,
+        name=name,
+        kind="run",
+        told=f"the run {name}, which this host joined as {own.place}",
+        peer=Peer(own.address, identity),
+        part_=in_background(lambda: _part(file, own.place, resume=True)),
+        answer_=in_background(lambda: _asked(own.address, identity)),
+        until=(f"the certificate of {own.place}", identity.shown.until),
+        data=data,
+    )
+
+
+def _asked(address: str, identity: Identity) -> Answer | None:
+    """Return the exchange's answer. Raises Refused for an exchange with another protocol."""
+    begun = time.time()
+    reply, took = preview(address, identity, SECONDS_TO_ASK), time.time() - begun
+    if reply is None:
+        return None
+    if complaint := version_complaint(PROTOCOL_VERSION, reply.version):
+        raise Refused(complaint)
+    return Answer(reply, reply.clock - (begun + took / 2), took / 2)
+
+
+def _part_of_guest(asked: Future[Answer | None], data: str | None) -> Part:
+    """Return the part that a ticket admits to, one choice for each open slot. Raises Refused if no slot is open."""
+    answer = asked.result()
+    if answer is None or not answer.reply.slots:
+        raise Refused("no slot is open")
+    reply = answer.reply
+    try:
+        told: dict[str, Any] = parse_json(reply.configuration)
+        has_tokenizer = told["data"]["tokenizer"] == "bytes"
+        told["data"]["tokenizer"], told["model"]["vocabulary"] = "bytes", reply.vocabulary
+    except (ValueError, KeyError, TypeError):
+        raise Refused("the exchange sent settings that this version of hetero-pp cannot read") from None
+    config = own_configuration(json.dumps(told), reply.slots[0], data, None, None)
+    return Part(RunSpec(config, reply.vocabulary), [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)

@@ -1,0 +1,1 @@
+"""`hetero-pp init`: writes a first YAML from five answers."""

@@ -1,0 +1,94 @@
+"""The YAML of a draft, with a short comment at each key that a user may want to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hetero_pp.core.units import format_duration, format_ratio, format_seconds
+from hetero_pp.program.init.draft import Draft
+
+_COLUMN = 40
+"""Column of the comments."""
+
+
+def yaml_of(draft: Draft, path: str) -> str:
+    """Return the text of the YAML that is written to `path`."""
+    return "".join(f"{line}\n" for line in _lines(draft, path))
+
+
+def _lines(draft: Draft, path: str) -> Iterator[str]:
+    found, rounds = draft.sections, draft.rounds
+    total = format_duration(rounds * draft.prediction.round_seconds)
+    yield "# `hetero-pp init` wrote this file. docs/configuration.md explains the keys, docs/reference lists all."
+    yield f"#   hetero-pp launch {path}"
+    yield _key(f"name: {found['name']}", "The run writes its files to the folder of this name in runs/.")
+    if found["threads"] > 1:
+        yield _key(f"threads: {found['threads']}", "Each process computes with so many cores.")
+    yield ""
+    yield _key(f"model: {_flow(found['model'])}", f"This model has {draft.parameters:,} parameters.")
+    yield "data:"
+    yield _key(f"  corpus: {_quoted(found['data']['corpus'])}", "This text is trained on; a path is your own text.")
+    yield _key("  tokenizer: bytes", "A token is a byte; a path to a tokenizer.json is another tokenizer.")
+    yield _key(f"  sequence_length: {found['data']['sequence_length']}", "A sequence has so many tokens.")
+    if "validation_share" in found["data"]:
+        yield _key(
+            f"  validation_share: {found['data']['validation_share']:g}", "This share is held out: the text is small."
+        )
+        yield _key(
+            f"  validation_sequences: {found['data']['validation_sequences']}",
+            "The validation loss is computed on these.",
+        )
+    yield "inner:"
+    yield _key(f"  steps: {found['inner']['steps']}", "A round has so many steps; then replicas exchange changes.")
+    yield _key(f"  learning_rate: {found['inner']['learning_rate']:g}", "This is the peak of the cosine.")
+    yield _key(f"  warmup_steps: {found['inner']['warmup_steps']}", "The learning rate rises for so many steps.")
+    yield "outer:"
+    seconds = format_seconds(draft.prediction.round_seconds)
+    yield _key(f"  rounds: {rounds}", f"A round is predicted to take {seconds}, and the run {total}.")
+    for name, line in found["lines"].items():
+        yield "lines:"
+        yield _key(f"  {name}: {_flow(line)}", "`launch` slows the traffic of a home down to its line.")
+    yield "replicas:"
+    for replica in found["replicas"]:
+        yield from _replica(replica, draft)
+    yield "simulate:"
+    for name, hardware in found["simulate"].get("hardware", {}).items():
+        yield _key(f"  hardware: {{{name}: {_flow(hardware)}}}", "")
+    yield _key(f"  machine: {found['simulate']['machine']}", "Predictions assume this; `calibrate` measures.")
+
+
+def _replica(replica: Mapping[str, Any], draft: Draft) -> Iterator[str]:
+    if replica["kind"] == "datacenter":
+        yield _key(f"  - name: {replica['name']}", "This replica holds the whole model on one machine.")
+        yield "    kind: datacenter"
+        yield _key(f"    batch_size: {replica['batch_size']}", "A step has so many sequences.")
+        return
+    yield _key(f"  - name: {replica['name']}", "The homes of a group hold one replica together.")
+    yield "    kind: participants"
+    if "count" in replica:
+        yield _key(f"    count: {replica['count']}", "There are so many groups.")
+    yield _key(f"    stages: {_flow(replica['stages'])}", "Each home of a group computes some layers.")
+    yield _key(f"    batch_size: {replica['batch_size']}", "A step has so many sequences.")
+    if "boundary" in replica:
+        yield _key(
+            f"    micro_batches: {replica['micro_batches']}", "Homes work on parts of the batch at the same time."
+        )
+        boundary = dict(replica["boundary"])
+        if isinstance(boundary.get("rank"), float):
+            boundary["rank"] = format_ratio(boundary["rank"])
+        yield _key(f"    boundary: {_flow(boundary)}", f"This is {draft.boundary}.")
+
+
+def _key(text: str, comment: str) -> str:
+    return f"{text:<{_COLUMN - 2}}  # {comment}" if comment else text
+
+
+def _flow(section: Mapping[str, Any]) -> str:
+    return f"{{{', '.join(f'{key}: {value}' for key, value in section.items())}}}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as YAML: in quotes if it is more than a plain name or path."""
+    is_plain = text.replace("/", "").replace("-", "").replace(".", "").replace("_", "").isalnum()
+    return text if is_plain else "'" + text.replace("'", "''") + "'"

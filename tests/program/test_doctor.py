@@ -1,0 +1,492 @@
+"""`hetero-pp doctor`: each check with a good and a bad case; tickets and runs have an exchange over gRPC and TLS."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from members import TIMEOUT
+from typer.testing import CliRunner
+
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import LinkTimeout
+from hetero_pp.core.proxies import Proxy, Route
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.planner.spares import group_spares
+from hetero_pp.program.cli import app
+from hetero_pp.program.doctor import disk, leftovers, packages, proxy, text
+from hetero_pp.program.doctor.command import find
+from hetero_pp.program.doctor.devices import Gpu, verdict
+from hetero_pp.program.doctor.exchange import clock_verdict
+from hetero_pp.program.doctor.finding import Finding, State, ok
+from hetero_pp.program.doctor.line import line_verdict, step_bytes
+from hetero_pp.program.doctor.proxy import check_proxy
+from hetero_pp.program.doctor.side_by_side import make_checks
+from hetero_pp.program.doctor.subject import Peer, Subject
+from hetero_pp.program.join.membership import Membership, take_place
+from hetero_pp.program.launch.claim import claim
+from hetero_pp.program.launch.unfinished import Unfinished
+from hetero_pp.rpc import probe
+from hetero_pp.rpc.credentials import Secret, new_secret
+from hetero_pp.rpc.probe import Rate
+from hetero_pp.rpc.tickets import Ticket, make_ticket
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import own_configuration, told_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile, save_config
+from replica_groups.exchange import admission
+from replica_groups.exchange.admission import Told
+from replica_groups.exchange.host import make_exchange
+from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.server import OpenHouse, serve_exchange
+
+CONFIG = """name: homes
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
+outer: {rounds: 3}
+exchange: {listen: "127.0.0.1:PORT"}
+lines: {dsl: {up: 10 Mbit/s, down: 50 Mbit/s}}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4}
+  - {name: home, kind: participants, stages: {count: 2, line: dsl}, batch_size: 4, boundary: {rank: 8}}
+"""
+HOUR = 3600.0
+SECONDS = 60.0
+"""Far more than the checks take, so that a busy machine fails no test."""
+
+
+def doctor(named: str | Path | None = None, runs: Path = Path("runs"), data: Path | None = None) -> dict[str, Finding]:
+    return find(None if named is None else str(named), runs, None if data is None else str(data), SECONDS)
+
+
+@pytest.fixture
+def write(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a function that writes the YAML with some texts replaced; the test runs in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(*changes: tuple[str, str]) -> Path:
+        content = CONFIG
+        for old, new in [*changes, ("CORPUS", str(corpus)), ("PORT", "0")]:
+            content = content.replace(old, new)
+        path = tmp_path / "homes.yaml"
+        path.write_text(content)
+        return path
+
+    return write
+
+
+# ---- this machine ----
+
+
+def test_without_an_argument_only_the_machine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["doctor", "--json", "-"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["ok"]) == (0, True)
+    states = {one["check"]: one["state"] for one in found["checks"]}
+    made = {"python", "packages", "gpu", "temporary", "disk", "open files", "proxy"}
+    assert {states[name] for name in made} == {"OK"}
+    assert {state for name, state in states.items() if name not in made | {"output"}} == {"SKIP"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda _: ["numpy>=99", "no-such-package>=1", "old; extra == 'x'"])
+    monkeypatch.setattr(metadata, "metadata", lambda _: {"Requires-Python": ">=9.1"})
+    found = doctor()
+    assert found["python"].line.endswith(", expected >=9.1: make a virtual environment with a newer Python")
+    line = found["packages"].line
+    assert f"found numpy {metadata.version('numpy')}, expected >=99; no-such-package is not installed" in line
+    assert line.endswith("python -m pip install 'numpy>=99' 'no-such-package>=1'")
+    assert {found[name].state for name in ("python", "packages")} == {State.FAIL}
+
+
+def test_a_program_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "NAME", "no-such-package")
+    assert {one().state for one in (packages.check_python, packages.check_packages)} == {State.WARN}
+
+
+def test_a_package_that_cannot_be_imported_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hetero_pp.program.doctor.checks", None)
+    found = doctor()
+    assert list(found) == ["python", "packages", "program"]
+    assert found["program"].state is State.FAIL
+
+
+@pytest.mark.parametrize(
+    ("gpu", "state", "said"),
+    [
+        (Gpu("CUDA 13.0", True, ("cuda:0 H100",)), State.OK, "cuda:0 H100; torch"),
+        (Gpu("CUDA 13.0", False, ()), State.OK, "found no GPU"),
+        (Gpu("", True, ()), State.WARN, "is a build without CUDA"),
+        (Gpu("CUDA 13.0", True, (), "The NVIDIA driver is too old"), State.WARN, "driver is too old; update"),
+        (Gpu("CUDA 13.0", True, ()), State.WARN, "no GPU is visible"),
+    ],
+)
+def test_the_driver_and_the_build_of_torch(gpu: Gpu, state: State, said: str) -> None:
+    found = verdict(gpu)
+    assert (found.state, said in found.line) == (state, True)
+
+
+def test_a_full_or_missing_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert disk.check_temporary().state is State.WARN
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    found = disk.check_temporary()
+    assert (found.state, "set TMPDIR" in found.line) == (State.FAIL, True)
+
+
+def test_an_output_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert "ascii for the output" in doctor()["output"].line
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    assert "the output" not in doctor()["output"].line
+
+
+def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Secret("s").authority
+    near, far = (
+        Subject(runs=Path("runs"), peer=Peer(address, authority.identity("a")))
+        for address in ("127.0.0.1:9", "192.0.2.1:9")
+    )
+    assert check_proxy(far) == ok("the environment names no proxy")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert doctor()["proxy"] == ok("http://127.0.0.1:9 (http_proxy) outside of private networks")
+    assert check_proxy(near) == ok("the environment names a proxy, which is not used for the exchange")
+    found = check_proxy(far)
+    assert (found.state, "failed: Connection refused): correct the variable" in found.line) == (State.WARN, True)
+    used = Route(Proxy("http_proxy", "http://proxy.example:3128"))
+    monkeypatch.setattr(proxy, "route_to", lambda _: used)
+    assert check_proxy(far) == ok("the exchange is reached through http://proxy.example:3128 (http_proxy)")
+
+
+def test_a_check_that_hangs_delays_no_other() -> None:
+    over = threading.Event()
+
+    def hangs() -> Finding:
+        over.wait(TIMEOUT)
+        return ok("late")
+
+    def breaks() -> Finding:
+        raise LinkTimeout("made up")
+
+    found = make_checks({"hangs": hangs, "breaks": breaks, "other": lambda: ok("fine")}, 0.5)
+    over.set()
+    assert found["other"] == ok("fine")
+    assert found["breaks"] == Finding(State.FAIL, "made up")
+    assert (found["hangs"].state, "no result within 0.5 s" in found["hangs"].line) == (State.WARN, True)
+
+
+# ---- a YAML ----
+
+
+def test_a_good_yaml_passes_all_checks_that_it_allows(write: Callable[..., Path]) -> None:
+    found = doctor(write())
+    skipped = {"exchange", "clock", "neighbours", "line", "certificate"}
+    assert {name for name, one in found.items() if one.state is State.SKIP} == skipped
+    assert {one.state for name, one in found.items() if name not in skipped | {"output"}} == {State.OK}
+    assert "starts exchange, dc, home.0, home.1 here" in found["settings"].line
+    assert not Path("runs").exists()
+
+
+def test_an_error_of_the_yaml_is_that_of_check_and_other_checks_are_made(write: Callable[..., Path]) -> None:
+    path = str(write(("rounds: 3", "rounds: three")))
+    runner = CliRunner()
+    check, found = runner.invoke(app, ["check", path]), doctor(path)
+    assert check.stderr.strip() == f"hetero-pp: {found['settings'].line}"
+    assert found["settings"].state is State.FAIL
+    assert {found[name].state for name in ("python", "disk", "temporary", "proxy")} == {State.OK}
+    assert found["memory"] == Finding(State.SKIP, "the argument cannot be used")
+    done = runner.invoke(app, ["doctor", path])
+    assert (done.exit_code, "mend what failed first" in done.stdout) == (1, True)
+
+
+def test_settings_that_only_launch_finds_wrong(write: Callable[..., Path]) -> None:
+    found = doctor(write(("CORPUS", "CORPUS, tokenizer: missing.json")))
+    assert (found["settings"].state, "homes.yaml:3: data.tokenizer" in found["settings"].line) == (State.FAIL, True)
+    assert found["memory"] == Finding(State.SKIP, "the settings cannot be used")
+
+
+def test_too_little_memory_is_told_as_check_tells_it(write: Callable[..., Path]) -> None:
+    path = write(("width: 32, heads: 2, feed_forward: 64, layers: 2", "width: 65536, heads: 2, layers: 2"))
+    found = doctor(path)["memory"]
+    assert found.state is State.FAIL
+    assert "4 members" not in found.line
+    assert "3 members and the exchange" in found.line
+
+
+def test_too_little_disk_and_a_folder_that_cannot_be_written(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write()
+    assert doctor(path, runs=path)["disk"].line == f"{path}: cannot be written (Not a directory): choose another folder with --runs"  # fmt: skip  # noqa: E501
+    usage = shutil.disk_usage(path.parent)
+    for free, state in ((1_000, State.FAIL), (3_200_000, State.WARN)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert doctor(path)["disk"].state is state, doctor(path)["disk"].line
+
+
+def test_too_few_open_files(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    found = doctor(path)["open files"]
+    assert (found.state, found.line.endswith("raise it with: ulimit -n 72")) == (State.FAIL, True)
+
+
+def test_text_that_is_missing_or_streamed(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor(write(("CORPUS", "nowhere")))["text"]
+    assert (found.state, "homes.yaml:3: data.corpus: found" in found.line) == (State.FAIL, True)
+    path = write(("CORPUS", '"hf:owner/name"'))
+    assert doctor(path)["text"].state is State.WARN
+    monkeypatch.setattr(text, "find_spec", lambda _: None)
+    assert "python -m pip install 'hetero-pp[datasets]'" in doctor(path)["text"].line
+
+
+def test_a_port_in_use(write: Callable[..., Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        path = write(("PORT", address.rpartition(":")[2]))
+        found = doctor(path)["ports"]
+    assert (found.state, found.line.startswith(f"{path}:5: exchange.listen: found `{address}`")) == (State.FAIL, True)
+    assert doctor(path)["ports"] == ok(f"{address} (free)")
+
+
+def test_neighbours_of_a_yaml(write: Callable[..., Path]) -> None:
+    """An address on another host is dialled. Nobody owns 192.0.2.1 (RFC 5737), so it does not answer."""
+    stages = '[{layers: 1}, {layers: 1, listen: "192.0.2.1:9"}]'
+    found = doctor(write(("{count: 2, line: dsl}", stages)))["neighbours"]
+    assert (found.state, "home.1 at 192.0.2.1:9 cannot be dialled" in found.line) == (State.WARN, True)
+
+
+def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, runs = write(), Path("runs").absolute()
+    with claim(runs, "homes", ["dc"]):
+        found = doctor(path)["leftovers"]
+        assert (found.state, "a launch on this host runs dc" in found.line) == (State.FAIL, True)
+    (runs / "homes").mkdir()
+    with (runs / "homes" / "dc.log").open("w"):
+        found = doctor(path)["leftovers"]
+        assert found.state is State.WARN
+        assert "processes without a launcher" in found.line
+    unfinished = Unfinished("runs/homes", "homes", 2, 3, 0, False)
+    monkeypatch.setattr(leftovers, "find_unfinished", lambda *_: unfinished)
+    assert doctor(path)["leftovers"].line.startswith(f"{unfinished}; `launch --resume`")
+
+
+# ---- a ticket, and a run ----
+
+
+class Served:
+    """A run that this process serves over gRPC. The slot of `dc` is taken, and its text is known."""
+
+    def __init__(self, folder: Path, corpus: Path, stack: ExitStack) -> None:
+        self.secret, self.corpus = Secret(new_secret()), corpus
+        run = self.folder = RunFolder(folder / "runs" / "homes")
+        run.path.mkdir(parents=True)
+        run.config.write_text(CONFIG.replace("CORPUS", str(corpus)).replace("PORT", "0"))
+        run.token.write_text(self.secret.text)
+        self.config = ConfigFile(run.config).config
+        self.spec = RunSpec(self.config, 256)
+        self.exchange, self.memberships = make_exchange(self.spec, run), Memberships(run.memberships)
+        self.lobby = Lobby({}, group_spares)
+        told = Told(*told_of(self.config), self.spec.shape.vocabulary)
+        self.house = OpenHouse(self.memberships, told, self.lobby, self.spec.unnamed_slots)
+        self.address = self.serve(stack, self.house)
+        stack.callback(self.memberships.close)
+        self.tokens = prepare_tokens(DataSettings(corpus=str(corpus)), folder / "encoded").digest
+        self.exchange.agree("dc", self.spec.agreed, self.tokens)
+        self.exchange.join("dc", "")
+
+    def serve(self, stack: ExitStack, house: OpenHouse | None) -> str:
+        """Serve the exchange at a further port; return its address."""
+        server, port = serve_exchange(self.exchange, self.secret, "127.0.0.1:0", encrypted=True, open_house=house)
+        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+        return f"127.0.0.1:{port}"
+
+    def ticket(self, place: str | None = None, seconds: float = 2 * HOUR, address: str = "") -> str:
+        found = self.memberships.invite(place, max(seconds, 1.0))
+        until = time.time() + seconds
+        return make_ticket("homes", address or self.address, self.secret.authority, found, until, "any").to_text()
+
+    def joined(self, ticket: str, runs: Path) -> Membership:
+        """Take a slot as `join` does, up to the start of the member."""
+        found = take_place(Ticket.from_text(ticket), runs.absolute(), lambda _: None)
+        config = own_configuration(found.configuration, found.place, str(self.corpus), None, None)
+        save_config(config, runs.absolute() / "homes" / f"config-{found.place}.yaml")
+        return found
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Served]:
+    with ExitStack() as stack:
+        yield Served(tmp_path_factory.mktemp("served"), corpus, stack)
+
+
+@pytest.fixture
+def ticket_of_nobody() -> str:
+    """Return a ticket to an exchange that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return make_ticket("homes", address, Secret("s").authority, "0" * 16, time.time() + HOUR).to_text()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the empty `runs` folder of another host, on which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def test_a_ticket_passes_and_stays_usable(served: Served, host: Path) -> None:
+    before = served.memberships.tickets()
+    ticket = served.ticket()
+    found = doctor(ticket, host, served.corpus)
+    skipped = {name for name, one in found.items() if one.state is State.SKIP}
+    assert skipped == set()
+    assert [(name, one) for name, one in found.items() if one.state is not State.OK and name != "output"] == []
+    assert "open now: home.0, home.1" in found["settings"].line
+    assert "is the same as the run's" in found["text"].line
+    assert "a step of home.0 needs" in found["line"].line
+    assert "the ticket is valid for 2 h" in found["certificate"].line
+    [own] = [one for one in served.memberships.tickets() if one not in before]
+    assert not own.is_used
+    assert (served.lobby.here, served.exchange.vacant()) == (0, ["home.0", "home.1"])
+    assert not host.exists()
+    place = served.joined(ticket, host).place
+    served.memberships.revoke(place)
+
+
+def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> None:
+    joined = served.joined(served.ticket("home.1"), host)
+    found = doctor("homes", host)
+    assert found["settings"] == ok("the run homes, which this host joined as home.1, starts home.1 here")
+    assert found["text"] == Finding(State.SKIP, "no member that starts here reads the text")
+    assert found["certificate"].line == "the certificate of home.1 is valid for 24 h"
+    checks = ("memory", "disk", "exchange", "clock", "neighbours", "line", "leftovers")
+    assert {found[name].state for name in checks} == {State.OK}
+    served.memberships.revoke(joined.place)
+    assert (doctor("homes", host)["exchange"].state) is State.FAIL
+
+
+def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = served.folder.path.parent
+    assert doctor("homes", runs)["exchange"].state is State.SKIP  # `serve` does not run
+    listens = served.folder.config.read_text()
+    served.folder.config.write_text(listens.replace("127.0.0.1:0", served.address))
+    with claim(runs, "homes", [EXCHANGE]):
+        found = doctor("homes", runs)
+    served.folder.config.write_text(listens)
+    assert {found[name].state for name in ("exchange", "clock", "leftovers", "ports")} == {State.OK}
+    assert found["ports"] == ok(f"{served.address} (used by this run)")
+    assert found["line"] == Finding(State.SKIP, "the exchange is on this host")
+
+
+def test_a_run_that_this_host_does_not_know(host: Path) -> None:
+    found = doctor("away", host)
+    assert (found["settings"].state, "found no run away" in found["settings"].line) == (State.FAIL, True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(lambda one: one[:-9], "the ticket is incomplete"), (lambda one: "hpp1.a", "the ticket is incomplete")],
+)
+def test_a_damaged_ticket(served: Served, host: Path, spoil: Callable[[str], str], said: str) -> None:
+    found = doctor(spoil(served.ticket()), host)
+    assert (found["settings"].state, said in found["settings"].line) == (State.FAIL, True)
+    assert found["disk"].state is State.OK
+
+
+def test_expired_revoked_and_full(served: Served, host: Path) -> None:
+    found = doctor(served.ticket(seconds=-5.0), host)
+    assert (found["certificate"].state, "expired 5" in found["certificate"].line) == (State.FAIL, True)
+    assert (found["exchange"].state, found["memory"].state) == (State.FAIL, State.SKIP)
+    assert doctor(served.ticket(seconds=600.0), host)["certificate"].state is State.WARN
+    ticket = served.ticket()
+    served.memberships.revoke(Ticket.from_text(ticket).id)
+    assert "the ticket was revoked" in doctor(ticket, host)["exchange"].line
+
+
+def test_a_run_without_a_free_slot(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.exchange, "vacant", list)
+    found = doctor(served.ticket(), host)
+    assert found["settings"].line.startswith("every slot of the run is taken: ask the operator")
+    assert found["exchange"].state is State.OK
+
+
+def test_an_exchange_that_does_not_answer(ticket_of_nobody: str, host: Path) -> None:
+    found = doctor(ticket_of_nobody, host)
+    assert found["exchange"].state is State.FAIL
+    assert "did not answer within 3 s; it is over, not served now" in found["exchange"].line
+    unknown = Finding(State.SKIP, "the exchange did not answer, or refused this host")
+    assert {found[name] for name in ("settings", "clock", "neighbours")} == {unknown}
+
+
+def test_exchanges_of_other_versions(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        found = doctor(served.ticket(address=served.serve(stack, None)), host)  # it does not have the call
+    assert (found["exchange"].state, found["memory"].state) == (State.WARN, State.SKIP)
+    monkeypatch.setattr(admission, "PROTOCOL_VERSION", 11)
+    said = "expected 11: install the hetero-pp version of the run"
+    assert doctor(served.ticket(), host)["exchange"].line.endswith(said)
+
+
+def test_clocks_that_differ(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "time", SimpleNamespace(time=lambda: time.time() + 600))
+    found = doctor(served.ticket(), host)["clock"]
+    assert (found.state, "is 10 min behind the exchange's" in found.line) == (State.WARN, True)
+    assert clock_verdict(-7200.0, 0.1).state is State.FAIL
+    assert clock_verdict(90.0, 50.0).state is State.OK  # the call took so long that the clocks may be equal
+
+
+def test_neighbours_that_listen(served: Served, host: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        served.exchange.join("home.1", f"127.0.0.1:{listener.getsockname()[1]}")
+        assert doctor(served.ticket(), host)["neighbours"] == ok("dialled home.1")
+    found = doctor(served.ticket(), host)["neighbours"]
+    assert (found.state, "the exchange relays instead" in found.line) == (State.WARN, True)
+    served.exchange.died("home.1", "the test is over")
+
+
+def test_another_text_than_the_run(served: Served, host: Path, tmp_path: Path) -> None:
+    assert "give the path of the text on this host with --data" in doctor(served.ticket("home.0"), host)["text"].line
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 2000)
+    found = doctor(served.ticket("home.0"), host, other)["text"]
+    assert (found.state, f"the run's with {served.tokens[:12]}" in found.line) == (State.FAIL, True)
+    assert doctor(served.ticket("home.1"), host)["text"].state is State.SKIP
+
+
+def test_a_slow_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls = threading.Event()
+    monkeypatch.setattr(admission, "answer_measurement", lambda _: iter([bytes(1)] if stalls.wait(TIMEOUT) else []))
+    monkeypatch.setattr(probe, "_OWN_SECONDS", 0.05)
+    found = doctor(served.ticket(), host)["line"]
+    stalls.set()
+    assert (found.state, "expects 10 Mbit/s up and 50 Mbit/s down of home.0" in found.line) == (State.WARN, True)
+
+
+def test_the_verdict_on_a_line(served: Served) -> None:
+    spec = served.spec
+    assert step_bytes(spec, "home.0") == dict(zip(("down", "up"), step_bytes(spec, "home.1").values(), strict=True))
+    fast, slow = Rate(9.5e6, True), Rate(8.5e6, True)
+    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(49e6, False)}).state is State.OK
+    found = line_verdict(spec, "home.0", {"up": slow, "down": Rate(49e6, False)})
+    assert (found.state, "expects 10 Mbit/s up of home.0" in found.line) == (State.WARN, True)
+    found = line_verdict(spec, "dc", {"up": slow, "down": Rate(49e6, False)})
+    assert found == ok("8.5 Mbit/s up, at least 49 Mbit/s down")
