@@ -93,9 +93,9 @@ def _with_bar(title: str, cell: str, limits: Mapping[bool, float]) -> str:
     left, right = (_WIDTH / 2 * (1 + end / limit) for end in ends)
     kind, width = "theirs" if title == "paper, %" else "ours", max(right - left, 1.5)
     return (
-        f'{cell} <svg class="bar" width="{_WIDTH}" height="{_HEIGHT}" aria-hidden="true">'
+        f'<svg class="bar" width="{_WIDTH}" height="{_HEIGHT}" aria-hidden="true">'
         f'<line x1="{_WIDTH / 2:g}" x2="{_WIDTH / 2:g}" y1="0" y2="{_HEIGHT}"/>'
-        f'<rect class="{kind}" x="{left:.1f}" width="{width:.1f}" y="2.5" height="{_HEIGHT - 5}"/></svg>'
+        f'<rect class="{kind}" x="{left:.1f}" width="{width:.1f}" y="2.5" height="{_HEIGHT - 5}"/></svg> {cell}'
     )
 
 
