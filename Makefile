@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 TORCH_ARGS ?=
 CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test page-test benchmarks-smoke gpu quick lint types proto schema clean
+.PHONY: demo test page-test benchmarks-smoke gpu quick lint types docs proto schema clean
 
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
@@ -44,6 +44,11 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# Builds the site in build/site. A warning, such as a link that leads nowhere, is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going --conf-dir docs . build/site
+	@echo "The site is build/site/index.html."
 
 # torch is installed first, pinned, so that TORCH_ARGS can select its index. Sizes are those on Linux x86-64 with Python
 # 3.11. On Linux, PyPI's torch needs CUDA's libraries even on a machine without a GPU.

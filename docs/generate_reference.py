@@ -94,7 +94,7 @@ def _settings(title: str, file: str) -> Iterator[str]:
             if description := _one_line(section.get("description")):
                 yield f"{description}\n"
             rows = [
-                (f"`{key}`", _type(one), _default(one), _one_line(one.get("description")))
+                (f"`{key}`", _type(one, definitions), _default(one), _one_line(one.get("description")))
                 for key, one in section["properties"].items()
             ]
             yield from _table(("key", "type", "default", "meaning"), rows)
@@ -104,19 +104,25 @@ def _title(name: str) -> str:
     return name.removeprefix("hetero_pp__").replace("__", " ")
 
 
-def _type(schema: dict[str, Any]) -> str:
+def _type(schema: dict[str, Any], sections: dict[str, Any]) -> str:
+    """Return the type of a key, with a link to its section if the page has it."""
     if "$ref" in schema:
-        title = _title(schema["$ref"].rpartition("/")[2])
+        name = schema["$ref"].rpartition("/")[2]
+        if "properties" not in sections[name]:
+            return _type(sections[name], sections)
+        title = _title(name)
         return f"[{title}](#{title.lower().replace(' ', '-')})"
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return " or ".join(dict.fromkeys(_type(one) for one in schema[several] if one.get("type") != "null"))
+            return " or ".join(
+                dict.fromkeys(_type(one, sections) for one in schema[several] if one.get("type") != "null")
+            )
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{json.dumps(value).strip(chr(34))}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array" and "items" in schema:
-        return f"list of {_type(schema['items'])}"
+        return f"list of {_type(schema['items'], sections)}"
     if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
-        return f"names with {_type(schema['additionalProperties'])}"
+        return f"names with {_type(schema['additionalProperties'], sections)}"
     example = schema.get("examples", [None])[0]
     return f"such as `{example}`" if example is not None else str(schema.get("type", "any"))
 

@@ -9,7 +9,7 @@ from hetero_pp.program.commands import first_steps, predictions, results, runs
 app = typer.Typer(
     help="Pre-train one language model on datacenters and groups of home machines in one run.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: "slot" if name == "place" else name},  # the earlier option
 )

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.shipped import shipped
+from hetero_pp.program.commands.errors import readable_errors
+
+
+def _find(path: Path) -> Path:
+    """Return the path, or the shipped YAML that it names: `quickstart`, `paper/1b` or `configs/quickstart.yaml`.
+
+    A file of the user comes first. Raises ConfigError for a name that is neither.
+    """
+    is_name = path.suffix == ""
+    inside = path if is_name else path.relative_to("configs") if path.is_relative_to("configs") else None
+    if inside is None or os.path.exists(path):  # noqa: PTH110 (it answers for names that are too long, too)
+        return path
+    folder = shipped("configs")
+    names = [one.relative_to(folder).with_suffix("").as_posix() for one in sorted(folder.rglob("*.yaml"))]
+    if inside.with_suffix("").as_posix() in names:
+        return folder / inside.with_suffix(".yaml")
+    with readable_errors():
+        known = ", ".join(name for name in names if not name.startswith("experiments/"))
+        raise ConfigError((), f"{path}: found no such file, expected a YAML or one of the shipped {known}")
+
+
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name: its folder in runs/.")]
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML of the run.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="The YAML of the run, or the name of a shipped one, such as `quickstart`.",
+        callback=_find,
+    ),
+]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Keep runs and encoded corpora in this folder.")]
 Overrides = Annotated[
     list[str],

@@ -68,8 +68,10 @@ def reproduce(
         from hetero_pp.research.experiments.listing import dry_run as print_costs
         from hetero_pp.research.experiments.listing import list_experiments
         from hetero_pp.research.experiments.overview import write_overview
-        from hetero_pp.research.experiments.request import Request, scale_of, with_device
+        from hetero_pp.research.experiments.request import Request, experiments_in, results_in, scale_of, with_device
 
+        experiments = experiments_in(experiments)
+        results = results_in(results, writes=not (show_list or dry_run or json_path is not None))
         catalog = Catalog(experiments)
         request = Request(
             catalog=catalog,

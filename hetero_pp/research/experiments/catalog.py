@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.shipped import shipped
 from hetero_pp.research.experiments.definition import Experiment, Scale, is_a_name
 from hetero_pp.run.yaml_lines import YamlLines, complaint
 
-SHIPPED_SCALES = Path(__file__).parents[3] / "configs" / "experiments" / "scales"
+SHIPPED_SCALES = shipped("configs/experiments/scales")
 
 Kind = TypeVar("Kind", Scale, Experiment)
 
@@ -27,7 +28,7 @@ class Catalog:
     Raises ConfigError if there is no such folder.
     """
 
-    def __init__(self, folder: Path, shipped: Path = SHIPPED_SCALES) -> None:
+    def __init__(self, folder: Path, scales: Path = SHIPPED_SCALES) -> None:
         if not folder.is_dir():
             raise ConfigError((), f"{folder}: found no folder, expected a folder with experiments")
         self.folder = folder
@@ -38,8 +39,8 @@ class Catalog:
         for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml"), *folder.glob("scales/*/*.yaml")]):
             self._add(path, path.relative_to(folder).with_suffix("").as_posix())
         own = {*self.scales, *self._broken_scales}
-        for path in sorted(shipped.glob("**/*.yaml")):
-            called = path.relative_to(shipped).with_suffix("").as_posix()
+        for path in sorted(scales.glob("**/*.yaml")):
+            called = path.relative_to(scales).with_suffix("").as_posix()
             if not own & {called, called.partition("/")[0]}:
                 self._add(path, called)
         unknown = {name: self._unknown_reason(experiment) for name, experiment in self.experiments.items()}

@@ -6,12 +6,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.core.shipped import is_installed, shipped
 from hetero_pp.research.experiments.outcomes import Outcomes
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = shipped(".")
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
 """Packages that determine a row's outcome. Tests, documents and results do not affect it."""
 
@@ -77,7 +79,12 @@ def _processor() -> str:
 
 
 def commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit, with a note if files of the packages differ from it; `unknown` outside a repository."""
+    """Return the commit, with a note if files of the packages differ from it; `unknown` outside a repository.
+
+    An installed package has a version in place of a commit. It may lie in another program's repository.
+    """
+    if checkout == CHECKOUT and is_installed():
+        return f"version {version('hetero-pp')}"
     head = _git(checkout, "rev-parse", "--short", "HEAD")
     changed = head and _git(checkout, "--no-optional-locks", "status", "--porcelain", "--", *PACKAGES)
     return f"{head or 'unknown'}{' with changes' if changed else ''}"

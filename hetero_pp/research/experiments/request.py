@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.shipped import is_installed, shipped
 from hetero_pp.data.settings import STREAMED
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import with_tokenizer
@@ -17,7 +19,8 @@ from hetero_pp.research.experiments.jobs import Training
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 
-EXPERIMENTS = Path("configs/experiments")
+EXPERIMENTS, RESULTS = Path("configs/experiments"), Path("benchmarks/results")
+"""Default folders. In a folder without them, an installed package uses its own files."""
 SCALE = "micro"
 """Default scale."""
 _ENDINGS = re.compile(r"(\.(txt|jsonl?|parquet|gz|zst|bz2|xz))+$")
@@ -39,7 +42,7 @@ class Request:
     repeat: bool = False
     sweeps: Sequence[str] = ()
     runs: Path = Path("runs")
-    results: Path = Path("benchmarks/results")
+    results: Path = RESULTS
     trains: bool = True
     """Whether rows are trained; if False, tables are written from the existing outcomes."""
     training: Training = field(default_factory=Training)
@@ -89,7 +92,7 @@ class Request:
     def _command(self, name: str) -> str:
         """Return the command that makes the experiment's table for this request, without the number of seeds."""
         words = ["hetero-pp", "reproduce", name]
-        if self.catalog.folder != EXPERIMENTS:
+        if self.catalog.folder != experiments_in(EXPERIMENTS):
             words += ["--experiments", str(self.catalog.folder)]
         if self.scale != (self.catalog.experiment(name).scale or SCALE):
             words += ["--scale", self.scale]
@@ -99,6 +102,25 @@ class Request:
         if self.tokenizer is not None:
             words += ["--tokenizer", self.tokenizer]
         return shlex.join(words + ["--repeat"] * self.repeat)
+
+
+def experiments_in(folder: Path) -> Path:
+    """Return the folder of experiments: the shipped ones in place of a missing default folder."""
+    return shipped(str(EXPERIMENTS)) if _is_missing_default(folder, EXPERIMENTS) else folder
+
+
+def results_in(folder: Path, writes: bool) -> Path:
+    """Return the folder of results. A missing default folder begins as a copy of the shipped ones if it is written."""
+    if not _is_missing_default(folder, RESULTS):
+        return folder
+    if not writes:
+        return shipped(str(RESULTS))
+    shutil.copytree(shipped(str(RESULTS)), folder)
+    return folder
+
+
+def _is_missing_default(folder: Path, default: Path) -> bool:
+    return folder == default and is_installed() and not folder.exists()
 
 
 def scale_of(catalog: Catalog, names: Sequence[str]) -> str:

@@ -1,0 +1,21 @@
+"""Find the files that come with the program, such as `configs/quickstart.yaml`."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def is_installed() -> bool:
+    """Return whether the program runs from a wheel, and not from the repository."""
+    return _installed().is_dir()
+
+
+def shipped(path: str) -> Path:
+    """Return a file or folder that the program ships, by its path in the repository."""
+    return (_installed() if is_installed() else _installed().parents[1]) / path
+
+
+def _installed() -> Path:
+    """Return the folder in which a wheel has the data files. The repository has none of this name."""
+    return Path(str(files("hetero_pp"))) / "shipped"
