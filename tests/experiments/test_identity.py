@@ -34,7 +34,7 @@ def _corpus(digest: str, name: str = "docstrings") -> Corpus:
 
 
 def _job(tokens: Corpus | None = None, repeat: bool = False, **row: Any) -> Job:
-    every = {key: row.pop(key, None) for key in ("bias_every", "similarity_every", "volume_every")}
+    every = {key: row.pop(key, None) for key in ("bias_every", "similarity_every", "volume_every", "outer_every")}
     one = Row(name=row.pop("name", "one"), **{"compressed": "half", "rank": 8} | row)
     experiment = Experiment(name="toy/one", title="", paper="", baseline=one.name, rows=[one], claims=[], **every)
     return make_job(Setting(MICRO, experiment, repeat=repeat), one, 1, tokens or _corpus("a"), Path(ROWS))
@@ -61,6 +61,7 @@ MATTERS: dict[str, dict[str, Any]] = {
     "how often": {"bias_every": 6},
     "another measurement": {"similarity_every": 5},
     "and another": {"volume_every": 5},
+    "of the outer gradient": {"outer_every": 5},
     "its rank": {"rank": 16},
     "no compression at the full rank": {"rank": 64},
     "none": {"rank": "full"},
@@ -163,7 +164,7 @@ KNOWN = {scale: known_outcomes(kept) for scale, kept in KEPT.items()}
 @pytest.mark.parametrize("scale", KEPT)
 def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
     assert len(KEPT[scale]) >= {"micro": 1100, "micro_long": 44, "ladder": 54}[scale]
-    measured = ("bias_every", "bias_of", "similarity_every", "volume_every")
+    measured = ("bias_every", "bias_of", "similarity_every", "volume_every", "outer_every")
     parts = ("version", "corpus", "tokenizer", "steps_of", "settings", *measured)
     for key, outcome in KEPT[scale].items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key

@@ -11,9 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from hetero_pp.outer.volume import Volume
-from hetero_pp.research.experiments.definition import FORWARDS, WAYS, Claim, Experiment, Forward
+from hetero_pp.research.experiments.definition import FORWARDS, KINDS, WAYS, Claim, Experiment, Forward
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.verdict import Values, holm, judge, p_value, slices_interval
+
+FIRST_ROUNDS = 20
+"""Rounds over which cosines with the reference momentum are averaged: SparseLoCo, A.1."""
 
 
 def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, Any]]:
@@ -23,15 +26,14 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
     table's claims are judged as one family. `slices` is the interval over slices of the validation rows. `about` is
     equal for claims of different tables that state the same about the same rows.
     """
-    shares = {row.name: row.compressed_share for row in experiment.rows}
     at_the_end = known_values(outcomes)
     known = [at_the_end if claim.after == 1 else _early_values(claim, outcomes) for claim in experiment.claims]
-    found = [_in_each_forward(claim, values, shares) for claim, values in zip(experiment.claims, known, strict=True)]
-    p_values = [
-        p_value(claim, values[claim.of], shares) for claim, values in zip(experiment.claims, known, strict=True)
+    each = [
+        (claim, values, shares_of(claim, experiment)) for claim, values in zip(experiment.claims, known, strict=True)
     ]
-    of_family = zip(experiment.claims, known, found, p_values, holm(p_values), strict=True)
-    for claim, values, result, p, level in of_family:
+    found = [_in_each_forward(*one) for one in each]
+    p_values = [p_value(claim, values[claim.of], shares) for claim, values, shares in each]
+    for (claim, values, shares), result, p, level in zip(each, found, p_values, holm(p_values), strict=True):
         judged = None if level is None else judge(claim, values[claim.of], shares, level)
         result["p"] = p
         result["family"] = None if judged is None else {"verdict": judged.verdict, "interval": judged.interval}
@@ -42,8 +44,15 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
     return found
 
 
+def shares_of(claim: Claim, experiment: Experiment) -> dict[str, float]:
+    """Return by row what its value is proportional to: its share of compressed replicas, or 1 / sqrt(replicas)."""
+    if claim.inverse_root is not None:
+        return {row.name: 1 / math.sqrt(row.replicas) for row in experiment.rows if row.replicas is not None}
+    return {row.name: row.compressed_share for row in experiment.rows}
+
+
 def known_values(outcomes: Outcomes) -> dict[str, Values]:
-    """Return the last loss of each row and seed by forward, and the other measurements: bias, similarity, megabytes."""
+    """Return the last loss of each row and seed by forward, and the other measurements."""
     values: dict[str, Values] = {
         forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
@@ -51,6 +60,9 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
         values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
     for way in WAYS:
         values[way] = {row: _megabytes(seeds, way) for row, seeds in outcomes.items()}
+    for place, measured in enumerate(("norm", "uncorrelated", "momentum", "kept_momentum"), start=1):
+        rounds = FIRST_ROUNDS if "momentum" in measured else math.inf
+        values[measured] = {row: _of_outer_gradients(seeds, place, rounds) for row, seeds in outcomes.items()}
     return values
 
 
@@ -77,6 +89,15 @@ def _means(seeds: Mapping[int, Outcome], measured: str) -> dict[int, float]:
     return {
         seed: fmean(one[1] for one in outcome[measured]) for seed, outcome in seeds.items() if outcome.get(measured)
     }
+
+
+def _of_outer_gradients(seeds: Mapping[int, Outcome], place: int, rounds: float) -> dict[int, float]:
+    """Return the mean by seed of one value of OuterGradient over the measured ones of the first `rounds` rounds."""
+    known = {
+        seed: [one[place] for one in outcome.get("outer_gradients", ()) if one[0] <= rounds and one[place] is not None]
+        for seed, outcome in seeds.items()
+    }
+    return {seed: fmean(values) for seed, values in known.items() if values}
 
 
 def _megabytes(seeds: Mapping[int, Outcome], way: str) -> dict[int, float]:
@@ -134,8 +155,8 @@ def _about(claim: Claim, outcomes: Outcomes) -> str | None:
     keys = {row: sorted(one["key"] for one in outcomes.get(row, {}).values()) for row in claim.rows()}
     if not all(keys.values()):
         return None
-    parts = claim.model_dump(include={"lower", "equal", "grows", "proportional"}, exclude_none=True)
-    margin = None if claim.lower or claim.grows else claim.margin
+    parts = claim.model_dump(include=set(KINDS), exclude_none=True)
+    margin = None if claim.lower or claim.grows or claim.at_least else claim.margin
     said = [claim.of, margin, _with_keys(parts, keys)] + ([claim.after] if claim.after < 1 else [])
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -144,4 +165,6 @@ def _with_keys(part: Any, keys: Mapping[str, Sequence[str]]) -> Any:
     """Return the part of a claim with each row's name replaced by its keys."""
     if isinstance(part, dict):
         return {name: _with_keys(one, keys) for name, one in part.items()}
+    if isinstance(part, float):
+        return part
     return keys[part] if isinstance(part, str) else [_with_keys(one, keys) for one in part]

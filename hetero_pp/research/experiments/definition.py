@@ -132,7 +132,9 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 """Forwards in which the synced model has a loss."""
 
 
-Measurement = Literal["bias", "similarity", "gather", "ring", "sparse_ring"]
+Measurement = Literal[
+    "bias", "similarity", "gather", "ring", "sparse_ring", "norm", "uncorrelated", "momentum", "kept_momentum"
+]
 
 WAYS = ("gather", "ring", "sparse_ring")
 """Collectives for which the size of contributions is measured."""
@@ -141,8 +143,13 @@ EVERY: dict[str, str] = {
     "bias": "bias_every",
     "similarity": "similarity_every",
     **dict.fromkeys(WAYS, "volume_every"),
+    **dict.fromkeys(("norm", "uncorrelated", "momentum", "kept_momentum"), "outer_every"),
 }
 """Key of an experiment that sets how often each quantity is measured."""
+
+
+KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least")
+"""Keys of a claim that state it."""
 
 
 class Claim(Settings):
@@ -153,6 +160,9 @@ class Claim(Settings):
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
     proportional: [a, b, ...] says that each other value is a's times the ratio of their shares of compressed replicas,
     within `margin`.
+    inverse_root: [a, b, ...] says that each other value is a's, times the root of a's number of replicas divided by the
+    row's, within `margin`.
+    at_least: [a, 0.9] says that a's value is at least that.
     """
 
     text: str
@@ -161,13 +171,17 @@ class Claim(Settings):
         description="measured quantity. A loss: `own` (mean over replicas of the loss in their own "
         "forward), `compressed` (forward of a compressed replica) or `uncompressed` "
         "(forward without boundaries). Or: `bias` of equation 5, `similarity` (cosine of "
-        "contributions), or the megabytes that a replica sends over the run with "
-        "`gather`, `ring` or `sparse_ring`",
+        "contributions), the megabytes that a replica sends over the run with "
+        "`gather`, `ring` or `sparse_ring`, the `norm` of the outer gradient, that of `uncorrelated` contributions, or "
+        "the cosine of a replica's memory and the momentum of all (`momentum`, or `kept_momentum` after sent or dropped "
+        "values are removed)",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
+    inverse_root: list[str] | None = Field(None, min_length=2)
+    at_least: tuple[str, float] | None = None
     after: Ratio = Field(
         1.0, gt=0, le=1, description="share of the rounds after which the loss is compared; only for `own`"
     )
@@ -187,8 +201,8 @@ class Claim(Settings):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Claim:
-        if sum(part is not None for part in (self.lower, self.equal, self.grows, self.proportional)) != 1:
-            raise ValueError("expected exactly one of `lower`, `equal`, `grows`, `proportional`")
+        if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
+            raise ValueError(f"expected exactly one of {', '.join(f'`{kind}`' for kind in KINDS)}")
         return self
 
     @model_validator(mode="after")
@@ -206,7 +220,8 @@ class Claim(Settings):
     def rows(self) -> set[str]:
         """Return the names of the rows in the claim."""
         pairs = [pair for pair in (self.lower, self.equal) if pair is not None] + (self.grows or [])
-        return {name for pair in pairs for name in pair}.union(self.proportional or [])
+        bounded = [] if self.at_least is None else [self.at_least[0]]
+        return {name for pair in pairs for name in pair}.union(self.proportional or self.inverse_root or bounded)
 
 
 class Trend(Settings):
@@ -239,6 +254,12 @@ class Experiment(Definition):
     volume_every: int | None = Field(
         None, ge=1, description="rounds between measurements of the size of contributions with each collective"
     )
+    outer_every: int | None = Field(
+        None,
+        ge=1,
+        description="rounds between measurements of the outer gradient: its norm, and the cosines of each replica's "
+        "memory and the momentum of all",
+    )
     first_seed: int = Field(
         1, ge=1, description="first seed; larger than 1 if seeds of an earlier search must not be reused"
     )
@@ -260,7 +281,10 @@ class Experiment(Definition):
 
     @model_validator(mode="after")
     def _is_measured(self) -> Experiment:
+        counted = {row.name for row in self.rows if row.replicas is not None}
         for claim in self.claims:
+            if uncounted := sorted(set(claim.inverse_root or ()) - counted):
+                raise ValueError(f"found no `replicas` in row `{uncounted[0]}`, expected it for a claim about their number")
             every = EVERY.get(claim.of)
             if every is not None and getattr(self, every) is None:
                 raise ValueError(
