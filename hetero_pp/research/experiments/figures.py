@@ -26,7 +26,7 @@ def with_figures(path: Path, results: Results) -> str:
     counts all of them. `{TABLE | WHAT | NAME...}` is one of:
     - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values.
     - `bias` (percent), `similarity`, `momentum`, `kept_momentum` (cosines), `norm`, `uncorrelated`, `gather`, `ring`,
-      `sparse_ring` (megabytes) of a row.
+      `sparse_ring` (megabytes), predicted `hours` of a row.
     - `difference` (nats): the second row's loss minus the first's.
     - `verdict` of a claim, with its number of seeds.
     - `law` of a trend at a width: percent, and its interval.
@@ -130,6 +130,7 @@ _OF_ROWS: dict[str, Callable[..., str]] = {
     **{
         name: (lambda _, row, name=name: f"{row[name]['mean']:.2f}")
         for name in get_args(Measurement)
-        if name != "bias"
+        if name not in ("bias", "hours")
     },
+    "hours": lambda _, row: f"{row['hours']:.1f}",
 }

@@ -35,9 +35,10 @@ COLUMNS = {
     "cosine": "cosine of the angle between the contributions of two replicas, mean over pairs and rounds",
     "norm": "norm of the outer gradient, which is the mean of the contributions before compression; mean over rounds",
     "uncorrelated": "norm that it would have if the k contributions were orthogonal: 1 / sqrt(k) of theirs",
-    "momentum": "cosine of the angle between a replica's momentum or error feedback and a momentum of all with the same "
-    "decay, mean over replicas and the first 20 rounds",
+    "momentum": "cosine of the angle between a replica's momentum or error feedback and a momentum of all with the "
+    "same decay, mean over replicas and the first 20 rounds",
     "kept momentum": "the same after a round's removal of values: dropped (LOM-Sub-k) or sent (error feedback)",
+    "hours": "predicted hours of all rounds in the deployment that the text above names",
     "state": "whether the row was trained, or why it was not",
 }
 """Meaning of each column.
@@ -51,6 +52,7 @@ _WHERE_KNOWN = (
     *("paper", "paper, %", "rate", "bias, %", "cosine", "CPU, s"),
     *("gathered, MB", "ring, MB", "sparse ring, MB"),
     *_OF_OUTER_GRADIENTS,
+    "hours",
 )
 
 
@@ -123,6 +125,7 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
         "cosine": _measured(row, "similarity"),
         **{name: _measured(row, name.replace(" ", "_")) for name in _OF_OUTER_GRADIENTS},
+        "hours": number(row.get("hours"), 2),
         "state": row["state"],
     }
 
@@ -141,7 +144,10 @@ def _millions(value: float | None) -> float | None:
 
 
 _NAMED = {
-    **{"bias": "", "similarity": "cosine", "gather": "gathered", "sparse_ring": "sparse ring"},
+    "bias": "",
+    "similarity": "cosine",
+    "gather": "gathered",
+    "sparse_ring": "sparse ring",
     "kept_momentum": "kept momentum",
 }
 """Names of what a claim is about, for measurements other than losses."""
@@ -228,6 +234,7 @@ def interval_cell(interval: Sequence[float] | None, of: str) -> str:
         return ""
     megabytes = dict.fromkeys(WAYS, (1, " MB"))
     plain = dict.fromkeys(("similarity", "norm", "uncorrelated", "momentum", "kept_momentum"), (1, ""))
+    plain["hours"] = (1, " h")
     factor, unit = {"bias": (100, " % points"), **plain, **megabytes}.get(of, (1, " nats"))
     return "{:+.3f} to {:+.3f}".format(*(factor * value for value in interval)) + unit
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from hetero_pp.research.experiments.definition import WAYS, Claim
+from hetero_pp.research.experiments.definition import SEEDLESS, Claim
 
 LEVEL = 0.05
 """Share of claims about noise that get a verdict by chance."""
@@ -48,7 +48,7 @@ def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: floa
     seeds = len(found[0])
     intervals = [interval_of(list(one.values()), level) for one in found]
     lowest, highest = _bounds(claim)
-    if seeds == 1 and claim.of not in WAYS:  # encoded sizes hardly depend on the seed
+    if seeds == 1 and claim.of not in SEEDLESS:
         verdict = "one seed"
     elif all(lowest < low and high < highest for low, high in intervals):
         verdict = "holds"

@@ -1,7 +1,7 @@
 """The outer gradient of measured rounds: its norm, and how well each replica's own memory follows its momentum.
 
-    Delta = sum_r w_r Delta_r / sum_r w_r,  m <- beta m + Delta      r: the replicas that a round includes
-    uncorrelated = sqrt(sum_r w_r^2 |Delta_r|^2) / sum_r w_r         |Delta| if Delta_r were orthogonal: |Delta_r| / sqrt(k)
+    Delta = sum_r w_r Delta_r / sum_r w_r,  m <- beta m + Delta      r: the k replicas that a round includes
+    uncorrelated = sqrt(sum_r w_r^2 |Delta_r|^2) / sum_r w_r         |Delta| for orthogonal Delta_r; |Delta_r| / sqrt(k)
 
 Sources: DiLoCo (Douillard et al. 2023), section 6.2, says that |Delta| falls as 1 / sqrt(k). SparseLoCo (Sarfi et al.
 2025), A.1, keeps such a reference m beside the momentum or error feedback a_r of each replica, which do not see it, and
@@ -29,7 +29,7 @@ The cosines are None for replicas without a memory.
 
 
 class OuterGradients:
-    """Measurements of rounds that are multiples of `every`, and the reference momentum, which advances in all rounds."""
+    """Measurements of every `every`-th round, and the reference momentum, which advances in all rounds."""
 
     def __init__(self, compression: CompressionSettings, every: int) -> None:
         """Raises ConfigError for a transform, as coefficients have no angle to a momentum of parameters."""
