@@ -45,8 +45,8 @@ def claim_results(
         slices = _slices(outcomes, claim) if values is at_the_end else ()
         result["slices"] = slices_interval(claim, slices, values[claim.of], shares)
         result["about"] = _about(claim, outcomes)
-        bound = None if claim.at_least is None else claim.at_least[1]
-        result |= {"ours": experiment.is_ours(claim), "shown_by": claim.shown_by, "bound": bound}
+        result |= {"ours": experiment.is_ours(claim), "shown_by": claim.shown_by}
+        result |= {} if claim.at_least is None else {"bound": claim.at_least[1]}
     return found
 
 

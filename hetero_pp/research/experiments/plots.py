@@ -137,7 +137,7 @@ def _draw_momentum(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) ->
         for place, width in ((3, 1.5), (4, 0.7)):
             rounds = [(one[0], one[place]) for one in found if one[place] is not None]
             axes.plot(*zip(*rounds, strict=True), **_style(number) | {"marker": ""}, linewidth=width)
-    for bound in {claim["bound"] for claim in result["claims"] if claim["bound"] is not None}:
+    for bound in {claim["bound"] for claim in result["claims"] if "bound" in claim}:
         axes.axhline(bound, color="gray", linestyle=":")
     axes.set(xlabel="outer round", ylim=(0, 1))
     axes.set_ylabel("cosine with the momentum of all, first seed\n(thin: what is kept; dotted: the paper's bounds)")
