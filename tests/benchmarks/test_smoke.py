@@ -24,7 +24,7 @@ HELPERS |= {
     "attacks_on_links",
     "lies",
 }
-HELPERS |= {"launch_with_faults", "namespaces", "slow_switch", "stage_trace", "strangers_run"}
+HELPERS |= {"launch_with_faults", "namespaces", "object_service", "slow_switch", "stage_trace", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.\d: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
@@ -45,7 +45,11 @@ PRINTED = {
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
     "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n"],
-    "mutants": [r"258 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "mutants": [r"267 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "object_store_round": [
+        r"2 bits +2 +store( +\d+\.\d{3}){6}\n.*2 +exchange( +\d+\.\d{3}){6}\n",
+        r"appendix C: 8B, 20 replicas: .* 12 s\n",
+    ],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
     "real_size": [
         r"\ndc( +\d+\.\d\d){6}",
@@ -73,6 +77,7 @@ LONG |= {
     "kernel_links",
     "loss_by_token",
     "mutants",
+    "object_store_round",
     "overlap",
     "real_size",
     "simulator",

@@ -96,5 +96,5 @@ def job(tmp_path: Path, corpus: Path) -> Job:
         }
     )
     return Job(
-        "toy/one", "all", 2, config, None, None, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1}
+        "toy/one", "all", 2, config, None, None, None, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1}
     )

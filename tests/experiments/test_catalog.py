@@ -144,6 +144,22 @@ WRONG = {
         SMALLEST + "claims: [{text: a, of: similarity, lower: [none, all]}]\n",
         "found a claim about similarity without `similarity_every`, expected the rounds between measurements",
     ),
+    "a claim about replicas that are not counted": (
+        SMALLEST + "outer_every: 1\nclaims: [{text: a, of: norm, inverse_root: [none, all]}]\n",
+        "found no `replicas` in row `all`, expected it for a claim about it",
+    ),
+    "a claim about time without one": (
+        SMALLEST + "claims: [{text: a, by: all, lower: [none, all]}]\n",
+        "found no `timed` in row `all`, expected it for a claim about time",
+    ),
+    "a time that nothing predicts": (
+        SMALLEST.replace("{name: none}", "{name: none, timed: one}"),
+        "found `timed` in row `none` without `clock`, expected the file that predicts it",
+    ),
+    "a loss of another forward by a time": (
+        SMALLEST + "claims: [{text: a, of: compressed, by: all, lower: [none, all]}]\n",
+        "found `by` with `of: compressed`, expected `own`, the loss of every round",
+    ),
     "a reason that nothing shows": (
         SMALLEST + "claims:\n  - {text: a, lower: [none, all], why: It is small.}\n",
         "mine.yaml:9: claims[0]: found `why` without `shown_by`, expected rows that show it, or `not known` in its",

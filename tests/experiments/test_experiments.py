@@ -97,6 +97,22 @@ def _at_paper(name: str, row: str) -> ResearchConfig:
     return setting.config(next(one for one in experiment.rows if one.name == row))
 
 
+def test_dilocos_sizes_are_those_of_its_table_1() -> None:
+    """Parameters are the paper's: two feed-forward matrices of 4 x width, and one matrix for embedding and output."""
+    for size, (layers, width, heads, head) in {
+        "60M": (3, 896, 16, 64),
+        "150M": (12, 896, 16, 64),
+        "400M": (12, 1536, 12, 128),
+    }.items():
+        spec = RunSpec(_at_paper("diloco/table1", f"{size}, DiLoCo"), 32000)
+        shape = spec.shape
+        assert (shape.layers, shape.width, shape.heads) == (layers, width, heads)
+        assert (shape.head_width or width // heads) == head
+        papers = 32000 * width + layers * (4 * width * heads * head + 2 * width * 4 * width)
+        assert parameter_count(spec) - 32000 * width == pytest.approx(papers, rel=1e-3)
+        assert (len(spec.config.replicas), spec.config.inner.steps, spec.config.outer.rounds) == (8, 500, 176)
+
+
 def test_sparselocos_rows_are_those_of_its_table_9() -> None:
     """Compares parameters, batch, steps and rates. Table 9 of ours has the searched values, not ten times of them."""
     config = _at_paper("sparseloco/table1", "SparseLoCo, 1/32")

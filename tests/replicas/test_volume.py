@@ -162,13 +162,13 @@ def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(corpus: Path, tmp
     assert [one[0] for one in went_on.volume] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["similarity_every", "volume_every"])
+@pytest.mark.parametrize("name", ["similarity_every", "volume_every", "outer_every"])
 def test_contributions_that_are_not_seen_are_not_measured(name: str, corpus: Path) -> None:
-    every = [1 if name == one else None for one in ("similarity_every", "volume_every")]
+    every: dict[str, Any] = {name: 1}
     with pytest.raises(ConfigError, match="found 2 ranks, expected one process"):
-        Measured(_spec(corpus, SPARSE), every[0], every[1], world=2)
+        Measured(_spec(corpus, SPARSE), **every, world=2)
     with pytest.raises(ConfigError, match=f"found adamw_ddp with `{name}`, expected one that contributes differences"):
-        Measured(_spec(corpus, {"method": "adamw_ddp"}), every[0], every[1])
+        Measured(_spec(corpus, {"method": "adamw_ddp"}), **every)
 
 
 def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:

@@ -8,42 +8,57 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from hetero_pp.outer.volume import Volume
-from hetero_pp.research.experiments.definition import FORWARDS, WAYS, Claim, Experiment, Forward
+from hetero_pp.research.experiments.clock import loss_at
+from hetero_pp.research.experiments.definition import FORWARDS, KINDS, WAYS, Claim, Experiment, Forward
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.verdict import Values, holm, judge, p_value, slices_interval
 
+FIRST_ROUNDS = 20
+"""Rounds over which cosines with the reference momentum are averaged: SparseLoCo, A.1."""
 
-def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, Any]]:
-    """Return the results of each claim, ready for JSON.
+
+def claim_results(
+    experiment: Experiment, outcomes: Outcomes, hours: Mapping[str, float] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Return the results of each claim, ready for JSON; `hours` are the predicted ones of rows (clock).
 
     Each result has the verdict in the claim's own forward and in the others. `p` and `family` are the verdict when the
     table's claims are judged as one family. `slices` is the interval over slices of the validation rows. `about` is
     equal for claims of different tables that state the same about the same rows.
     """
-    shares = {row.name: row.compressed_share for row in experiment.rows}
     at_the_end = known_values(outcomes)
-    known = [at_the_end if claim.after == 1 else _early_values(claim, outcomes) for claim in experiment.claims]
-    found = [_in_each_forward(claim, values, shares) for claim, values in zip(experiment.claims, known, strict=True)]
-    p_values = [
-        p_value(claim, values[claim.of], shares) for claim, values in zip(experiment.claims, known, strict=True)
+    at_the_end["hours"] = {row: dict.fromkeys(outcomes.get(row, {}), one) for row, one in hours.items()}
+    known = [_early_values(claim, outcomes, hours) or at_the_end for claim in experiment.claims]
+    each = [
+        (claim, values, shares_of(claim, experiment)) for claim, values in zip(experiment.claims, known, strict=True)
     ]
-    of_family = zip(experiment.claims, known, found, p_values, holm(p_values), strict=True)
-    for claim, values, result, p, level in of_family:
+    found = [_in_each_forward(*one) for one in each]
+    p_values = [p_value(claim, values[claim.of], shares) for claim, values, shares in each]
+    for (claim, values, shares), result, p, level in zip(each, found, p_values, holm(p_values), strict=True):
         judged = None if level is None else judge(claim, values[claim.of], shares, level)
         result["p"] = p
         result["family"] = None if judged is None else {"verdict": judged.verdict, "interval": judged.interval}
-        slices = _slices(outcomes, claim) if claim.after == 1 else ()
+        slices = _slices(outcomes, claim) if values is at_the_end else ()
         result["slices"] = slices_interval(claim, slices, values[claim.of], shares)
         result["about"] = _about(claim, outcomes)
         result |= {"ours": experiment.is_ours(claim), "shown_by": claim.shown_by}
+        result |= {} if claim.at_least is None else {"bound": claim.at_least[1]}
     return found
 
 
+def shares_of(claim: Claim, experiment: Experiment) -> dict[str, float]:
+    """Return by row what its value is proportional to: its share of compressed replicas, or 1 / sqrt(replicas)."""
+    if claim.inverse_root is not None:
+        return {row.name: 1 / math.sqrt(row.replicas) for row in experiment.rows if row.replicas is not None}
+    return {row.name: row.compressed_share for row in experiment.rows}
+
+
 def known_values(outcomes: Outcomes) -> dict[str, Values]:
-    """Return the last loss of each row and seed by forward, and the other measurements: bias, similarity, megabytes."""
+    """Return the last loss of each row and seed by forward, and the other measurements."""
     values: dict[str, Values] = {
         forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
@@ -51,18 +66,35 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
         values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
     for way in WAYS:
         values[way] = {row: _megabytes(seeds, way) for row, seeds in outcomes.items()}
+    for place, measured in enumerate(("norm", "uncorrelated", "momentum", "kept_momentum"), start=1):
+        rounds = FIRST_ROUNDS if "momentum" in measured else math.inf
+        values[measured] = {row: _of_outer_gradients(seeds, place, rounds) for row, seeds in outcomes.items()}
     return values
 
 
-def _early_values(claim: Claim, outcomes: Outcomes) -> dict[str, Values]:
-    """Return the values for a claim about an earlier round, in the form of `known_values`."""
-    return {"own": {row: _losses_after(seeds, claim.after) for row, seeds in outcomes.items()}}
+def _early_values(claim: Claim, outcomes: Outcomes, hours: Mapping[str, float]) -> dict[str, Values]:
+    """Return the values for a claim about an earlier round, in the form of `known_values`; empty for other claims."""
+    if claim.by is not None:
+        until = hours[claim.by]
+        rows = {row: seeds for row, seeds in outcomes.items() if row in hours}
+        return {"own": {row: _losses_at(seeds, until / hours[row]) for row, seeds in rows.items()}}
+    if claim.after < 1:
+        return {"own": {row: _losses_after(seeds, claim.after) for row, seeds in outcomes.items()}}
+    return {}
 
 
 def _losses_after(seeds: Mapping[int, Outcome], share: float) -> dict[int, float]:
     """Return the loss by seed after the first round at which this share of the rounds is complete."""
-    known = {seed: one["validation_loss"] for seed, one in seeds.items() if not one["diverged"]}
-    return {seed: losses[math.ceil(share * len(losses) - 1e-9) - 1] for seed, losses in known.items()}
+    return {seed: losses[math.ceil(share * len(losses) - 1e-9) - 1] for seed, losses in _losses_by_round(seeds).items()}
+
+
+def _losses_at(seeds: Mapping[int, Outcome], share: float) -> dict[int, float]:
+    """Return the loss by seed after the last complete round at this share of the row's time."""
+    return {seed: loss_at(losses, share) for seed, losses in _losses_by_round(seeds).items()}
+
+
+def _losses_by_round(seeds: Mapping[int, Outcome]) -> dict[int, list[float]]:
+    return {seed: one["validation_loss"] for seed, one in seeds.items() if not one["diverged"]}
 
 
 def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
@@ -77,6 +109,15 @@ def _means(seeds: Mapping[int, Outcome], measured: str) -> dict[int, float]:
     return {
         seed: fmean(one[1] for one in outcome[measured]) for seed, outcome in seeds.items() if outcome.get(measured)
     }
+
+
+def _of_outer_gradients(seeds: Mapping[int, Outcome], place: int, rounds: float) -> dict[int, float]:
+    """Return the mean by seed of one value of OuterGradient over the measured ones of the first `rounds` rounds."""
+    known = {
+        seed: [one[place] for one in outcome.get("outer_gradients", ()) if one[0] <= rounds and one[place] is not None]
+        for seed, outcome in seeds.items()
+    }
+    return {seed: fmean(values) for seed, values in known.items() if values}
 
 
 def _megabytes(seeds: Mapping[int, Outcome], way: str) -> dict[int, float]:
@@ -134,9 +175,10 @@ def _about(claim: Claim, outcomes: Outcomes) -> str | None:
     keys = {row: sorted(one["key"] for one in outcomes.get(row, {}).values()) for row in claim.rows()}
     if not all(keys.values()):
         return None
-    parts = claim.model_dump(include={"lower", "equal", "grows", "proportional"}, exclude_none=True)
-    margin = None if claim.lower or claim.grows else claim.margin
+    parts = claim.model_dump(include=set(KINDS), exclude_none=True)
+    margin = None if claim.lower or claim.grows or claim.at_least else claim.margin
     said = [claim.of, margin, _with_keys(parts, keys)] + ([claim.after] if claim.after < 1 else [])
+    said += [] if claim.by is None else ["by", claim.by]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -144,4 +186,6 @@ def _with_keys(part: Any, keys: Mapping[str, Sequence[str]]) -> Any:
     """Return the part of a claim with each row's name replaced by its keys."""
     if isinstance(part, dict):
         return {name: _with_keys(one, keys) for name, one in part.items()}
+    if isinstance(part, float):
+        return part
     return keys[part] if isinstance(part, str) else [_with_keys(one, keys) for one in part]

@@ -45,6 +45,10 @@ class Definition(Settings):
         """Record the file that the definition was read from."""
         self._file = file
 
+    def beside(self, path: str) -> Path:
+        """Return a path that is relative to the folder of the definition's file."""
+        return Path(path) if self._file is None else self._file.parent / path
+
 
 class Bring(Settings):
     """Data that the user must supply for a scale of a paper."""
@@ -111,6 +115,9 @@ class Row(Settings):
     replicas: int | None = Field(None, ge=1, description="number of replicas (M), instead of the scale's")
     paper: float | None = Field(None, description="loss in the paper")
     baseline: str | None = Field(None, description="row that percentages refer to; by default the experiment's")
+    timed: str | None = Field(
+        None, description="row of `simulate.rows` of the experiment's clock that predicts its time"
+    )
 
     @property
     def compressed_share(self) -> float:
@@ -132,7 +139,9 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 """Forwards in which the synced model has a loss."""
 
 
-Measurement = Literal["bias", "similarity", "gather", "ring", "sparse_ring"]
+Measurement = Literal[
+    "bias", "similarity", "gather", "ring", "sparse_ring", "norm", "uncorrelated", "momentum", "kept_momentum", "hours"
+]
 
 WAYS = ("gather", "ring", "sparse_ring")
 """Collectives for which the size of contributions is measured."""
@@ -141,8 +150,23 @@ EVERY: dict[str, str] = {
     "bias": "bias_every",
     "similarity": "similarity_every",
     **dict.fromkeys(WAYS, "volume_every"),
+    **dict.fromkeys(("norm", "uncorrelated", "momentum", "kept_momentum"), "outer_every"),
 }
 """Key of an experiment that sets how often each quantity is measured."""
+
+SEEDLESS = (*WAYS, "hours")
+"""Quantities that do not depend on the seed, or hardly: a claim about them has a verdict with one seed."""
+
+
+KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least")
+"""Keys of a claim that state it."""
+
+
+class Clock(Settings):
+    """A deployment that predicts how long rows would take."""
+
+    run: str = Field(description="file of a run with `simulate.rows`, relative to this file")
+    cells: Cells = Field(default_factory=dict, description="changed keys of that run")
 
 
 class Claim(Settings):
@@ -153,6 +177,9 @@ class Claim(Settings):
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
     proportional: [a, b, ...] says that each other value is a's times the ratio of their shares of compressed replicas,
     within `margin`.
+    inverse_root: [a, b, ...] says that each other value is a's, times the root of a's number of replicas divided by the
+    row's, within `margin`.
+    at_least: [a, 0.9] says that a's value is at least that.
     """
 
     text: str
@@ -161,15 +188,22 @@ class Claim(Settings):
         description="measured quantity. A loss: `own` (mean over replicas of the loss in their own "
         "forward), `compressed` (forward of a compressed replica) or `uncompressed` "
         "(forward without boundaries). Or: `bias` of equation 5, `similarity` (cosine of "
-        "contributions), or the megabytes that a replica sends over the run with "
-        "`gather`, `ring` or `sparse_ring`",
+        "contributions), the megabytes that a replica sends over the run with "
+        "`gather`, `ring` or `sparse_ring`, the `norm` of the outer gradient, that of `uncorrelated` contributions, "
+        "the cosine of a replica's memory and the momentum of all (`momentum`, or `kept_momentum` after dropped or "
+        "sent values are removed), or the predicted `hours` of a row by the experiment's clock",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
+    inverse_root: list[str] | None = Field(None, min_length=2)
+    at_least: tuple[str, float] | None = None
     after: Ratio = Field(
         1.0, gt=0, le=1, description="share of the rounds after which the loss is compared; only for `own`"
+    )
+    by: str | None = Field(
+        None, description="compare the losses at the predicted time at which this row ends; only for `own`"
     )
     margin: float = Field(
         0.03, gt=0, description="allowed difference, in nats, as a share (bias), a cosine, or megabytes"
@@ -187,8 +221,8 @@ class Claim(Settings):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Claim:
-        if sum(part is not None for part in (self.lower, self.equal, self.grows, self.proportional)) != 1:
-            raise ValueError("expected exactly one of `lower`, `equal`, `grows`, `proportional`")
+        if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
+            raise ValueError(f"expected exactly one of {', '.join(f'`{kind}`' for kind in KINDS)}")
         return self
 
     @model_validator(mode="after")
@@ -199,14 +233,16 @@ class Claim(Settings):
 
     @model_validator(mode="after")
     def _is_known_by_round(self) -> Claim:
-        if self.after < 1 and self.of != "own":
-            raise ValueError(f"found `after` with `of: {self.of}`, expected `own`, which is measured after every round")
+        for key, is_set in (("after", self.after < 1), ("by", self.by is not None)):
+            if is_set and self.of != "own":
+                raise ValueError(f"found `{key}` with `of: {self.of}`, expected `own`, the loss of every round")
         return self
 
     def rows(self) -> set[str]:
         """Return the names of the rows in the claim."""
         pairs = [pair for pair in (self.lower, self.equal) if pair is not None] + (self.grows or [])
-        return {name for pair in pairs for name in pair}.union(self.proportional or [])
+        bounded = [] if self.at_least is None else [self.at_least[0]]
+        return {name for pair in pairs for name in pair}.union(self.proportional or self.inverse_root or bounded)
 
 
 class Trend(Settings):
@@ -239,6 +275,13 @@ class Experiment(Definition):
     volume_every: int | None = Field(
         None, ge=1, description="rounds between measurements of the size of contributions with each collective"
     )
+    outer_every: int | None = Field(
+        None,
+        ge=1,
+        description="rounds between measurements of the outer gradient: its norm, and the cosines of each replica's "
+        "memory and the momentum of all",
+    )
+    clock: Clock | None = Field(None, description="deployment that predicts the time of rows")
     first_seed: int = Field(
         1, ge=1, description="first seed; larger than 1 if seeds of an earlier search must not be reused"
     )
@@ -254,18 +297,36 @@ class Experiment(Definition):
             raise ValueError(f"found two rows named `{twice[0]}`, expected unique names")
         wanted = {self.baseline, *(row.baseline for row in self.rows if row.baseline is not None)}
         wanted = wanted.union(*(claim.rows() for claim in self.claims), *(trend.rows for trend in self.trends))
+        wanted |= {claim.by for claim in self.claims if claim.by is not None}
         if unknown := sorted(wanted - set(names)):
             raise ValueError(f"found no row `{unknown[0]}`, expected one of {', '.join(f'`{name}`' for name in names)}")
         return self
 
     @model_validator(mode="after")
     def _is_measured(self) -> Experiment:
+        counted = {row.name for row in self.rows if row.replicas is not None}
         for claim in self.claims:
+            if uncounted := sorted(set(claim.inverse_root or ()) - counted):
+                raise ValueError(f"found no `replicas` in row `{uncounted[0]}`, expected it for a claim about it")
+            if unknown := sorted(self._needs_time(claim) - {row.name for row in self.rows if row.timed is not None}):
+                raise ValueError(f"found no `timed` in row `{unknown[0]}`, expected it for a claim about time")
             every = EVERY.get(claim.of)
             if every is not None and getattr(self, every) is None:
                 raise ValueError(
                     f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
+        return self
+
+    def _needs_time(self, claim: Claim) -> set[str]:
+        """Return the rows whose time a claim is about."""
+        if claim.by is not None:
+            return claim.rows() | {claim.by}
+        return claim.rows() if claim.of == "hours" else set()
+
+    @model_validator(mode="after")
+    def _has_a_clock(self) -> Experiment:
+        if self.clock is None and (timed := [row.name for row in self.rows if row.timed is not None]):
+            raise ValueError(f"found `timed` in row `{timed[0]}` without `clock`, expected the file that predicts it")
         return self
 
     def is_ours(self, claim: Claim) -> bool:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, get_args
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.definition import FORWARDS
+from hetero_pp.research.experiments.definition import FORWARDS, Measurement
 
 FOUND = "found.md"
 """File beside the experiments with the findings in words."""
@@ -25,7 +25,8 @@ def with_figures(path: Path, results: Results) -> str:
     `{claims | WHOSE | VERDICT}` is the number of distinct claims of `papers`, or of `ours`, with that verdict; `all`
     counts all of them. `{TABLE | WHAT | NAME...}` is one of:
     - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values.
-    - `bias` (percent), `similarity` (a cosine), `gather`, `ring`, `sparse_ring` (megabytes) of a row.
+    - `bias` (percent), `similarity`, `momentum`, `kept_momentum` (cosines), `norm`, `uncorrelated`, `gather`, `ring`,
+      `sparse_ring` (megabytes), predicted `hours` of a row.
     - `difference` (nats): the second row's loss minus the first's.
     - `verdict` of a claim, with its number of seeds.
     - `law` of a trend at a width: percent, and its interval.
@@ -126,8 +127,10 @@ _OF_ROWS: dict[str, Callable[..., str]] = {
     "paper": lambda _, row: f"{row['paper']:.2f}",
     "paper percent": lambda rows, row: f"{100 * (row['paper'] / rows[row['baseline']]['paper'] - 1):.1f}",
     "bias": lambda _, row: f"{100 * row['bias']['mean']:.0f}",
-    "similarity": lambda _, row: f"{row['similarity']['mean']:.2f}",
-    "gather": lambda _, row: f"{row['gather']['mean']:.2f}",
-    "ring": lambda _, row: f"{row['ring']['mean']:.2f}",
-    "sparse_ring": lambda _, row: f"{row['sparse_ring']['mean']:.2f}",
+    **{
+        name: (lambda _, row, name=name: f"{row[name]['mean']:.2f}")
+        for name in get_args(Measurement)
+        if name not in ("bias", "hours")
+    },
+    "hours": lambda _, row: f"{row['hours']:.1f}",
 }

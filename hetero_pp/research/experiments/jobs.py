@@ -50,6 +50,7 @@ class Job:
     bias_every: int | None
     similarity_every: int | None
     volume_every: int | None
+    outer_every: int | None
     cache: Path
     rows: Path
     """File that outcomes are kept in."""
@@ -90,10 +91,16 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
         bias_every=experiment.bias_every,
         similarity_every=experiment.similarity_every,
         volume_every=experiment.volume_every,
+        outer_every=experiment.outer_every,
         cache=corpus.cache,
         rows=rows,
         identity=identity_of(
-            config, corpus, experiment.bias_every, experiment.similarity_every, experiment.volume_every
+            config,
+            corpus,
+            experiment.bias_every,
+            experiment.similarity_every,
+            experiment.volume_every,
+            experiment.outer_every,
         ),
     )
 
@@ -104,6 +111,7 @@ def identity_of(
     bias_every: int | None = None,
     similarity_every: int | None = None,
     volume_every: int | None = None,
+    outer_every: int | None = None,
 ) -> dict[str, Any]:
     """Return everything that determines a row's outcome as JSON, without defaults.
 
@@ -116,6 +124,7 @@ def identity_of(
     measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
     measured |= {} if similarity_every is None else {"similarity_every": similarity_every}
     measured |= {} if volume_every is None else {"volume_every": volume_every}
+    measured |= {} if outer_every is None else {"outer_every": outer_every}
     is_mixed = len(set(map(constraint_of, config.replicas))) > 1
     together = {"steps_of": "every replica"} if config.outer.source == "gradient" and is_mixed else {}
     return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **together, **measured, "settings": settings}
@@ -126,7 +135,7 @@ def key_of(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
-_BESIDE = ("similarity_every", "volume_every")
+_BESIDE = ("similarity_every", "volume_every", "outer_every")
 _IDENTITY = ("version", "corpus", "tokenizer", "steps_of", "bias_every", "bias_of", "settings")
 
 
@@ -173,6 +182,7 @@ def train_job(
         bias_every=job.bias_every,
         similarity_every=job.similarity_every,
         volume_every=job.volume_every,
+        outer_every=job.outer_every,
         device=device,
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",

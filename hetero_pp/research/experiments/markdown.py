@@ -33,6 +33,12 @@ COLUMNS = {
     "bytes/token": "bytes that cross a compressed boundary for a token in one direction; 0 without a boundary",
     "bias, %": "distance of equation 5's mean pseudo-gradient from the unbiased one, relative to the latter's norm",
     "cosine": "cosine of the angle between the contributions of two replicas, mean over pairs and rounds",
+    "norm": "norm of the outer gradient, which is the mean of the contributions before compression; mean over rounds",
+    "uncorrelated": "norm that it would have if the k contributions were orthogonal: 1 / sqrt(k) of theirs",
+    "momentum": "cosine of the angle between a replica's momentum or error feedback and a momentum of all with the "
+    "same decay, mean over replicas and the first 20 rounds",
+    "kept momentum": "the same after a round's removal of values: dropped (LOM-Sub-k) or sent (error feedback)",
+    "hours": "predicted hours of all rounds in the deployment that the text above names",
     "state": "whether the row was trained, or why it was not",
 }
 """Meaning of each column.
@@ -40,9 +46,13 @@ COLUMNS = {
 A table omits a column of `_WHERE_KNOWN` if no row has a value, and M, tokens or bytes sent if all rows agree.
 """
 
+_OF_OUTER_GRADIENTS = ("norm", "uncorrelated", "momentum", "kept momentum")
+
 _WHERE_KNOWN = (
     *("paper", "paper, %", "rate", "bias, %", "cosine", "CPU, s"),
     *("gathered, MB", "ring, MB", "sparse ring, MB"),
+    *_OF_OUTER_GRADIENTS,
+    "hours",
 )
 
 
@@ -113,9 +123,15 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "CPU, s": number(row.get("cpu_seconds"), 0),
         "bytes/token": number(row.get("bytes_per_token"), 1),
         "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
-        "cosine": number(row["similarity"]["mean"], 3) if "similarity" in row else "",
+        "cosine": _measured(row, "similarity"),
+        **{name: _measured(row, name.replace(" ", "_")) for name in _OF_OUTER_GRADIENTS},
+        "hours": number(row.get("hours"), 2),
         "state": row["state"],
     }
+
+
+def _measured(row: Mapping[str, Any], name: str) -> str:
+    return number(row[name]["mean"], 3) if name in row else ""
 
 
 def _volume(row: Mapping[str, Any], way: str) -> str:
@@ -127,7 +143,13 @@ def _millions(value: float | None) -> float | None:
     return None if value is None else value / 1e6
 
 
-_NAMED = {"bias": "", "similarity": "cosine", "gather": "gathered", "sparse_ring": "sparse ring"}
+_NAMED = {
+    "bias": "",
+    "similarity": "cosine",
+    "gather": "gathered",
+    "sparse_ring": "sparse ring",
+    "kept_momentum": "kept momentum",
+}
 """Names of what a claim is about, for measurements other than losses."""
 
 
@@ -211,7 +233,9 @@ def interval_cell(interval: Sequence[float] | None, of: str) -> str:
     if interval is None:
         return ""
     megabytes = dict.fromkeys(WAYS, (1, " MB"))
-    factor, unit = {"bias": (100, " % points"), "similarity": (1, ""), **megabytes}.get(of, (1, " nats"))
+    plain = dict.fromkeys(("similarity", "norm", "uncorrelated", "momentum", "kept_momentum"), (1, ""))
+    plain["hours"] = (1, " h")
+    factor, unit = {"bias": (100, " % points"), **plain, **megabytes}.get(of, (1, " nats"))
     return "{:+.3f} to {:+.3f}".format(*(factor * value for value in interval)) + unit
 
 

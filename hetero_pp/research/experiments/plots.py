@@ -38,7 +38,10 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
     if any(_similarity(outcomes.get(row["name"])) for row in result["rows"]):
         panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
-    if result["trends"]:
+    panels += _outer_panels(result, outcomes)
+    if any("hours" in row for row in result["rows"]):
+        panels.append(lambda axes: _draw_by_time(axes, result, outcomes))
+    elif result["trends"]:
         panels.append(lambda axes: _draw_trends(axes, result["trends"]))
     elif sum("gather" in row for row, _ in _known(result)) > 1:
         panels += [lambda axes: _draw_volume(axes, result, "ring"), lambda axes: _draw_volume(axes, result, "gather")]
@@ -103,6 +106,57 @@ def _steps_of(result: Mapping[str, Any], row: Row) -> int:
     """Return the length of one of the row's rounds on that axis."""
     steps: Mapping[str, int] = result.get("inner_steps", {})
     return steps.get(row["name"], 1)
+
+
+def _draw_by_time(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Draw the loss of each row's first seed against predicted hours: Het-PP's Figure 3."""
+    for number, row in enumerate(result["rows"]):
+        if (seeds := outcomes.get(row["name"])) and "hours" in row:
+            losses = seeds[min(seeds)]["validation_loss"]
+            along = [row["hours"] * round_ / len(losses) for round_ in range(1, len(losses) + 1)]
+            axes.plot(along, losses, **_style(number), markevery=[len(losses) - 1])
+    axes.set(xlabel="predicted hours", ylabel="validation loss of the first seed, nats per token")
+
+
+def _outer_panels(result: Mapping[str, Any], outcomes: Outcomes) -> list[Callable[[Axes], None]]:
+    """Return the panels of measured outer gradients: cosines with a momentum of all, and norms against replicas."""
+    panels: list[Callable[[Axes], None]] = []
+    known = [row for row, _ in _known(result)]
+    if any("momentum" in row for row in known):
+        panels.append(lambda axes: _draw_momentum(axes, result, outcomes))
+    if len({row["replicas"] for row in known if "norm" in row}) > 1:
+        panels.append(lambda axes: _draw_norm(axes, result))
+    return panels
+
+
+def _draw_momentum(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Draw the cosine of the replicas' memories and the reference momentum by round: SparseLoCo, A.1."""
+    for number, row in enumerate(result["rows"]):
+        seeds = outcomes.get(row["name"], {})
+        found = seeds[min(seeds)].get("outer_gradients", ()) if seeds else ()
+        for place, width in ((3, 1.5), (4, 0.7)):
+            rounds = [(one[0], one[place]) for one in found if one[place] is not None]
+            axes.plot(*zip(*rounds, strict=True), **_style(number) | {"marker": ""}, linewidth=width)
+    for bound in {claim["bound"] for claim in result["claims"] if "bound" in claim}:
+        axes.axhline(bound, color="gray", linestyle=":")
+    axes.set(xlabel="outer round", ylim=(0, 1))
+    axes.set_ylabel("cosine with the momentum of all, first seed\n(thin: what is kept; dotted: the paper's bounds)")
+
+
+def _draw_norm(axes: Axes, result: Mapping[str, Any]) -> None:
+    """Draw the norm of the outer gradient against the number of replicas, beside 1 / sqrt(k): DiLoCo, 6.2."""
+    known = [(row["replicas"], row["norm"]["mean"], row) for row, _ in _known(result) if "norm" in row]
+    for count, norm, row in known:
+        _draw_point(axes, (count, norm, row["norm"]["spread"] or 0.0), _style(result["rows"].index(row)))
+    counts = sorted(count for count, *_ in known)
+    for base, norm in [(count, norm) for count, norm, row in known if row["name"] == result["baseline"]]:
+        formula = [norm * (base / count) ** 0.5 for count in counts]
+        axes.plot(counts, formula, color="gray", linestyle="--", label="the baseline's / sqrt(k)")
+    orthogonal = sorted((count, row["uncorrelated"]["mean"]) for count, _, row in known)
+    axes.plot(*zip(*orthogonal, strict=True), color="gray", linestyle=":", label="if contributions were uncorrelated")
+    axes.set(yscale="log", xlabel="replicas (k)", ylabel="norm of the outer gradient, mean over rounds")
+    lay_out(axes, [Place(count, str(count)) for count, *_ in known])
+    _name_lines(axes)
 
 
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:

@@ -14,6 +14,7 @@ from hetero_pp.core.files import whole, write_whole
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.research.experiments.claims import claim_results, known_values, ways_of
+from hetero_pp.research.experiments.clock import predicted_hours
 from hetero_pp.research.experiments.corpus import Corpus
 from hetero_pp.research.experiments.definition import Measurement, Row, SweptRow
 from hetero_pp.research.experiments.facts import facts
@@ -40,7 +41,7 @@ def result_of(
     `command` makes its table. `earlier` is the previous table's record of where its rows were trained.
     """
     experiment, scale = setting.experiment, setting.scale
-    values = known_values(outcomes)
+    values, hours = known_values(outcomes), predicted_hours(experiment)
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -51,8 +52,12 @@ def result_of(
         "command": command,
         "corpus": None if corpus is None else _corpus_result(setting, corpus),
         "baseline": experiment.baseline,
-        "rows": [_row_result(setting, row, outcomes.get(row.name, {}), values) for row in experiment.rows],
-        "claims": claim_results(experiment, outcomes),
+        "rows": [
+            _row_result(setting, row, outcomes.get(row.name, {}), values)
+            | ({"hours": hours[row.name]} if row.name in hours else {})
+            for row in experiment.rows
+        ],
+        "claims": claim_results(experiment, outcomes, hours),
         "trends": trend_results(setting, outcomes),
         "trained": trained_by(outcomes, earlier),
         **_axes(setting),
@@ -114,7 +119,7 @@ def _row_result(
         result[forward] = fmean(known.values()) if known else None
         result[f"{forward}_seeds"] = {str(seed): known[seed] for seed in sorted(known)}
     for measured in get_args(Measurement):
-        if found := values[measured].get(row.name, {}):
+        if found := values.get(measured, {}).get(row.name, {}):
             result[measured] = _spread(found)
     if "gather" in result:
         result["by_formula"] = _volume_by_formula(setting, row)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from hetero_pp.research.experiments.definition import WAYS, Claim
+from hetero_pp.research.experiments.definition import SEEDLESS, Claim
 
 LEVEL = 0.05
 """Share of claims about noise that get a verdict by chance."""
@@ -40,7 +40,7 @@ class Verdict:
 def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: float = LEVEL) -> Verdict:
     """Return the verdict on a claim; `not run` if one of its rows has no loss.
 
-    `shares`: share of compressed replicas, by row.
+    `shares`: what the values of a claim of several rows are proportional to, by row (`claims.shares_of`).
     """
     found = quantities(claim, values, shares)
     if not found:
@@ -48,7 +48,7 @@ def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: floa
     seeds = len(found[0])
     intervals = [interval_of(list(one.values()), level) for one in found]
     lowest, highest = _bounds(claim)
-    if seeds == 1 and claim.of not in WAYS:  # encoded sizes hardly depend on the seed
+    if seeds == 1 and claim.of not in SEEDLESS:
         verdict = "one seed"
     elif all(lowest < low and high < highest for low, high in intervals):
         verdict = "holds"
@@ -106,9 +106,12 @@ def quantities(claim: Claim, values: Values, shares: Mapping[str, float]) -> lis
     def difference(first: str, second: str, share: float = 1.0) -> dict[int, float]:
         return {seed: values[second][seed] - share * values[first][seed] for seed in seeds}
 
-    if claim.proportional is not None:
-        base, *others = claim.proportional
+    if (rows := claim.proportional or claim.inverse_root) is not None:
+        base, *others = rows
         return [difference(base, row, shares[row] / shares[base]) for row in others]
+    if claim.at_least is not None:
+        row, bound = claim.at_least
+        return [{seed: values[row][seed] - bound for seed in seeds}]
     if claim.grows is not None:
         gaps = [difference(*pair) for pair in claim.grows]
         return [{seed: other[seed] - one[seed] for seed in seeds} for one, other in pairwise(gaps)]
@@ -134,7 +137,7 @@ def slices_interval(
 
 def _bounds(claim: Claim) -> Interval:
     """Return the bounds of each of the claim's quantities."""
-    is_about_size = claim.equal is not None or claim.proportional is not None
+    is_about_size = any(kind is not None for kind in (claim.equal, claim.proportional, claim.inverse_root))
     return (-claim.margin, claim.margin) if is_about_size else (0.0, math.inf)
 
 

@@ -52,6 +52,7 @@ class AllReplicas:
         stacks: bool | None = None,
         similarity_every: int | None = None,
         volume_every: int | None = None,
+        outer_every: int | None = None,
     ) -> None:
         if bias_every is not None:
             require_rounds_together(spec)
@@ -77,7 +78,7 @@ class AllReplicas:
         if self.is_compiled:
             compile_layers(replica.module for replica in self.replicas)
         self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
-        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world)
+        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world, outer_every)
         names = [own.name for own in self.settings]
         self.contributions = Contributions(spec, names, self.theta, ranks, self.measured)
         outer, pretraining = spec.config.outer, self.research.pretraining

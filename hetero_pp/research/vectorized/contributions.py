@@ -50,7 +50,7 @@ class Contributions:
         elects = research_of(self._spec.config).elects_signs
         mean = ElectedMean(shape, self._device) if elects else WeightedMean(shape, divides_by, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
-        self._measured.parameter(name, sent)
+        self._measured.parameter(name, sent, self._counted)
         self._ranks.sum(mean.total)
         if mean.sent is not None:
             self._ranks.sum(mean.sent)
@@ -62,10 +62,13 @@ class Contributions:
         selection = select(
             error, delta, outer.compression, generator=generator_of(self._spec.run, self._round, replica, name)
         )
+        sent = DecodedTensor(selection.indices, selection.values)
+        before = None if self._measured.outer is None else _before_removal(error, sent, outer.compression.memory)
         if drops := research_of(self._spec.config).memory_drops:
             drop_largest(error, drops, outer.compression)
         self._measured.contribution(replica, name, selection)
-        sent = DecodedTensor(selection.indices, selection.values)
+        if self._measured.outer is not None and before is not None and replica not in self.missed:
+            self._measured.outer.contribution(replica, self._weights[replica], delta, before, error)
         if replica in self.missed:
             give_back(error, sent.indices, sent.values, outer.given_back)
         else:
@@ -75,3 +78,11 @@ class Contributions:
     def finish(self) -> None:
         """End the round."""
         self._measured.finish()
+
+
+def _before_removal(error: Tensor, sent: DecodedTensor, memory: str) -> Tensor:
+    """Return a replica's memory of one parameter as it was when the sent values were chosen: a momentum keeps them."""
+    before = error.clone()
+    if memory == "error_feedback":
+        before.view(-1).index_add_(0, sent.indices, sent.values)
+    return before

@@ -1,4 +1,4 @@
-"""Measurements of contributions during training: their similarity, and their size on the wires."""
+"""Measurements during training: similarity of contributions, their size on the wires, and the outer gradient."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, e
 from hetero_pp.pseudo_gradient.error_feedback import Selection
 from hetero_pp.research.participation import replicas_in
 from hetero_pp.research.settings import research_of
+from hetero_pp.research.vectorized.outer_gradients import OuterGradients
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
@@ -32,10 +33,12 @@ class Measured:
         volume_every: int | None = None,
         device: torch.device = CPU,
         world: int = 1,
+        outer_every: int | None = None,
     ) -> None:
         """Raises ConfigError if contributions are not visible: they are on other ranks, or gradients are averaged."""
         self._spec, self._similarity_every, self._volume_every = spec, similarity_every, volume_every
-        for name, every in (("similarity_every", similarity_every), ("volume_every", volume_every)):
+        measured = {"similarity_every": similarity_every, "volume_every": volume_every, "outer_every": outer_every}
+        for name, every in measured.items():
             if every is not None and world > 1:
                 raise ConfigError(
                     (name,), f"found {world} ranks, expected one process: `{name}` needs all contributions"
@@ -54,6 +57,8 @@ class Measured:
         self._blocks = frozenset(map(block_of, spec.parameter_shapes))
         self._alike: Similarities | None = None
         self._volume: RoundVolume | None = None
+        self._device = device
+        self.outer = None if outer_every is None else OuterGradients(spec.config.outer.compression, outer_every)
 
     def begin(self, round_: int) -> None:
         """Begin a round; the calls below are about it."""
@@ -61,6 +66,8 @@ class Measured:
         self._senders: set[str] = set()
         self._alike = Similarities() if _is_due(self._similarity_every, round_) else None
         self._volume = RoundVolume() if _is_due(self._volume_every, round_) else None
+        if self.outer is not None:
+            self.outer.begin(round_)
 
     def contribution(self, replica: str, name: str, selection: Selection) -> None:
         """Add a replica's contribution of one parameter, with its size in a blob of its block."""
@@ -70,9 +77,14 @@ class Measured:
             address = BlobAddress(self._spec.run, self._round, replica, block_of(name))
             self._volume.contribute(self._size(address, [own]) - self._size(address))
 
-    def parameter(self, name: str, sent: Sequence[DecodedTensor]) -> None:
-        """Add every replica's contribution of one parameter, in the same order every time."""
+    def parameter(self, name: str, sent: Sequence[DecodedTensor], counted: float) -> None:
+        """Add every replica's contribution of one parameter, in the same order every time.
+
+        `counted` is the sum of the weights of the replicas that the round includes.
+        """
         shape = self._spec.parameter_shapes[name]
+        if self.outer is not None:
+            self.outer.parameter(name, counted)
         if self._alike is not None:
             self._alike.add(sent, shape)
         if self._volume is not None and sent:
@@ -80,6 +92,8 @@ class Measured:
 
     def finish(self) -> None:
         """End the round."""
+        if self.outer is not None:
+            self.outer.finish()
         if self._alike is not None and (found := self._alike.of_pairs()) is not None:
             self.similarity.append((self._round, *found))
         if self._volume is not None:
@@ -94,11 +108,14 @@ class Measured:
 
     def state(self) -> dict[str, Any]:
         """Return the measurements, for AllReplicas.state."""
-        return {"similarity": self.similarity, "volume": self.volume}
+        outer = {} if self.outer is None else self.outer.state()
+        return {"similarity": self.similarity, "volume": self.volume, **outer}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the measurements, for AllReplicas.load."""
         self.similarity, self.volume = state.get("similarity", []), state.get("volume", [])
+        if self.outer is not None:
+            self.outer.load(state, self._device)
 
 
 def contribution_bytes(spec: RunSpec, rounds: int) -> int:

@@ -26,6 +26,7 @@ from hetero_pp.research.settings import ablations_of
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.research.vectorized.measured import contribution_bytes
+from hetero_pp.research.vectorized.outer_gradients import OuterGradient
 from hetero_pp.run.spec import RunSpec
 from replica_groups.outer.ranks import ALONE, CPU, Ranks
 
@@ -58,6 +59,7 @@ class FastResult:
     volume: list[tuple[int, float, float, float | None, float]] = field(default_factory=list)
     """Volume of contributions in measured rounds: (round, bytes that a replica sends with each collective of Volume).
     """
+    outer_gradients: list[OuterGradient] = field(default_factory=list)
     compiled: bool = False
     """Whether layers were compiled."""
     stacked: bool = False
@@ -79,6 +81,7 @@ def train_fast(
     stacks: bool | None = None,
     similarity_every: int | None = None,
     volume_every: int | None = None,
+    outer_every: int | None = None,
     on_result: Callable[[FastResult], object] = lambda result: None,
 ) -> FastResult:
     """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
@@ -86,8 +89,8 @@ def train_fast(
         `compiles`: use torch.compile where it works. Losses then differ by rounding.
     `stacks`: replicas of one kind take their inner steps together where they can. Losses then differ by rounding. By
     default they do so on a GPU if a measurement finds it faster.
-        `bias_every`, `similarity_every`, `volume_every`: rounds between measurements of equation 5's bias, and of the
-    similarity and the size of contributions.
+        `bias_every`, `similarity_every`, `volume_every`, `outer_every`: rounds between measurements of equation 5's
+    bias, of the similarity and the size of contributions, and of the outer gradient.
     `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
     `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
     resumes from it, bitwise equal on a CPU. It is removed once `on_result`, which stores the result, returns.
@@ -101,7 +104,7 @@ def train_fast(
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
     group = AllReplicas(
-        spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every=volume_every
+        spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every, outer_every
     )
     losses: list[float] = []
     if saved is not None:
@@ -154,6 +157,7 @@ def _result(group: AllReplicas, losses: list[float], started: float, worked: flo
         bias=group.bias,
         similarity=group.measured.similarity,
         volume=group.measured.volume,
+        outer_gradients=[] if group.measured.outer is None else group.measured.outer.found,
         compiled=group.is_compiled,
         stacked=group.is_stacked,
         slices={} if diverged else _slices(group),

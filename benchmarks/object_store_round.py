@@ -1,0 +1,234 @@
+"""Measure an outer round whose contributions go through an object store, and one through the exchange.
+
+    python benchmarks/object_store_round.py [--json FILE] [--replicas 2 4 8]
+
+SparseLoCo (appendix C) exchanges contributions through an object store: each replica uploads its own and downloads
+those of all others. Here the store is SeaweedFS and the exchange a process beside it, both on this machine, and the
+members are threads of a third. URLs, records and checks are those of a run. Compression, the outer step and TLS are
+not timed.
+
+- upload: from the beginning until a replica's last blob is accepted; through a store, until it is read and checked
+- record: from there until the replica has the round's record
+- download: from there until it has the contributions of all others
+
+Seconds are the median over rounds of the slowest replica's, on loopback without a limit. `lines` is what the bytes take
+at the paper's 110 Mbit/s up and 500 Mbit/s down, by division; add it for links of that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from command_line import parse, save
+from object_service import KEY, SECRET, object_service
+
+from hetero_pp.model.transformer import ModelShape, shapes_by_block
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.snapshot import initial_snapshot
+from hetero_pp.run.spec import Roster
+from hetero_pp.store.opening import open_store
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.server import serve_exchange
+
+RUN = "round"
+RUN_SECRET = Secret("of this benchmark")
+ROUNDS = 4
+"""Rounds of a measurement. The first is left out, as connections open in it."""
+UP, DOWN = 110e6, 500e6
+"""Bits per second: the most that SparseLoCo's appendix C saw of its test node with a 70B model."""
+PUBLISHED = [
+    {"what": "8B, 20 replicas: communication of a round", "seconds": 12.0},
+    {"what": "70B, 20 replicas: communication of a round", "seconds": 70.0},
+]
+"""SparseLoCo, appendix C."""
+METHODS: dict[str, dict[str, Any]] = {
+    "SparseLoCo, 1/128, 2 bits": {"method": "sparseloco_paper"},
+    "DiLoCo, dense, 8 bits": {"method": "diloco", "compression": {"value_bits": 8}},
+}
+MODELS = {
+    "small": ModelShape(width=256, layers=8, heads=4, feed_forward=704, vocabulary=4096),
+    "smoke": ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40),
+}
+PHASES = ("upload", "record", "download")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One measurement; `store` is the URL of the run log, a folder or a bucket."""
+
+    model: str
+    method: str
+    replicas: int
+    store: str
+
+    @property
+    def settings(self) -> OuterSettings:
+        return OuterSettings.model_validate({"rounds": ROUNDS + 1, **METHODS[self.method]})
+
+    @property
+    def names(self) -> list[str]:
+        return [f"r{number}" for number in range(self.replicas)]
+
+
+def contributions(setup: Setup) -> dict[str, list[tuple[str, tuple[int, ...], Selection]]]:
+    """Return one replica's selected values, by block, of normally distributed differences."""
+    generator, settings = torch.Generator().manual_seed(1), setup.settings.compression
+    shapes = {name: tuple(one.shape) for name, one in initial_snapshot(MODELS[setup.model], None, 1).parameters.items()}
+    return {
+        block: [
+            (name, shape, select(torch.zeros(shape), 0.01 * torch.randn(shape, generator=generator), settings))
+            for name, shape in parts.items()
+        ]
+        for block, parts in shapes_by_block(shapes).items()
+    }
+
+
+def serve(setup: Setup, told: Connection) -> None:
+    """Serve the exchange of the measurement in this process until told to stop."""
+    torch.set_num_threads(1)
+    snapshot = initial_snapshot(MODELS[setup.model], None, 1)
+    blocks = shapes_by_block({name: tuple(one.shape) for name, one in snapshot.parameters.items()})
+    roster = Roster({name: name for name in setup.names}, dict.fromkeys(setup.names, frozenset(blocks)))
+    exchange = Exchange(RUN, roster, snapshot, setup.settings, ContributionLog(open_store(setup.store)))
+    server, port = serve_exchange(exchange, RUN_SECRET, "127.0.0.1:0")
+    told.send(port)
+    told.recv()
+    server.stop(None).wait()
+
+
+@contextmanager
+def exchange_of(setup: Setup) -> Iterator[int]:
+    """Start the exchange; yield its port."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(setup, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+        ours.send("stop")
+    finally:
+        process.join(10)
+        process.kill()
+
+
+def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
+    """Run the rounds; return seconds and bytes. `allowed`: stores that signed URLs may lead to; none: no URLs."""
+    sent = contributions(setup)
+    with exchange_of(setup) as port, ThreadPoolExecutor(setup.replicas) as pool:
+        address = f"127.0.0.1:{port}"
+        clients = {
+            name: ExchangeClient(address, RUN_SECRET.credentials(name), RUN, stores=allowed) for name in setup.names
+        }
+        for name, client in clients.items():
+            client.join(name, "")
+        took = [
+            list(pool.map(lambda name, of=round_: _round(clients, name, of, setup, sent), setup.names))
+            for round_ in range(1, ROUNDS + 1)
+        ][1:]
+        for client in clients.values():
+            client.close()
+    size = sum(len(_blob(setup, "r0", 1, block, sent)) for block in sent)
+    seconds = {
+        phase: median(max(one[place] for one in round_) for round_ in took) for place, phase in enumerate(PHASES)
+    }
+    others = setup.replicas - 1
+    return {
+        "replicas": setup.replicas,
+        "method": setup.method,
+        "by": "store" if allowed else "exchange",
+        "contribution_bytes": size,
+        "seconds": seconds | {"round": median(max(sum(one) for one in round_) for round_ in took)},
+        "line_seconds": 8 * size * (1 / UP + others / DOWN),
+    }
+
+
+def _round(
+    clients: Mapping[str, ExchangeClient],
+    name: str,
+    round_: int,
+    setup: Setup,
+    sent: Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]],
+) -> tuple[float, float, float]:
+    """Take part in one round; return the seconds of its phases."""
+    client = clients[name]
+    epoch = client.assign(name, round_ - 1).epoch
+    blobs = {block: _blob(setup, name, round_, block, sent) for block in sent}
+    begin = time.monotonic()
+    for block, blob in blobs.items():
+        client.deposit(name, BlobAddress(RUN, round_, name, block), blob, epoch, 1)
+    uploaded = time.monotonic()
+    counted = client.record(round_, name).contributions
+    recorded = time.monotonic()
+    assert len(counted) == setup.replicas
+    for other in (one.replica for one in counted if one.replica != name):
+        for block in sent:
+            client.fetch(name, round_, other, block)
+    return uploaded - begin, recorded - uploaded, time.monotonic() - recorded
+
+
+def _blob(
+    setup: Setup,
+    name: str,
+    round_: int,
+    block: str,
+    sent: Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]],
+) -> bytes:
+    return encode_blob(BlobAddress(RUN, round_, name, block), sent[block], setup.settings.compression)
+
+
+def line_of(found: Mapping[str, Any]) -> str:
+    """Return one row of the table."""
+    seconds = found["seconds"]
+    cells = [found["contribution_bytes"] / 1e6, *(seconds[phase] for phase in (*PHASES, "round"))]
+    numbers = "".join(f"{cell:>10.3f}" for cell in [*cells, found["line_seconds"]])
+    return f"{found['method']:<27}{found['replicas']:>4}  {found['by']:<9}{numbers}"
+
+
+def main() -> None:
+    """Run, print, and write a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--model", choices=MODELS, default="small")
+    arguments = parse(parser, {"replicas": [2], "model": "smoke"})
+    if sys.platform != "linux":
+        raise SystemExit("benchmarks/object_store_round.py needs SeaweedFS, which has a package for Linux only")
+    os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    results = []
+    columns = ("MB", *PHASES, "round, s", "lines, s")
+    print(f"{'method':<27}{'R':>4}  {'by':<9}" + "".join(f"{name:>10}" for name in columns))
+    with tempfile.TemporaryDirectory() as folder, object_service(Path(folder)) as endpoint:
+        for number, (method, replicas) in enumerate(product(METHODS, arguments.replicas)):
+            bucket = f"s3://round-{number}/run?endpoint={endpoint}"
+            open_store(bucket).put("first", b"")  # the service makes a bucket with its first object
+            for store, allowed in ((bucket, [endpoint]), (str(Path(folder) / f"log-{number}"), [])):
+                results.append(measure(Setup(arguments.model, method, replicas, store), allowed))
+                print(line_of(results[-1]), flush=True)
+    for one in PUBLISHED:
+        print(f"SparseLoCo, appendix C: {one['what']} {one['seconds']:.0f} s")
+    content = {"machine": machine(), "commit": commit(), "model": arguments.model, "published": PUBLISHED}
+    save(content | {"up_bits": UP, "down_bits": DOWN, "measured": results}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

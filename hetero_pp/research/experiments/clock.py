@@ -1,0 +1,53 @@
+"""Predicted time of rows: a simulated deployment trains each row, and the table has the row's loss by hour.
+
+The deployment is the YAML of another run, such as the paper's model on its links. Its `simulate.rows` are named by the
+table's rows (`timed`), so that a small model's losses are shown on a large model's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.research.experiments.definition import Experiment
+from hetero_pp.run.changes import Override
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.sweep import Sweep
+
+
+def predicted_hours(experiment: Experiment) -> dict[str, float]:
+    """Return the predicted hours of all rounds of each row that is `timed`; empty without a clock.
+
+    Raises ConfigError for a file that is not a valid deployment, and for an unknown row of it.
+    """
+    clock = experiment.clock
+    if clock is None:
+        return {}
+    path = experiment.beside(clock.run)
+    deployments = ConfigFile(path).config.simulate.rows
+    changes = Sweep.of_rows({"clock": clock.cells}).overrides("clock")
+    hours: dict[str, float] = {}
+    for number, row in enumerate(experiment.rows):
+        if row.timed is None:
+            continue
+        if row.timed not in deployments:
+            told = f"found `{row.timed}`, expected a row of `simulate.rows` in {path}: {', '.join(deployments)}"
+            raise experiment.located(ConfigError(("rows", number, "timed"), told))
+        hours[row.name] = _days([*changes, *Sweep.of_rows(deployments).overrides(row.timed)], path) * 24
+    return hours
+
+
+def _days(overrides: Sequence[Override], path: Path) -> float:
+    return predict(spec_of(ConfigFile(path, overrides))).days
+
+
+def loss_at(losses: Sequence[float], share: float) -> float:
+    """Return the loss after the last round that is complete once this share of a row's time has passed.
+
+    If not even one is, returns the loss after the first.
+    """
+    return losses[max(1, min(len(losses), math.floor(share * len(losses) + 1e-9))) - 1]
