@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -143,10 +143,12 @@ class Director:
         match injection:
             case Injection(Kind.KILL, rank=None):
                 process.kill()
-            case Injection(Kind.KILL, rank=int(rank)):
-                _rank(process, rank).kill()
-            case Injection(Kind.FREEZE, seconds=seconds):
-                self._freeze(process, seconds)
+            case Injection(Kind.KILL, member, rank=int(rank)):
+                if rank >= len(ranks := self._ranks(process, member)):
+                    raise ProcessLookupError(f"no rank {rank}")
+                ranks[rank].kill()
+            case Injection(Kind.FREEZE, member, seconds=seconds):
+                self._freeze([process, *self._ranks(process, member)], seconds)
             case Injection(Kind.CORRUPT, member, what="state"):
                 flip_bit_of(_largest(_newest_of(self._folder.state(member).glob("round-*"))))
             case Injection(Kind.CORRUPT, what="snapshot"):
@@ -155,12 +157,17 @@ class Director:
                 message = {"do": kind, "link": link, "seconds": seconds, "by": by}
                 connection.send_bytes(json.dumps(message).encode())
 
-    def _freeze(self, process: psutil.Process, seconds: float) -> None:
-        """Freeze a process and all its children, ranks included, for a number of seconds."""
-        frozen = [process, *process.children(recursive=True)]
-        for one in frozen:
+    def _ranks(self, process: psutil.Process, member: str) -> list[psutil.Process]:
+        """Return the ranks that a member's process started, in their order. They write to the same log."""
+        log, server = self._folder.output(member).resolve(), process.parent()
+        others = [one for one in server.children(recursive=True) if one != process] if server is not None else []
+        return sorted((one for one in others if _writes(one, log)), key=lambda one: (one.create_time(), one.pid))
+
+    def _freeze(self, processes: Sequence[psutil.Process], seconds: float) -> None:
+        """Freeze processes for a number of seconds."""
+        for one in processes:
             one.suspend()
-        timer = threading.Timer(seconds, _wake, [frozen])
+        timer = threading.Timer(seconds, _wake, [processes])
         timer.daemon = True
         timer.start()
 
@@ -175,13 +182,12 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def _rank(process: psutil.Process, rank: int) -> psutil.Process:
-    """Return one of the ranks that a member's process started. Raises OSError if it does not exist."""
-    for child in process.children(recursive=True):
-        with suppress(psutil.Error):
-            if child.environ().get("RANK") == str(rank):
-                return child
-    raise ProcessLookupError(f"no rank {rank}")
+def _writes(process: psutil.Process, log: Path) -> bool:
+    """Return whether a process's standard error is this file."""
+    try:
+        return any(one.fd == 2 and Path(one.path) == log for one in process.open_files())
+    except psutil.Error:  # it has ended
+        return False
 
 
 def _newest_of(paths: Iterable[Path]) -> Path:

@@ -20,7 +20,7 @@ def main(saved: Path, told: Path) -> None:
     ranks = init_ranks(torch.device("cpu"))
     engine = build("torchtitan", {}, ranks)
     engine.load(saved)
-    losses = [engine.inner_step(tokens_of(step), step) for step in range(3, 6)]
+    losses = [engine.inner_step(tokens_of(step), step) for step in range(3, 5)]
     if ranks.is_first:
         told.write_text(json.dumps(losses))
     ranks.close()

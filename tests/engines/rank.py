@@ -203,19 +203,19 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
     found["steps"], found["done"] = pairs, engine.done
     found["trained"] = _apart(engine, plain, ranks)
     found["evaluation"] = [engine.evaluate(validation), plain.evaluate(validation)]
-    found["undone"] = [_undone(build(name, settings, ranks), range(2), ranks), _undone(engine, range(3, 6), ranks)]
+    found["undone"] = [_undone(build(name, settings, ranks), range(2), ranks), _undone(engine, range(3, 5), ranks)]
     engine.save(folder / "saved")
-    following = [engine.inner_step(tokens_of(step), step) for step in range(3, 6)]
-    found["following"] = [following, [plain.inner_step(tokens_of(step), step) for step in range(3, 6)]]
+    following = [engine.inner_step(tokens_of(step), step) for step in range(3, 5)]
+    found["following"] = [following, [plain.inner_step(tokens_of(step), step) for step in range(3, 5)]]
     again = build(name, settings, ranks)
     again.load(folder / "saved")
     again.follow(INNER.rates(STEPS))
-    found["resumed"] = [following, [again.inner_step(tokens_of(step), step) for step in range(3, 6)]]
+    found["resumed"] = [following, [again.inner_step(tokens_of(step), step) for step in range(3, 5)]]
     found["outer"] = _outer_rounds(engine, plain, folder, ranks)
     found["evaluation after"] = [engine.evaluate(validation), plain.evaluate(validation)]
     engine.follow(CHANGED.rates(2 * STEPS))
     plain.inner, plain.total_steps = CHANGED, 2 * STEPS
-    found["step after"] = [engine.inner_step(tokens_of(7), 6), plain.inner_step(tokens_of(7), 6)]
+    found["step after"] = [engine.inner_step(tokens_of(7), 5), plain.inner_step(tokens_of(7), 5)]
     found["changed"] = _apart(engine, plain, ranks)
     return found
 

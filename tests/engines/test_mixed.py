@@ -29,24 +29,28 @@ PLAIN = [f"replicas.{index}.{key}" for index in (0, 1) for key in ("engine=torch
 
 
 class Listening:
-    """Listening sockets of a launch's processes, as (address, program)."""
+    """Listening sockets of a launch's processes, as (address, process, stem of its log)."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, str]] = set()
+        self.seen: set[tuple[str, int, str]] = set()
 
     def look(self, launcher: int) -> None:
         """Record the sockets of all current processes."""
         for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
             try:
-                program = "rank" if "hetero_pp.program.launch.rank_process" in process.cmdline() else "member"
+                log = Path(f"/proc/{process.pid}/fd/2").resolve().stem
                 sockets = process.net_connections("inet")
-            except psutil.Error:
+            except (OSError, psutil.Error):
                 continue  # it has ended
-            self.seen |= {(one.laddr.ip, program) for one in sockets if one.status == psutil.CONN_LISTEN}
+            self.seen |= {(one.laddr.ip, process.pid, log) for one in sockets if one.status == psutil.CONN_LISTEN}
 
-    def beyond_loopback(self) -> set[tuple[str, str]]:
-        """Return the sockets that other machines could reach."""
-        return {(ip, program) for ip, program in self.seen if not _is_loopback(ip)}
+    def processes(self, log: str) -> int:
+        """Return how many processes of a member have listened."""
+        return len({process for _, process, own in self.seen if own == log})
+
+    def beyond_loopback(self) -> set[str]:
+        """Return the addresses that other machines could reach."""
+        return {ip for ip, _, _ in self.seen if not _is_loopback(ip)}
 
 
 def _is_loopback(ip: str) -> bool:
@@ -95,7 +99,7 @@ def test_engines_and_stages_are_one_run(corpus: Path, tmp_path: Path) -> None:
     listening = Listening()
     _watched(_command(tmp_path / "mixed", corpus), listening)
     mixed = _summary(tmp_path / "mixed")
-    assert {program for _, program in listening.seen} == {"member", "rank"}
+    assert [listening.processes(log) for log in ("exchange", "titan", "zero")] == [1, 3, 3]  # the node and two ranks
     assert not listening.beyond_loopback()
     done = run_program(*_command(tmp_path / "plain", corpus, *PLAIN), "--in-process")
     assert done.returncode == 0, done.stderr

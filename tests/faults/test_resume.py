@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -78,19 +77,23 @@ class Launched:
                 pytest.fail(str(self.process.communicate()))
             members = [path for path in (self.folder / "state").glob("*") if path.is_dir()]
             if len(members) > 1 and all((path / f"round-{round_:06d}").is_dir() for path in members):
-                processes = self._processes()
+                processes = self._writers()
                 assert len(processes) > len(members)  # the members and the exchange
                 return processes
         pytest.fail("the run did not get that far")
 
-    def _processes(self) -> list[psutil.Process]:
-        """Return the members' processes, which write to the run's logs, and their ranks."""
-        found = []
+    def writers_of(self, member: str) -> list[psutil.Process]:
+        """Return a member's process, and its ranks in their order."""
+        return sorted(self._writers(f"{member}.log"), key=lambda one: (one.create_time(), one.pid))
+
+    def _writers(self, log: str = "*.log") -> list[psutil.Process]:
+        """Return the processes that write to the run's logs."""
+        found, logs = [], [path.resolve() for path in (self.folder / "logs").glob(log)]
         for one in psutil.Process().children(recursive=True):
             with suppress(OSError, psutil.Error):  # it has ended
-                if Path(f"/proc/{one.pid}/fd/2").resolve().parent == (self.folder / "logs").resolve():
-                    found += [one, *one.children(recursive=True)]
-        return list(dict.fromkeys(found))
+                if Path(f"/proc/{one.pid}/fd/2").resolve() in logs:
+                    found.append(one)
+        return found
 
 
 @pytest.fixture
@@ -133,9 +136,9 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     command = _command(config, corpus, tmp_path / "b", *ENDS)
     run = launch(command, tmp_path / "b" / "ranks")
     everyone = run.wait_for_state(2)
-    ranks = [process for process in everyone if "hetero_pp.program.launch.rank_process" in process.cmdline()]
+    _, *ranks = run.writers_of("titan")
     assert len(ranks) == 2
-    os.kill(ranks[1].pid, signal.SIGKILL)
+    ranks[1].kill()
     errors = run.process.communicate(timeout=30)[1]
     assert run.process.returncode == 1
     assert not still_running(everyone, 10)

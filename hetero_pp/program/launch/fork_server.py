@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
+from hetero_pp.core.files import print_without_fail
 from hetero_pp.core.sockets import place_sockets_of_multiprocessing
+from hetero_pp.program.report.encoding import make_printable
+from hetero_pp.rpc.memory import keep_freed_memory
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Modules imported once for all processes. The first optimizer would import torch._dynamo in each of them."""
@@ -45,8 +52,41 @@ def unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
-def ignore_unheard() -> None:
-    """Ignore the signals of UNHEARD from now on, in this process and in those that it starts, such as ranks."""
+def begin_forked(output: Path, goes_on: bool) -> None:
+    """Set up a forked process: signals, memory, and a file for its output. `goes_on`: the file is not emptied.
+
+    It is in a session of its own, so that Ctrl-C reaches the launcher only, which then ends this process.
+    """
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
+    os.setsid()
+    _redirect_output(output, goes_on)
+    make_printable()
+    keep_freed_memory()
+
+
+def _redirect_output(path: Path, goes_on: bool) -> None:
+    """Redirect standard output and error to a file. Output that the disk does not take is dropped."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        emptied = 0 if goes_on else os.O_TRUNC
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | emptied, 0o666)  # ranks share one file
+    except OSError:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    print_without_fail()
+
+
+def share_fork_server() -> None:
+    """Let this forked process fork others from the same server. By default it would start another one.
+
+    From Python 3.14 on it does, because the server asks for a key that forked processes do not have.
+    """
+    place_sockets_of_multiprocessing()
+    fork_server()
+    if sys.version_info < (3, 14):
+        server = multiprocessing.forkserver._forkserver
+        server.ensure_running = lambda: None  # type: ignore[method-assign]

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -37,16 +36,15 @@ from hetero_pp.core.errors import (
     StoreError,
     WrongToken,
 )
-from hetero_pp.core.files import keep_trying, print_without_fail
+from hetero_pp.core.files import keep_trying
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.planner.spares import group_spares
-from hetero_pp.program.launch.fork_server import ignore_unheard
+from hetero_pp.program.launch.fork_server import begin_forked
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
-from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.memory import giving_freed_memory_back, keep_freed_memory
+from hetero_pp.rpc.memory import giving_freed_memory_back
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -72,11 +70,7 @@ _SECONDS_KEPT = 5.0
 
 def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Faults] = Faults) -> NoReturn:
     """Run one member of the run until it is over, then end the process."""
-    ignore_unheard()
-    os.setsid()  # a session of its own, so that Ctrl-C reaches the launcher only, which then ends this process
-    _redirect_output(job.folder.output(job.member), job.again)
-    make_printable()
-    keep_freed_memory()
+    begin_forked(job.folder.output(job.member), job.again)
     code = CRASHED
     try:
         message = json.loads(launcher.recv_bytes())
@@ -100,19 +94,6 @@ def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Fault
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(code)
-
-
-def _redirect_output(path: Path, goes_on: bool) -> None:
-    """Redirect standard output and error to a file. Output that the disk does not take is dropped."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o666)
-    except OSError:
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    print_without_fail()
 
 
 class _Lifeline:

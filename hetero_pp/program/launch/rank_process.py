@@ -1,30 +1,28 @@
-"""The main function of every rank that torchrun starts for a datacenter replica."""
+"""The main function of every rank that torchrun's agent starts for a datacenter replica."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
-from hetero_pp.core.files import print_without_fail
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.program.launch.fork_server import begin_forked
 from hetero_pp.program.launch.job import CONSEQUENCE
-from hetero_pp.program.launch.ranks import CREDENTIALS, RankJob
-from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.store.faults import Missed
@@ -38,26 +36,43 @@ _COLLECTIVE_TIMEOUT = timedelta(days=7)
 The exchange notices a member that is gone or silent, and the launcher ends the ranks of its node.
 """
 
+_LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables with the interface on which ranks listen for each other.
+
+Gloo and NCCL take it in no other way, and by default choose a public interface.
+"""
+
 _STOP = signal.SIGUSR2
 """Signal that a rank sends to itself. SIGTERM is taken: torchrun's agent sends it when another rank has failed."""
 
 
-@record
-def main() -> None:
-    """Train as one rank of the member named in the argument, until standard input ends."""
-    job = RankJob(**json.loads(sys.argv[1]))
+@dataclass(frozen=True)
+class RankJob:
+    """Arguments of every rank of a member."""
+
+    member: str
+    folder: RunFolder
+    exchange: str
+    credentials: Credentials
+    device: str
+    interface: str
+    """Network interface on which ranks listen for each other."""
+    missed: Sequence[int]
+    """Rounds whose contributions are held back by injected faults."""
+
+
+def rank_main(job: RankJob, lifeline: Connection) -> None:
+    """Train as one rank of a member, until the other end of `lifeline` is gone."""
+    begin_forked(job.folder.output(job.member), True)
     stopping = Stopping(_STOP, _leave)
-    threading.Thread(target=_follow_parent, args=[stopping], name="lifeline", daemon=True).start()
-    make_printable()
-    print_without_fail()
-    keep_freed_memory()
-    folder = RunFolder(Path(job.folder), job.config_name)
+    threading.Thread(target=_follow_member, args=[lifeline, stopping], name="lifeline", daemon=True).start()
+    os.environ |= dict.fromkeys(_LISTENING, job.interface)
+    folder = job.folder
     spec = read_run(folder)
     torch.set_num_threads(spec.config.threads)
     member = spec.members[job.member]
     ranks = init_ranks(torch.device(job.device), _COLLECTIVE_TIMEOUT)
-    credentials = Credentials.from_json(os.environ[CREDENTIALS])
-    with NetworkConnections(spec, member, job.exchange, credentials, Lines(folder.lines)) as connections:
+    with NetworkConnections(spec, member, job.exchange, job.credentials, Lines(folder.lines)) as connections:
         try:
             require_one_run(ranks, spec.run, job.member)
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
@@ -85,22 +100,19 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
             )
 
 
-def _follow_parent(stopping: Stopping) -> None:
+def _follow_member(lifeline: Connection, stopping: Stopping) -> None:
     """End this rank when the member's process ends.
 
-    On a line from that process, the first rank of this node stops, and all other ranks with it.
+    On a message from that process, the first rank of this node stops, and all other ranks with it.
     """
-    if os.environ["LOCAL_RANK"] == "0" and (line := os.read(0, 32)):
-        stopping.ask(int(line) if line.strip() else None)
+    if os.environ["LOCAL_RANK"] == "0":
+        with suppress(EOFError):
+            stopping.ask(lifeline.recv())
     hung_up = select.poll()
-    hung_up.register(0, 0)  # without POLLIN only the end of the pipe wakes it: a line is for the first rank
+    hung_up.register(lifeline, 0)  # without POLLIN only the end of the pipe wakes it: a message is for the first rank
     hung_up.poll()
     _leave()
 
 
 def _leave() -> NoReturn:
     os._exit(CONSEQUENCE)
-
-
-if __name__ == "__main__":
-    main()

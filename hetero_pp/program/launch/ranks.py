@@ -1,52 +1,28 @@
 """Starts the ranks of a datacenter replica with torchrun's agent, inside the member's process.
 
-Standard input of the ranks is a pipe from the member's process: the ranks end when that process does, however it ends.
-A line in the pipe asks them to save a member checkpoint and end; it has the last closed round, if that is known.
-Credentials go through the environment, so that no process list shows them.
+They are forked from the launch's fork server, which has imported PyTorch. They share a pipe from the member's process,
+and end when that process does, however it ends. A message in the pipe asks them to save a member checkpoint and end; it
+is the last closed round, or None if that is not known.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from multiprocessing import Pipe
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import HeteroPPError, RunFailed
+from hetero_pp.program.launch.fork_server import share_fork_server
 from hetero_pp.program.launch.job import CONSEQUENCE
+from hetero_pp.program.launch.rank_process import RankJob, rank_main
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.run.folder import RunFolder
-
-CREDENTIALS = "HETERO_PP_CREDENTIALS"
-"""Environment variable with the member's credentials, for its ranks."""
-
-_LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables with the interface on which ranks listen for each other.
-
-Gloo and NCCL take it in no other way, and by default choose a public interface.
-"""
-
-
-@dataclass(frozen=True)
-class RankJob:
-    """Arguments of every rank of a member, passed as one JSON argument."""
-
-    member: str
-    folder: str
-    config_name: str
-    exchange: str
-    device: str
-    missed: list[int]
-    """Rounds whose contributions are held back by injected faults."""
 
 
 class RankDied(HeteroPPError):
@@ -74,7 +50,8 @@ def run_ranks(
     because of another member.
     """
     endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
-    job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange, device, sorted(missed))
+    where = (device, interface_towards(endpoint))
+    job = RankJob(replica.name, folder, exchange, credentials, *where, sorted(missed))
     register()
     config = LaunchConfig(
         min_nodes=replica.nodes,
@@ -86,15 +63,14 @@ def run_ranks(
         rdzv_configs={"timeout": math.ceil(timeout)},
         max_restarts=0,
         monitor_interval=0.1,
+        start_method="forkserver",
     )
-    os.environ[CREDENTIALS] = credentials.to_json()
-    os.environ |= dict.fromkeys(_LISTENING, interface_towards(endpoint))
-    with _lifeline() as stop:
-        on_start(stop)
+    share_fork_server()
+    lifeline, ours = Pipe(duplex=False)
+    with lifeline, ours:
+        on_start(ours.send)
         try:
-            elastic_launch(config, sys.executable)(
-                "-m", "hetero_pp.program.launch.rank_process", json.dumps(asdict(job))
-            )
+            elastic_launch(config, rank_main)(job, lifeline)
         except ChildFailedError as error:
             rank, failure = _first_failure(error)
             if failure.exitcode == CONSEQUENCE:
@@ -119,25 +95,3 @@ def _cause(message: object) -> str:
     text = message.get("message", "") if isinstance(message, dict) else str(message)
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"
-
-
-@contextmanager
-def _lifeline() -> Iterator[Callable[[int | None], None]]:
-    """Replace standard input by a pipe for child processes, which ends when this process does.
-
-    Yields a function that writes a line to it to ask the children to stop. The first rank of this node reads the line.
-    """
-    reading, writing = os.pipe()
-    kept = os.dup(0)
-    os.dup2(reading, 0)
-    os.close(reading)
-
-    def ask(closed: int | None) -> None:
-        os.write(writing, b"\n" if closed is None else f"{closed}\n".encode())
-
-    try:
-        yield ask
-    finally:
-        os.close(writing)
-        os.dup2(kept, 0)
-        os.close(kept)
