@@ -18,7 +18,7 @@ from hetero_pp.program.doctor.finding import NotChecked
 from hetero_pp.program.doctor.side_by_side import in_background
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.on_disk import is_running
-from hetero_pp.program.join.status import folder_of, known_run
+from hetero_pp.program.join.status import known_run, run_folder
 from hetero_pp.program.launch.inputs import settled
 from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.certificates import Identity
@@ -136,7 +136,7 @@ def subject_of(named: str | None, runs: Path, data: str | None) -> Subject:
             return _of_ticket(Ticket.from_text(named), runs, data)
         if Path(named).suffix in _YAML or Path(named).is_file():
             return _of_yaml(Path(named), runs)
-        return _of_run(folder_of(runs.absolute(), named), runs, data)
+        return _of_run(run_folder(runs.absolute(), named), runs, data)
     except (ConfigError, Refused) as error:
         return Subject(runs=runs, problem=str(error))
 

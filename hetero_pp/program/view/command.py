@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.join.membership import memberships_in
-from hetero_pp.program.join.status import Known, folder_of, known_run, runs_at
+from hetero_pp.program.join.status import Known, known_run, run_folder, runs_at
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.view.exported import export_page
 from hetero_pp.program.view.record import Record
@@ -81,7 +81,7 @@ def _source(folder: RunFolder) -> Source:
 def _folder(runs: Path, name: str) -> RunFolder:
     """Return the folder of a run: by its name, its path, or the address of its exchange. Raises ConfigError."""
     if ":" not in name or Path(name).is_dir():
-        return folder_of(runs, name)
+        return run_folder(runs, name)
     return runs_at(runs, name)[0].folder
 
 
