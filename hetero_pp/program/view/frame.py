@@ -177,14 +177,13 @@ def _state_of(view: RunView, name: str) -> str:
 
 
 def _links(state: RunState, now: float) -> dict[str, Any]:
-    seconds = state.training_seconds(now)
     return {
         name: {
-            side: {
-                "rate": round(link.directions[way].recent_bytes_per_second(now)),
-                "busy": _rounded(link.directions[way].busy_share(seconds)),
-                "bytes": link.directions[way].wire_bytes,
-            }
+            side: _flow(
+                link.directions[way].recent_bytes_per_second(now),
+                state.spec.links[name].bottleneck(way),
+                link.directions[way].wire_bytes,
+            )
             for side, way in SIDES.items()
         }
         | {"late": None}
@@ -192,19 +191,18 @@ def _links(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)
+def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:
+    """Return what passes now. `rate` is in bytes per second, `limit` in bits per second."""
+    busy = None if limit is None else round(8 * rate / limit, 4)
+    return {"rate": round(rate), "busy": busy, "bytes": wire_bytes}
 
 
 def _lines(state: RunState, now: float) -> dict[str, Any]:
-    seconds = state.training_seconds(now)
     return {
         name: {
-            way: {
-                "rate": round(line.recent_bytes_per_second(way, now)),
-                "busy": _rounded(line.busy_share(way, seconds)),
-                "bytes": line.wire_bytes(way),
-            }
+            way: _flow(
+                line.recent_bytes_per_second(way, now), state.spec.lines[name].bandwidth(way), line.wire_bytes(way)
+            )
             for way in WAYS
         }
         for name, line in state.lines.items()

@@ -184,6 +184,7 @@ class Page {
     const form = lookUp(PHASES, frame?.phase ?? (history?.outcome === "over" ? "over" : "waiting"));
     const word = time === null ? form.word : `${form.word} (replay)`;
     if (byId("phase").textContent !== word) byId("phase").replaceChildren(icon(form), word);
+    say(byId("message"), frame?.phase === "joining" ? cut(frame.message, 200) : "");
     show(byId("phase"), this.shown.kind !== "prediction");
     show(byId("connection"), !isConnected);
     if (!isConnected && !byId("connection").childElementCount) byId("connection").replaceChildren(icon({ icon: "warn", tone: "bad" }), "no connection to the server; the page shows what it has and tries again");
