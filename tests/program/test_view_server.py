@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import http.client
+import itertools
 import json
 import re
 import socket
