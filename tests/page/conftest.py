@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Protocol
 
 import pytest
+from opened_page import OpenPage
 from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
 CHROMIUM = "/usr/bin/chromium"
 PATIENCE_MS = 60_000
 """For conditions on a busy machine; no test measures it."""
-
-
-class OpenPage(Protocol):
-    """Opens an address in a new tab."""
-
-    def __call__(self, address: str, width: int = 1280, dark: bool = False) -> Page:
-        """Return the page once the run is shown."""
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +45,3 @@ def opened(browser: Browser) -> Iterator[OpenPage]:
     for page in pages:
         page.close()
     assert errors == []
-
-
-def as_file(text: str, folder: Path, name: str = "page.html") -> str:
-    """Write a page and return its address."""
-    path = folder / name
-    path.write_text(text)
-    return path.as_uri()

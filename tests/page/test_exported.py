@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import OpenPage, as_file
 from fabricated import Fabricated, hundred_members, two_kinds
+from opened_page import OpenPage, as_file
 from playwright.sync_api import Page, expect
 
 from hetero_pp.program.view.self_contained import self_contained

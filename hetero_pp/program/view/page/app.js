@@ -74,7 +74,7 @@ class Page {
     this.stop = this.source.follow(id, {
       connected: (isConnected) => {
         this.change({ isConnected });
-        if (isConnected) this.reload(id); // events tell only what is new since then
+        if (isConnected) this.reload(id).catch(() => this.change({ isConnected: false })); // events tell only what is new since then
       },
       frame: (live) => this.change(this.shown.time === null ? { live, frame: live } : { live }),
       history: (changes) => {
@@ -82,7 +82,6 @@ class Page {
         this.change({ history: merged(this.shown.history, changes) });
       },
       restarted: () => this.openRun(id),
-      ended: () => this.reload(id),
     });
   }
 

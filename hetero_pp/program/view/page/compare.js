@@ -2,7 +2,7 @@
 
 import { behind, cut, el, show, table } from "./dom.js";
 import { LineChart, look } from "./chart.js";
-import { bytes, count, duration, loss, number } from "./format.js";
+import { bytes, count, duration, loss, percent } from "./format.js";
 import { AXES, along, ascending, picker } from "./rounds.js";
 
 const FIRST_SHOWN = 4;
@@ -52,17 +52,24 @@ export class CompareView {
   }
 }
 
+// What a run has used and reached: a key of its cost, the words for it, and how it is written.
+const COSTS = [
+  ["tokens", "Tokens", count],
+  ["training_seconds", "Time of training", duration],
+  ["tokens_per_second", "Tokens per second", count],
+  ["goodput", "Tokens per second that counted", count],
+  ["goodput_share", "Share of tokens that counted", percent],
+  ["contribution_bytes", "Bytes of contributions", bytes],
+  ["wire_bytes", "Bytes on all links", bytes],
+];
+
 function results(runs) {
-  const last = (run) => run.rounds.at(-1);
   const lines = [
     ["Outcome", (run) => (run.outcome === null ? "running" : run.outcome)],
-    ["Rounds", (run) => `${run.rounds.length} of ${run.rounds_planned}`],
-    ["Validation loss", (run) => loss(last(run)?.validation_loss)],
-    ["Tokens", (run) => count(last(run)?.tokens)],
-    ["Time", (run) => duration(run.span)],
-    ["Bytes of outer rounds", (run) => bytes(run.rounds.reduce((sum, round) => sum + (round.bytes ?? 0), 0))],
     ["Members", (run) => run.topology.members.length],
-    ...[...new Set(runs.flatMap((run) => Object.keys(run.cost ?? {})))].map((key) => [`Cost: ${key.replaceAll("_", " ")}`, (run) => (key.includes("bytes") ? bytes : number)(run.cost?.[key])]),
+    ["Rounds", (run) => `${run.rounds.at(-1)?.round ?? 0} of ${run.rounds_planned}`],
+    ["Validation loss", (run) => loss(run.rounds.findLast((round) => round.validation_loss !== null)?.validation_loss)],
+    ...COSTS.map(([key, name, write]) => [name, (run) => write(run.cost?.[key])]),
   ];
   return table("Results and cost", ["", ...runs.map((run) => run.name)], lines.map(([name, of]) => [name, ...runs.map(of)]));
 }

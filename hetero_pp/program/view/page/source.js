@@ -61,8 +61,8 @@ class ServerSource {
     return get(`api/runs/${encodeURIComponent(id)}/prediction`);
   }
 
-  // Calls `told.connected(bool)`, `told.frame`, `told.history`, `told.restarted`
-  // (it is another run now) and `told.ended` until the returned function is called.
+  // Calls `told.connected(bool)`, `told.frame`, `told.history` and
+  // `told.restarted` (it is another run now) until the returned function is called.
   follow(id, told) {
     let events = null;
     let timer = null;
@@ -72,10 +72,7 @@ class ServerSource {
       events.addEventListener("frame", (event) => told.frame(JSON.parse(event.data)));
       events.addEventListener("reset", () => told.restarted());
       events.addEventListener("history", (event) => told.history(JSON.parse(event.data)));
-      events.addEventListener("end", () => {
-        events.close();
-        told.ended();
-      });
+      events.addEventListener("end", () => events.close()); // the last changes were told before
       events.addEventListener("error", () => {
         told.connected(false);
         if (events.readyState === EventSource.CLOSED) timer = setTimeout(open, RETRY_MS); // the browser gave up, we do not

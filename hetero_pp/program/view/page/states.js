@@ -36,7 +36,7 @@ export const MEMBER_STATES = {
   outer: form("outer round", "swap", "outer"),
   evaluating: form("evaluating", "bars", "evaluating"),
   away: form("away", "cross", "bad"),
-  vacant: form("vacant", "ring", "quiet"),
+  vacant: form("vacant", "ring", "bad"),
   suspended: form("suspended", "pause", "bad"),
   finished: form("finished", "check", "good"),
   given_up: form("given up", "square", "bad"),

@@ -80,7 +80,7 @@ function replicasIn(history, frame) {
 
 function membersIn(history, frame) {
   return history.topology.members
-    .filter(({ id }) => ["away", "given_up"].includes(frame?.members[id]?.state))
+    .filter(({ id }) => ["away", "vacant", "given_up"].includes(frame?.members[id]?.state))
     .map(({ id }) => ({ item: `member:${id}`, text: `${cut(id, 60)} is ${lookUp(MEMBER_STATES, frame.members[id].state).word} for ${duration(Math.max(0, frame.time - (frame.members[id].since ?? frame.time)))}` }));
 }
 

@@ -66,6 +66,7 @@ export class TopologyView {
 
   draw() {
     for (const update of this.updates) update(this.frame, this.history);
+    if (this.frame) this.holder.dataset.time = this.frame.time; // the moment that is drawn
   }
 }
 
@@ -221,7 +222,8 @@ function lanesLayer({ picture, history, updates }) {
 function summed(flows, way) {
   const known = flows.map((flow) => flow[way]).filter((flow) => flow?.rate != null);
   if (!known.length) return null;
-  return { rate: known.reduce((sum, flow) => sum + flow.rate, 0), busy: Math.max(...known.map((flow) => flow.busy ?? 0)) };
+  const shares = known.map((flow) => flow.busy).filter((busy) => busy !== null && busy !== undefined);
+  return { rate: known.reduce((sum, flow) => sum + flow.rate, 0), busy: shares.length ? Math.max(...shares) : null };
 }
 
 function hubLayer({ picture, updates }) {

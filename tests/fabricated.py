@@ -33,8 +33,8 @@ class Fabricated:
 
     def replicas(self) -> dict[str, list[str]]:
         """Return the members of each replica."""
-        found = {f"dc{n}" if self.datacenters > 1 else "dc": [] for n in range(1, self.datacenters + 1)}
-        members = {name: [name] for name in found}
+        names = [f"dc{n}" for n in range(1, self.datacenters + 1)] if self.datacenters > 1 else ["dc"]
+        members = {name: [name] for name in names}
         for n in range(1, self.groups + 1):
             name = f"home{n}" if self.groups > 1 else "home"
             members[name] = [f"{name}.{stage}" for stage in range(self.stages)]
@@ -76,7 +76,7 @@ class Fabricated:
             "marks": self.marks(),
             "problems": [],
             "summary": {"final_validation_loss": round(_loss(self.rounds), 4)},
-            "cost": {"machine_hours": 0.14, "bytes": 81_000_000},
+            "cost": {"tokens": 163_840, "training_seconds": self.span, "wire_bytes": 81_000_000},
         }
 
     def topology(self) -> Json:

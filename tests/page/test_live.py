@@ -1,0 +1,149 @@
+"""The page of a run while it trains, with a kill: what it shows, and when, by the times of the run's own reports."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+from started import TIMEOUT, Started
+
+from hetero_pp.program.view.command import sources_of
+from hetero_pp.program.view.serving import Served
+
+pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+LAUNCH_WITH_FAULTS = Path(__file__).parents[2] / "benchmarks/launch_with_faults.py"
+MEMBERS = ("dc", "home.0", "home.1", "home.2")
+ROUNDS = 16
+SECONDS_TO_SHOW = 2.0
+
+DRAWN = """
+new MutationObserver(() => {
+  const states = {}
+  for (const node of document.querySelectorAll("[data-state]")) states[node.dataset.item] = node.dataset.state
+  const events = [...document.querySelectorAll("#topology .marks li")].map((line) => line.textContent)
+  const time = Number(document.querySelector(".picture").dataset.time)
+  window.drawn = [...(window.drawn ?? []), {time, states, events}]
+}).observe(document, {subtree: true, attributeFilter: ["data-time"]})
+"""
+"""Notes what is in the picture and in the list of events whenever another moment is drawn."""
+
+
+@dataclass
+class Watched:
+    """A run that ended while a page showed it."""
+
+    folder: Path
+    history: dict[str, Any]
+    drawn: list[dict[str, Any]]
+    tiles: str
+    table: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the run left."""
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+    def first(self, kind: str, member: str) -> dict[str, Any]:
+        """Return the first mark of this kind."""
+        return next(mark for mark in self.history["marks"] if mark["kind"] == kind and mark["member"] == member)
+
+    def in_time(self, mark: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield all that was drawn from a mark on, up to the moment at which it must be visible."""
+        late = [one for one in self.drawn if one["time"] >= mark["time"] + SECONDS_TO_SHOW]
+        yield from (one for one in self.drawn if mark["time"] <= one["time"] < mark["time"] + SECONDS_TO_SHOW)
+        yield from late[:1]  # on a busy machine nothing may be drawn in between
+
+
+@contextmanager
+def launched(corpus: Path, runs: Path) -> Iterator[Path]:
+    """Start a run in which a stage is killed, and return its folder."""
+    (runs / "faults.yaml").write_text(f"faults: [{{kill: home.1, at: {{round: {ROUNDS // 2}, phase: training}}}}]")
+    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+    command = [str(MIXED), "--runs", str(runs), "--faults", str(runs / "faults.yaml")]
+    run = Started(LAUNCH_WITH_FAULTS, [*command, *(part for one in sets for part in ("--set", one))])
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not (runs / "mixed" / "config.yaml").exists():
+            assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+            time.sleep(0.05)  # a condition of another process, not a delay
+        yield runs / "mixed"
+        assert run.wait(TIMEOUT) == 0, run.communicate()
+    finally:
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def watched(corpus: Path, tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Watched]:
+    """Return a run that a page followed from its start to its end, without an error."""
+    runs, errors = tmp_path_factory.mktemp("runs"), list[str]()
+    with launched(corpus, runs) as folder:
+        (source,) = sources_of(runs, ["mixed"]).values()
+        source.start()
+        served = Served({"mixed": source})
+        with served.in_background():
+            page = browser.new_page()
+            page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.add_init_script(DRAWN)
+            page.goto(served.url)
+            yield _at_its_end(page, folder, served.url)
+            page.close()
+        source.close()
+    assert errors == []
+
+
+def _at_its_end(page: Page, folder: Path, url: str) -> Watched:
+    expect(page.locator("#phase")).to_have_text("over", timeout=1000 * TIMEOUT)
+    expect(page.locator("#topology [data-state=finished]")).to_have_count(len(MEMBERS))
+    drawn, tiles = page.evaluate("window.drawn"), page.locator("#tiles").inner_text()
+    page.locator('[data-view="rounds"]').click()
+    page.locator("#rounds").get_by_text("Losses as a table").click()
+    table = page.get_by_role("region", name="Losses").inner_text()
+    return Watched(folder, page.request.get(f"{url}api/runs/mixed/history").json(), drawn, tiles, table)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_member_is_shown_within_two_seconds(watched: Watched, member: str) -> None:
+    shown = list(watched.in_time(watched.first("joined", member)))
+    assert any(one["states"].get(f"member:{member}", "absent") != "absent" for one in shown)
+
+
+@pytest.mark.parametrize("kind", ["injected", "killed"])
+def test_a_kill_is_shown_within_two_seconds(watched: Watched, kind: str) -> None:
+    mark = watched.first(kind, "home.1")
+    assert any(mark["text"] in event for one in watched.in_time(mark) for event in one["events"])
+
+
+def test_the_numbers_at_the_end_are_those_of_the_summary(watched: Watched) -> None:
+    summary = watched.summary
+    assert f"{ROUNDS} of {ROUNDS}" in watched.tiles
+    assert f"{summary['validation_loss'][-1]:.4f}" in watched.tiles
+    assert f"{sum(replica['tokens'] for replica in summary['replicas']):,} tokens" in watched.tiles
+    for number, loss in enumerate(summary["validation_loss"], 1):
+        shown = "–" if loss is None else f"{loss:.4f}"  # a round without the replica that was killed
+        assert any(line.startswith(f"{number}\t") and f"\t{shown}\t" in line for line in watched.table.splitlines())
+
+
+def test_a_page_keeps_what_it_has_when_its_server_is_gone(watched: Watched, browser: Browser) -> None:
+    (source,) = sources_of(watched.folder.parent, ["mixed"]).values()
+    source.start()
+    served = Served({"mixed": source})
+    page = browser.new_page()
+    with served.in_background():
+        page.goto(served.url)
+        expect(page.locator("#phase")).to_have_text("over")
+    source.close()
+    page.get_by_role("slider").fill("300")
+    expect(page.locator("#connection")).to_contain_text("no connection to the server")
+    expect(page.locator("#topology [data-state=finished]")).to_have_count(len(MEMBERS))
+    page.close()
