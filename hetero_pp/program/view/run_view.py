@@ -38,6 +38,8 @@ class RunView:
         self.curves: dict[str, Curve] = {}
         self.times = RoundTimes()
         self.contributed: dict[int, dict[str, int]] = {}
+        self.tokens: dict[int, int] = {}
+        """Tokens of all replicas up to the end of each round."""
         """Bytes of each included contribution, by round and replica."""
         self.barred: set[str] = set()
         self.has_told_the_end = False
@@ -119,6 +121,7 @@ class RunView:
     def _closed(self, report: Report) -> None:
         record = report.round_closed
         self.times.settle(record.round)
+        self.tokens[record.round] = sum(one.tokens_until(record.round) for one in self.state.replicas.values())
         self.contributed[record.round] = {
             one.replica: sum(blob.size for blob in one.blobs) for one in record.contributions
         }
