@@ -95,7 +95,8 @@ export class PredictionView {
     const height = rows.length * ROW + 30;
     const x = (time) => left + ((time - this.from) / (this.to - this.from)) * (width - left - 6);
     this.place = x;
-    const ticks = Array.from({ length: 6 }, (_, n) => this.from + ((this.to - this.from) * n) / 5);
+    const parts = width < 600 ? 2 : 5;
+    const ticks = Array.from({ length: parts + 1 }, (_, n) => this.from + ((this.to - this.from) * n) / parts);
     const scale = ticks.map((time, n) => svg("g", {}, svg("line", { x1: x(time), x2: x(time), y1: 22, y2: height, class: "tick" }), svg("text", { x: x(time), y: 14, class: "small muted", "text-anchor": n === ticks.length - 1 ? "end" : "middle" }, seconds(time))));
     const lines = rows.map((row, n) => {
       const y = 26 + n * ROW;
