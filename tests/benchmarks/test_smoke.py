@@ -65,6 +65,7 @@ PRINTED = {
         r"absurd_reports: .*'OK': [1-9]",
         r"fuzz: 594 messages.*to its end: True, same bits: True, escaped: \{\}, harm: \{\}\nno hole was found",
     ],
+    "view": [r"8 members, 2 viewers, \d+ reports/s", r"median \d+ ms", r"takes -?\d+\.\d % of a core", r"load: \d+ kB"],
     "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],
 }
 """Patterns in the output of each benchmark."""
@@ -82,6 +83,7 @@ LONG |= {
     "real_size",
     "simulator",
     "simulator_growth",
+    "view",
 }
 LONG |= {"simulator_growth", "strangers", "unequal_speeds"}
 """Benchmarks that take more than three seconds at their smallest size."""

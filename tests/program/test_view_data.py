@@ -66,6 +66,7 @@ def read(lines: Sequence[bytes]) -> tuple[list[Report], list[str]]:
 def run_folder(path: Path, lines: Sequence[bytes]) -> RunFolder:
     """Write the folder of a made-up run."""
     folder = RunFolder(path)
+    path.mkdir(exist_ok=True)
     save_config(made_up_spec(model={"vocabulary": 256}).config, folder.config)
     folder.metrics.write_bytes(b"".join(lines))
     return folder

@@ -155,12 +155,14 @@ def view(
         list[str],
         typer.Argument(metavar="RUN...", help="Names of runs in runs/, run folders, or HOST:PORT of an exchange."),
     ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Serve the page at this port of this machine; 0: any free port.")
+    ] = 0,
     listen: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Serve the page here (port 0: any free port), by default on loopback; elsewhere it is encrypted, and "
-            "only members of the run see it.",
+            help="Serve the page at this address instead; other machines need the certificate of a member of the run.",
         ),
     ] = None,
     export_path: Annotated[
@@ -172,7 +174,7 @@ def view(
     with readable_errors():
         from hetero_pp.program.view.command import view as show
 
-        show(runs, named, parsed_address("--listen", listen), export_path)
+        show(runs, named, parsed_address("--listen", listen) or f"127.0.0.1:{port}", export_path)
 
 
 def volume(

@@ -179,7 +179,10 @@ class Recorder:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Encode strict JSON, in which numbers that are not finite become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

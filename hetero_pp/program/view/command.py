@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.status import Known, known_run, run_folder, runs_at
@@ -23,24 +24,25 @@ _SECONDS_TO_READ = 600.0
 """Longest time for reading a record that is exported."""
 
 
-def view(runs: Path, named: Sequence[str], listen: str | None, export: Path | None) -> None:
+def view(runs: Path, named: Sequence[str], listen: str, export: Path | None) -> None:
     """Serve the page of these runs until an interrupt, or write it to a file.
 
     Raises ConfigError for a name that is no run, and for an address that cannot be opened.
     """
     folders = [_folder(runs.absolute(), name) for name in named]
-    identities = [] if listen is None else [one.identity for one in map(_known, folders) if one is not None]
+    known = [] if is_loopback(listen) else [_known(folder) for folder in folders]
+    identities = [one.identity for one in known if one is not None]
     show(sources_of(folders), listen, export, identities)
 
 
 def show(
     sources: Mapping[str, Source],
-    listen: str | None = None,
+    listen: str = LOOPBACK,
     export: Path | None = None,
     identities: Sequence[Identity] = (),
 ) -> None:
     """Serve the page of some sources until an interrupt, or write it to a file."""
-    served = None if export is not None else Served(sources, listen or LOOPBACK, identities)
+    served = None if export is not None else Served(sources, listen, identities)
     with ExitStack() as stack:
         for source in sources.values():
             source.start()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.config.lines import WAYS
+from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Doing
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
@@ -49,7 +50,7 @@ def frame_of(view: RunView, now: float) -> dict[str, Any]:
         "elapsed": round(state.elapsed(now), 3),
         "seconds_left": None if left is None else round(left, 1),
         "members": {name: members.one(name, details) for name, details in view.members.items()},
-        "replicas": {name: _replica(view, name, now) for name in _names(state)},
+        "replicas": _replicas(view, now),
         "links": _links(state, now),
         "lines": _lines(state, now),
         "exchange": {
@@ -79,10 +80,6 @@ def _trained(state: RunState) -> bool:
     """Return whether all inner steps of the open round are done, as far as the last report shows."""
     done, total = state.progress_of_open_round(state.latest or 0.0)
     return done >= total
-
-
-def _names(state: RunState) -> list[str]:
-    return [replica.name for replica in state.spec.replicas_ever]
 
 
 class _Members:
@@ -139,11 +136,13 @@ class _Members:
         return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
 
 
-def _replica(view: RunView, name: str, now: float) -> dict[str, Any]:
-    state = view.state
-    found = state.replicas.get(name)
-    numbers = dict.fromkeys(_NUMBERS) if found is None else _numbers(state, found, now)
-    return {"state": _state_of(view, name), **numbers}
+def _replicas(view: RunView, now: float) -> dict[str, Any]:
+    state, vacant, replicas = view.state, view.state.standings.vacant, {}
+    for replica in state.spec.replicas_ever:
+        found = state.replicas.get(replica.name)
+        numbers = dict.fromkeys(_NUMBERS) if found is None else _numbers(state, found, now)
+        replicas[replica.name] = {"state": _state_of(view, replica, vacant), **numbers}
+    return replicas
 
 
 _NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_done")
@@ -160,31 +159,28 @@ def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str,
     }
 
 
-def _state_of(view: RunView, name: str) -> str:
-    state = view.state
-    members = next(replica.members for replica in state.spec.replicas_ever if replica.name == name)
+def _state_of(view: RunView, replica: ReplicaSettings, vacant: Collection[str]) -> str:
+    members = replica.members
     details = [view.members[member] for member in members if member in view.members]
     if all(member.has_finished for member in details):
         return "finished"
-    if not state.joined.issuperset(members):
+    if not view.state.joined.issuperset(members):
         return "absent"
-    if name in view.barred:
+    if replica.name in view.barred:
         return "barred"
-    vacant = state.standings.vacant
     if any(member in vacant for member in members):
         return "left" if all(member in vacant for member in members) else "suspended"
     return "suspended" if any(member.is_suspended for member in details) else "training"
 
 
 def _links(state: RunState, now: float) -> dict[str, Any]:
-    seconds = state.training_seconds(now)
     return {
         name: {
-            side: {
-                "rate": round(link.directions[way].recent_bytes_per_second(now)),
-                "busy": _rounded(link.directions[way].busy_share(seconds)),
-                "bytes": link.directions[way].wire_bytes,
-            }
+            side: _flow(
+                link.directions[way].recent_bytes_per_second(now),
+                state.spec.links[name].bottleneck(way),
+                link.directions[way].wire_bytes,
+            )
             for side, way in SIDES.items()
         }
         | {"late": None}
@@ -192,19 +188,18 @@ def _links(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)
+def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:
+    """Return what passes now. `rate` is in bytes per second, `limit` in bits per second."""
+    busy = None if limit is None else round(8 * rate / limit, 4)
+    return {"rate": round(rate), "busy": busy, "bytes": wire_bytes}
 
 
 def _lines(state: RunState, now: float) -> dict[str, Any]:
-    seconds = state.training_seconds(now)
     return {
         name: {
-            way: {
-                "rate": round(line.recent_bytes_per_second(way, now)),
-                "busy": _rounded(line.busy_share(way, seconds)),
-                "bytes": line.wire_bytes(way),
-            }
+            way: _flow(
+                line.recent_bytes_per_second(way, now), state.spec.lines[name].bandwidth(way), line.wire_bytes(way)
+            )
             for way in WAYS
         }
         for name, line in state.lines.items()

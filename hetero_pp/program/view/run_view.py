@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from hetero_pp.messages.messages_pb2 import SUSPENDED, Report, Standing
+from hetero_pp.messages.messages_pb2 import EXCLUDED, SUSPENDED, Report, Standing
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.details import Curve, MemberDetails, RoundTimes
@@ -18,7 +18,7 @@ from hetero_pp.program.view.marks import Marks
 MOST_MARKS = 5000
 """Marks that are kept: the newest ones."""
 _MOST_PROBLEMS = 20
-_SECONDS_BETWEEN_KEY_FRAMES = 0.5
+_SECONDS_BETWEEN_KEY_FRAMES = 1.0
 _BUSY = ("inner_step", "evaluation", "member_round")
 """Events that show that a suspended member trains again."""
 
@@ -38,6 +38,8 @@ class RunView:
         self.curves: dict[str, Curve] = {}
         self.times = RoundTimes()
         self.contributed: dict[int, dict[str, int]] = {}
+        self.tokens: dict[int, int] = {}
+        """Tokens of all replicas up to the end of each round."""
         """Bytes of each included contribution, by round and replica."""
         self.barred: set[str] = set()
         self.has_told_the_end = False
@@ -119,6 +121,7 @@ class RunView:
     def _closed(self, report: Report) -> None:
         record = report.round_closed
         self.times.settle(record.round)
+        self.tokens[record.round] = sum(one.tokens_until(record.round) for one in self.state.replicas.values())
         self.contributed[record.round] = {
             one.replica: sum(blob.size for blob in one.blobs) for one in record.contributions
         }
@@ -126,6 +129,8 @@ class RunView:
         self._changed_rounds.add(record.round)
 
     def _happened(self, when: float, told: Standing) -> None:
+        if told.what == EXCLUDED:
+            self.barred.add(told.replica)
         if told.what == SUSPENDED and told.place in self.members:
             member = self.members[told.place]
             member.is_suspended, member.since = True, when

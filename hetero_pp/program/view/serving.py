@@ -93,6 +93,7 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
+        found.listen()  # a browser that comes before the server runs waits
     except OSError as error:
         why = "a port in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
         raise ConfigError((), f"{address}: found {why}, expected a free port of this machine (port 0: any)") from None

@@ -1,0 +1,409 @@
+"""The server of the page: what it serves, to whom, and that no viewer makes another one wait."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import http.client
+import itertools
+import json
+import re
+import socket
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run_state import START, inner_step, made_up_reports
+from test_standings import standing, there
+from test_view_data import recorded, run_folder, view_of
+from typer.testing import CliRunner
+
+from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.cli import app
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.view import broadcast, launched, watched
+from hetero_pp.program.view.broadcast import Broadcast, EventStream
+from hetero_pp.program.view.exported import bundle, data_of, page_of
+from hetero_pp.program.view.launched import on_a_page
+from hetero_pp.program.view.prediction import Predicted
+from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view.server import PAGE
+from hetero_pp.program.view.serving import Served
+from hetero_pp.program.view.watched import Watched
+from hetero_pp.rpc.certificates import Authority, Identity
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.yaml_file import ConfigFile
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
+
+
+class Known:
+    """A run whose reports are all known. Implements Source."""
+
+    prediction = None
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        self.view = view_of(reports)
+        self.view.end("over", False, summary_of(self.view.state))
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+
+@contextmanager
+def served(source: Any, **values: Any) -> Iterator[str]:
+    """Yield the address of a run named `a b`."""
+    page = Served({"a b": source}, **values)
+    with page.in_background():
+        yield page.url
+
+
+def get(url: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+    request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def events_of(url: str, names: list[str], data: list[Any]) -> None:
+    """Collect the live events of a run until they end."""
+    with urllib.request.urlopen(url, timeout=120) as stream:
+        for line in stream:
+            name, _, value = line.decode().strip().partition(": ")
+            if name == "event":
+                names.append(value)
+            if name == "data":
+                data.append(json.loads(value))
+            if names and names[-1] == "end" and name == "data":
+                return
+
+
+# ---- what is served ----
+
+
+@pytest.fixture(scope="module")
+def over() -> Iterator[str]:
+    with served(Known(made_up_reports())) as url:
+        yield url
+
+
+def test_runs_history_and_frames_are_json(over: str) -> None:
+    assert json.loads(get(over + "api/runs")[2])["runs"] == [
+        {"id": "a b", "name": "made-up", "kind": "run", "is_live": False}
+    ]
+    history = json.loads(get(over + "api/runs/a%20b/history")[2])
+    assert (history["id"], len(history["rounds"]), history["outcome"]) == ("a b", 2, "over")
+    assert json.loads(get(over + "api/runs/a%20b/frame?time=0")[2])["rounds_closed"] == 0
+    assert json.loads(get(over + "api/runs/a%20b/frame")[2])["rounds_closed"] == 2
+
+
+def test_live_events_of_a_run_that_is_over_end(over: str) -> None:
+    names, data = list[str](), list[Any]()
+    events_of(over + "api/runs/a%20b/live", names, data)
+    assert names == ["frame", "history", "frame", "end"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("api/runs/nothing/history", 404),
+        ("api/runs/a%20b/prediction", 404),
+        ("api/runs/a%20b/frame?time=soon", 400),
+        ("api/runs/a%20b/frame?time=nan", 400),
+        ("page/..%2fserver.py", 404),
+        ("page/%2e%2e/server.py", 404),
+    ],
+)
+def test_bad_requests_get_one_line(over: str, path: str, status: int) -> None:
+    found, headers, body = get(over + path)
+    assert found == status and len(body.splitlines()) == 1
+    assert "content-security-policy" in headers
+
+
+def test_answers_have_strict_headers_and_are_compressed(over: str) -> None:
+    _, headers, _ = get(over + "api/runs/a%20b/history", accept_encoding="gzip")
+    assert headers["content-encoding"] == "gzip"
+    for path in ("", "api/runs", "page/app.js"):
+        policy = get(over + path)[1]["content-security-policy"]
+        assert policy.startswith("default-src 'self';") and "unsafe" not in policy
+        assert get(over + path)[1]["x-content-type-options"] == "nosniff"
+
+
+def test_a_page_of_another_name_cannot_read_the_run(over: str) -> None:
+    """A foreign page may bind its own name to this machine's address."""
+    assert get(over + "api/runs", host="evil.example")[0] == 400
+    assert get(over + "api/runs", host=f"localhost:{over.split(':')[2].strip('/')}")[0] == 200
+
+
+def test_the_first_load_is_small() -> None:
+    import gzip
+
+    files = [path for path in PAGE.iterdir() if path.suffix in (".html", ".js", ".css", ".svg")]
+    assert sum(len(gzip.compress(path.read_bytes(), 6)) for path in files) < 150_000
+
+
+# ---- viewers ----
+
+
+def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "SECONDS_BETWEEN_FRAMES", 0.0)
+    monkeypatch.setattr(broadcast, "_SECONDS_BETWEEN_LOOKS", 0.001)
+
+    async def both() -> tuple[int, int]:
+        source = Known(made_up_reports())
+        channel = Broadcast("x", source)
+        silent, reading = channel.events(), channel.events()
+        await anext(silent)
+        heard = 0
+        while heard < 2 * broadcast._MOST_UNREAD:
+            source.view.version += 1
+            await anext(reading)
+            heard += 1
+        await reading.aclose()
+        return heard, len([one async for one in silent])
+
+    heard, unread = asyncio.run(both())
+    assert heard == 2 * broadcast._MOST_UNREAD and unread < broadcast._MOST_UNREAD
+
+
+def test_a_viewer_that_takes_no_bytes_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "_SECONDS_TO_SEND", 0.01)
+
+    async def nothing() -> Any:
+        yield b"event: frame\n\n"
+
+    async def never(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(EventStream(nothing()).stream_response(never))
+
+
+# ---- addresses ----
+
+
+def test_a_port_in_use_and_a_folder_that_is_no_run_are_one_line(tmp_path: Path) -> None:
+    run_folder(tmp_path / "x", recorded(made_up_reports()))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--port", str(port)])
+    assert found.exit_code == 2 and f"127.0.0.1:{port}" in found.output and "in use" in found.output
+    for name in ("nothing", "127.0.0.1:9"):
+        found = CliRunner().invoke(app, ["view", name, "--runs", str(tmp_path)])
+        assert found.exit_code == 2 and "found no run" in found.output, found.output
+    with pytest.raises(ConfigError, match=r"--listen 0.0.0.0:0: found an address that others reach"):
+        Served({"x": Known([])}, "0.0.0.0:0")
+
+
+def _client(identity: Identity | None, authority: Identity, folder: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=authority.authority)
+    context.check_hostname = False
+    if identity is not None:
+        (folder / "own.pem").write_text(f"{identity.key}\n{identity.certificate}")
+        context.load_cert_chain(folder / "own.pem")
+    return context
+
+
+def test_beyond_loopback_only_members_of_the_run_are_served(tmp_path: Path) -> None:
+    authority, stranger = Authority("secret"), Authority("another secret")
+    own = authority.identity("launcher")
+    with served(Known(made_up_reports()), address="0.0.0.0:0", identities=[own]) as url:
+        address = url.replace("0.0.0.0", "127.0.0.1") + "api/runs"
+        with urllib.request.urlopen(address, context=_client(authority.identity("home.1"), own, tmp_path)) as answer:
+            assert json.loads(answer.read())["runs"][0]["name"] == "made-up"
+        for other in (None, stranger.identity("home.1")):
+            with pytest.raises(OSError):
+                urllib.request.urlopen(address, context=_client(other, own, tmp_path), timeout=60)
+
+
+# ---- the exported file ----
+
+
+def test_hostile_texts_stay_data_in_the_exported_file() -> None:
+    told = standing(START + 1, pb.GIVEN_UP, place="home.1", cause=HOSTILE)
+    html = page_of(PAGE, data_of({HOSTILE: Known([*there(), told])}))
+    assert "alert(1)</script>" not in html
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*)</script>', html)[0])
+    assert data["histories"][HOSTILE]["marks"][-1]["text"] == HOSTILE
+    assert data["frames"][HOSTILE][-1]["members"]["home.1"]["detail"] == HOSTILE
+
+
+def test_the_exported_file_allows_its_own_scripts_and_styles_only() -> None:
+    html = page_of(PAGE, data_of({"x": Known(made_up_reports())}))
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[0]
+    found = re.findall(r"<(?:script|style)(?: type=\"module\")?>(.*?)</(?:script|style)>", html, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found]
+    assert len(hashes) >= 3 and all(f"'sha256-{one}'" in policy for one in hashes)
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert 'src="' not in html and 'href="page/' not in html
+
+
+def test_modules_are_bundled_after_those_that_they_import(tmp_path: Path) -> None:
+    (tmp_path / "a.js").write_text('import { b as c, d } from "./b.js";\nexport const a = c + d;\n')
+    (tmp_path / "b.js").write_text("export function d() {}\nexport const b = 1;\n")
+    assert bundle(tmp_path, "a.js").splitlines() == [
+        "const modules = {};",
+        'modules["b.js"] = (() => {',
+        "function d() {}",
+        "const b = 1;",
+        "",
+        "return { d, b };",
+        "})();",
+        'modules["a.js"] = (() => {',
+        'const { b: c, d } = modules["b.js"];',
+        "const a = c + d;",
+        "",
+        "return { a };",
+        "})();",
+    ]
+
+
+def test_a_run_is_exported_by_the_command(tmp_path: Path) -> None:
+    run_folder(tmp_path / "x", recorded(made_up_reports()))
+    found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--export", str(tmp_path / "x.html")])
+    assert found.exit_code == 0, found.output
+    assert '"rounds_closed": 2' in (tmp_path / "x.html").read_text()
+
+
+# ---- runs elsewhere, and predictions ----
+
+
+class _Exchange:
+    """The exchange of a run elsewhere, as one who watches sees it: it disconnects once."""
+
+    connections = 0
+
+    def __init__(self, address: str, credentials: object) -> None: ...
+
+    def watch(self) -> Iterator[Report]:
+        _Exchange.connections += 1
+        if _Exchange.connections == 1:
+            yield from made_up_reports()[:10]
+            raise LinkClosed("the exchange does not answer")
+        yield from made_up_reports()
+
+    def close(self) -> None: ...
+
+
+def test_a_run_elsewhere_is_followed_over_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "ExchangeClient", _Exchange)
+    monkeypatch.setattr(watched, "_SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr(_Exchange, "connections", 0)
+    membership: Any = type("M", (), {"address": "a:1", "credentials": None})
+    source = Watched(view_of([]).state.spec, membership)
+    source.start()
+    source._thread.join(60)
+    assert (source.view.outcome, source.view.is_live) == ("over", False)
+    assert summary_of(source.view.state) == summary_of(view_of(made_up_reports()).state)
+    source.close()
+
+
+def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(tmp_path: Path) -> None:
+    file = ConfigFile(MIXED)
+    source = Predicted(file, spec_of(file), None)
+    found = source.prediction
+    assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1", "home.2"]
+    for member in found["members"]:
+        bars = member["bars"]
+        assert bars[0]["start"] == 0 and all(a["end"] <= b["start"] + 1e-9 for a, b in itertools.pairwise(bars))
+    steps = [bar for bar in found["members"][1]["bars"] if bar["kind"] == "forward"]
+    assert [bar["micro_batch"] for bar in steps] == [0, 1, 2, 3]
+    assert {bar["kind"] for link in found["links"] for bar in link["bars"]} == {"there", "back"}
+    assert {one["measured"] for one in found["values"]} == {None}
+    record = Record(run_folder(tmp_path / "x", recorded(made_up_reports())))
+    beside = Predicted(file, spec_of(file), record)
+    beside.start()
+    assert beside.wait(60)
+    assert {one["name"]: one["measured"] for one in beside.prediction["values"]}["round"] == 9.0
+    beside.close()
+
+
+# ---- launch --view ----
+
+
+def test_a_launched_run_is_shown_until_its_end(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, data, viewers = list[str](), list[Any](), list[threading.Thread]()
+
+    class Watched(Served):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            live = f"{self.url}api/runs/mixed/live"
+            viewers.append(threading.Thread(target=events_of, args=(live, names, data)))
+
+        @contextmanager
+        def in_background(self) -> Iterator[None]:
+            with super().in_background():
+                viewers[0].start()
+                yield
+
+    monkeypatch.setattr(launched, "Served", Watched)
+    run_topology(MIXED, [f"data.corpus={corpus}", "outer.rounds=2"], tmp_path, in_process=True, page=True)
+    viewers[0].join(60)
+    assert "the run is shown at http://127.0.0.1:" in capsys.readouterr().out
+    folder = RunFolder(tmp_path / "mixed")
+    told = json.loads(folder.summary.read_text())
+    changes, frames = (
+        [one for name, one in zip(names, data, strict=True) if name == kind] for kind in ("history", "frame")
+    )
+    assert names[-1] == "end" and (frames[-1]["phase"], frames[-1]["rounds_closed"]) == ("over", 2)
+    assert {one["round"] for change in changes for one in change.get("rounds", [])} == {1, 2}
+    assert {one["kind"] for change in changes for one in change.get("marks", [])} >= {"joined"}
+    record = Record(folder)
+    record.start()
+    assert record.wait(60)
+    _require_equal(record.view, told)
+    assert json.loads(record.view.frame())["replicas"] == frames[-1]["replicas"]
+    record.close()
+
+
+def _require_equal(view: RunView, told: dict[str, Any]) -> None:
+    """Require that the history and the last frame of a finished run are its summary."""
+    history, last = view.history("mixed"), json.loads(view.frame())
+    assert (history["outcome"], history["is_live"], history["problems"]) == ("over", False, [])
+    assert history["summary"] == told == json.loads(json.dumps(summary_of(view.state)))
+    assert [one["validation_loss"] for one in history["rounds"]] == told["validation_loss"]
+    assert [one["bytes"] for one in history["rounds"]] == [one["bytes"] for one in told["contributions"]["per_round"]]
+    assert (last["phase"], last["rounds_closed"]) == ("over", told["rounds"])
+    assert [last["replicas"][one["name"]]["tokens"] for one in told["replicas"]] == [
+        one["tokens"] for one in told["replicas"]
+    ]
+    for link in told["links"]:
+        sides = (last["links"][link["name"]][side]["bytes"] for side in ("there", "back"))
+        assert tuple(sides) == (link["wire_bytes"]["forward"], link["wire_bytes"]["backward"])
+    assert history["cost"]["tokens_per_second"] == told["tokens_per_second"]
+    assert all(cell["compute_seconds"] > 0 for one in history["rounds"] for cell in one["cells"].values())
+
+
+def test_an_error_of_the_page_does_not_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: RunView, report: Report) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(RunView, "take", broken)
+    state, said = RunState(view_of([]).state.spec), list[str]()
+    with pytest.raises(RunFailed, match="a cause"), on_a_page(state, said.append) as show:
+        show(inner_step(START, "dc", "dc", 1, 0, loss=1.0))
+        history = json.loads(get(said[0].split()[-1] + "api/runs/made-up/history")[2])
+        assert "the page stopped following the run: ZeroDivisionError" in history["problems"][0]
+        raise RunFailed("a cause")
