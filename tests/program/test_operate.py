@@ -69,6 +69,7 @@ from hetero_pp.program.operate.health import SILENT_SECONDS, Condition, health_o
 from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.operate.operations import Operations, operated
+from hetero_pp.program.operate.traces import traced
 from hetero_pp.program.report.json_lines import printed_as_json
 from hetero_pp.program.report.round_lines import STALL_SECONDS
 from hetero_pp.program.report.standings import Outcome
@@ -162,7 +163,9 @@ def test_time_is_the_exchange_s_even_if_this_host_s_clock_is_wrong() -> None:
 
 
 def test_metrics_of_a_whole_run() -> None:
-    found = collected(state_of([begun(START - 3, 0), *made_up_reports(), member_round("home.1", 1)]))
+    times = member_round("home.1", 1)
+    times.member_round.blocked_seconds = 1.0
+    found = collected(state_of([begun(START - 3, 0), *made_up_reports(), times, times]))
     assert found["rounds_closed_total",] == found["rounds_planned",] == ROUNDS
     assert found["run_condition", "over"] == 1
     assert (found["run_info", "made-up"], found["members", "finished"], found["members", "missing"]) == (1, 3, 0)
@@ -355,6 +358,20 @@ def test_an_environment_that_drops_spans_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     done = CliRunner().invoke(app, ["launch", str(YAML), "--otlp", "http://127.0.0.1:1"])
     assert (done.exit_code, "OTEL_SDK_DISABLED=true" in done.output) == (2, True)
+
+
+def test_a_collector_that_is_away_is_one_line() -> None:
+    lines: list[str] = []
+    observed = Observed()
+    observed.follow(told())
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with traced(url, observed, lines.append) as on_report:
+        for report in (begun(START, 0), STEP, round_closed(START + 5, 1), member_round("dc", 1)):
+            on_report(report)
+    assert [line.partition(": Failed")[0] for line in lines] == [
+        f"{url}: some traces were not sent, but the run continues"
+    ]
 
 
 # ---- a launched run ----
