@@ -24,10 +24,10 @@ launcher=$!
 trap 'stopped=yes; kill -USR1 "$launcher"' USR1
 wait "$launcher"
 code=$?
-while kill -0 "$launcher" 2>/dev/null; do # the signal ended the first wait
+if [ "$stopped" = yes ]; then # the signal ended the first wait
     wait "$launcher"
     code=$?
-done
+fi
 if [ "$stopped" = yes ] && [ "$code" -eq 130 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

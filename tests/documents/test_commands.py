@@ -45,6 +45,7 @@ PATCHED = "tests/documents/test_python.py::test_the_blocks_of_a_page_run_once_it
 BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_tokenizer_make_a_table"
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
+OPERATED = "tests/program/test_operate.py::test_serve_and_join_take_the_options_of_an_operator"
 FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
@@ -80,6 +81,7 @@ RUN_BY = {
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
     "hetero-pp serve hosts.yaml": JOINED,
+    "hetero-pp serve hosts.yaml --metrics 9464 --log-format json": OPERATED,
     "hetero-pp invite hosts --address HOST:47600": JOINED,
     "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,

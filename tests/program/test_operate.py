@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -68,7 +68,8 @@ from hetero_pp.program.operate.collector import RunCollector
 from hetero_pp.program.operate.health import SILENT_SECONDS, Condition, health_of
 from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import Observed
-from hetero_pp.program.operate.operations import operated
+from hetero_pp.program.operate.operations import Operations, operated
+from hetero_pp.program.operate.traces import traced
 from hetero_pp.program.report.json_lines import printed_as_json
 from hetero_pp.program.report.round_lines import STALL_SECONDS
 from hetero_pp.program.report.standings import Outcome
@@ -89,7 +90,7 @@ def collected(state: RunState, *members: str, now: float = START + 30) -> Found:
     return samples(RunCollector(observed, METRICS, build_info()).collect())
 
 
-def samples(families: Iterator[Metric]) -> Found:
+def samples(families: Iterable[Metric]) -> Found:
     found: Found = {}
     for family in families:
         for one in family.samples:
@@ -162,7 +163,9 @@ def test_time_is_the_exchange_s_even_if_this_host_s_clock_is_wrong() -> None:
 
 
 def test_metrics_of_a_whole_run() -> None:
-    found = collected(state_of([begun(START - 3, 0), *made_up_reports(), member_round("home.1", 1)]))
+    times = member_round("home.1", 1)
+    times.member_round.blocked_seconds = 1.0
+    found = collected(state_of([begun(START - 3, 0), *made_up_reports(), times, times]))
     assert found["rounds_closed_total",] == found["rounds_planned",] == ROUNDS
     assert found["run_condition", "over"] == 1
     assert (found["run_info", "made-up"], found["members", "finished"], found["members", "missing"]) == (1, 3, 0)
@@ -185,7 +188,8 @@ def test_metrics_of_a_whole_run() -> None:
 
 def test_every_outcome_of_a_contribution_is_counted_once() -> None:
     """Rounds that are long over are counted as often as recent ones."""
-    reports, expected = [joined(START, "dc"), joined(START, "home.0"), joined(START, "home.1"), begun(START, 0)], {}
+    expected: dict[Outcome, int] = {}
+    reports = [joined(START, "dc"), joined(START, "home.0"), joined(START, "home.1"), begun(START, 0)]
     for round_ in range(1, 31):
         record = round_closed(START + 10 * round_, round_)
         outcome = [Outcome.INCLUDED, Outcome.LATE, Outcome.REJECTED, Outcome.LOST, Outcome.ABSENT][round_ % 5]
@@ -313,6 +317,26 @@ def test_a_port_in_use_is_one_line_before_anything_starts(command: str, tmp_path
     assert done.output.startswith(f"hetero-pp: --metrics {port}: cannot listen (Address already in use)")
 
 
+@pytest.mark.parametrize("arguments", [("serve", str(YAML)), ("join", "hpp1.ticket")])
+def test_serve_and_join_take_the_options_of_an_operator(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is common with `launch`, which further tests run."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    answers: list[tuple[int, str]] = []
+
+    def take_part(*given: Any, operations: Operations | None = None, **_: Any) -> None:
+        (operations or given[-1]).follow(told(STEP, PAUSE))
+        answers.append(get(f"http://127.0.0.1:{port}/healthz"))
+
+    monkeypatch.setattr("hetero_pp.program.launch.command.run_on_this_host", take_part)
+    monkeypatch.setattr("hetero_pp.program.join.command.join", take_part)
+    done = CliRunner().invoke(app, [*arguments, "--metrics", str(port), "--log-format", "json"])
+    assert [status for status, _ in answers] == [503]
+    assert json.loads(done.output)["text"].startswith(f"metrics: http://127.0.0.1:{port}/metrics")
+
+
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
@@ -336,12 +360,26 @@ def test_an_environment_that_drops_spans_is_refused(monkeypatch: pytest.MonkeyPa
     assert (done.exit_code, "OTEL_SDK_DISABLED=true" in done.output) == (2, True)
 
 
+def test_a_collector_that_is_away_is_one_line() -> None:
+    lines: list[str] = []
+    observed = Observed()
+    observed.follow(told())
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with traced(url, observed, lines.append) as on_report:
+        for report in (begun(START, 0), STEP, round_closed(START + 5, 1), member_round("dc", 1)):
+            on_report(report)
+    assert [line.partition(": Failed")[0] for line in lines] == [
+        f"{url}: some traces were not sent, but the run continues"
+    ]
+
+
 # ---- a launched run ----
 
 
 @dataclass
 class Launched:
-    """What a run left, and what was seen of it."""
+    """The folder of a run, and everything that its operator saw."""
 
     folder: Path
     scraped: list[Found] = field(default_factory=list)

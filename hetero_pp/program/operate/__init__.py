@@ -1,1 +1,1 @@
-"""What an operator asks for beside a run: metrics, health and traces, all derived from the run's reports."""
+"""Metrics, health and traces of a run for its operator, all derived from the run's reports."""

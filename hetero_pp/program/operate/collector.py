@@ -36,7 +36,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class View:
-    """What a scrape reads. The collector holds the state's lock meanwhile."""
+    """The data that a scrape reads. The collector holds the state's lock meanwhile."""
 
     observed: Observed
     state: RunState

@@ -1,4 +1,4 @@
-"""What an operator asked for beside a run: metrics, traces and further boards."""
+"""Opens and closes the tools that an operator asked for: metrics, traces and further boards."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from hetero_pp.program.operate.observed import Observed
 
 ROUNDS_OPEN = 8
 """Rounds for which a member may still report its times."""
-MOST_QUEUED, MOST_AT_ONCE, SECONDS_BETWEEN, SECONDS_TO_SEND = 4096, 512, 5.0, 10.0
+MOST_QUEUED, MOST_AT_ONCE, SECONDS_BETWEEN, SECONDS_TO_SEND = 4096, 512, 5.0, 5.0
 """Spans that wait for the collector, and that one message carries; seconds between messages, and to send one."""
 _DISABLED = "OTEL_SDK_DISABLED"
 
@@ -36,7 +36,8 @@ _DISABLED = "OTEL_SDK_DISABLED"
 def traced(url: str, observed: Observed, say: Callable[[str], None]) -> Iterator[Callable[[Report], None]]:
     """Yield a function that takes each report and sends spans to an OTLP collector. `say` is told once of a failure.
 
-    Raises ConfigError if the URL cannot be used. A collector that does not answer costs the run nothing.
+    OTEL_EXPORTER_OTLP_HEADERS may hold a key for the collector. A collector that does not answer costs the run nothing.
+    Raises ConfigError if the URL cannot be used.
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError((), f"--otlp: found `{url}`, expected a URL such as `http://localhost:4317`")
@@ -60,7 +61,7 @@ def traced(url: str, observed: Observed, say: Callable[[str], None]) -> Iterator
 
 @contextmanager
 def _one_line(complaint: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say one line about the first complaint of OpenTelemetry in the block, instead of all of them."""
+    """Say one line about the first error of OpenTelemetry in the block, instead of all of them."""
     logger = logging.getLogger("opentelemetry")
     handler, propagates = _First(complaint, say), logger.propagate
     logger.addHandler(handler)
@@ -74,7 +75,7 @@ def _one_line(complaint: str, say: Callable[[str], None]) -> Iterator[None]:
 
 class _First(logging.Handler):
     def __init__(self, complaint: str, say: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.ERROR)  # it also warns each time that it retries
         self._complaint, self._say, self._has_said = complaint, say, False
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -32,7 +32,7 @@ from hetero_pp.run.spec import RunSpec
 
 
 class Outcome(StrEnum):
-    """What became of a replica's contribution to a closed round."""
+    """Outcome of a replica's contribution to a closed round."""
 
     INCLUDED = "included"
     LATE = "late"
