@@ -1,4 +1,4 @@
-"""What `doctor` checks: this machine, and a YAML, a ticket, or a run of this host."""
+"""The subject of `doctor`: this machine, and a YAML, a ticket, or a run of this host."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the exchange told this host."""
+    """Answer of the exchange to this host."""
 
     reply: PreviewReply
     ahead: float
@@ -76,7 +76,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is checked. Everything is None or empty if only the machine is."""
+    """Subject of the checks. Everything is None or empty if only the machine is checked."""
 
     runs: Path
     name: str = ""
@@ -84,12 +84,12 @@ class Subject:
     kind: str = "machine"
     """`machine`, `yaml`, `ticket`, or `run`."""
     told: str = ""
-    """What the argument names, in words."""
+    """The subject in words."""
     peer: Peer | None = None
     part_: Future[Part] | None = None
     answer_: Future[Answer | None] | None = None
     until: tuple[str, float] | None = None
-    """What admits this host, in words, and when it expires, in seconds since 1970."""
+    """Name of the ticket or certificate that admits this host, and its expiry in seconds since 1970."""
     data: str | None = None
     """Path of the run's text on this host."""
     problem: str = ""
@@ -112,7 +112,7 @@ class Subject:
 
     @property
     def answer(self) -> Answer:
-        """What the exchange told this host. Raises NotChecked if it told nothing."""
+        """The answer of the exchange. Raises NotChecked without one."""
         if self.answer_ is None:
             raise NotChecked(self._lacks("a ticket, or a run whose exchange answers"))
         try:

@@ -48,7 +48,7 @@ class Draft:
     """Sections of the YAML."""
     parameters: int
     boundary: str
-    """Who chose the boundary, in words; empty without one."""
+    """Origin of the boundary in words; empty without a boundary."""
     machine: str
     """Hardware that the prediction assumes, in words."""
     prediction: Prediction
