@@ -85,6 +85,7 @@ RUN_BY = {
     "hetero-pp invite hosts --address HOST:47600": JOINED,
     "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
+    "hetero-pp doctor hpp1.CMfx43ja...": "tests/program/test_doctor.py::test_a_ticket_passes_and_stays_usable",
     "git apply docs/patches/root.patch": PATCHED,
     "git apply docs/patches/float8.patch": PATCHED,
     "git apply docs/patches/even.patch": PATCHED,
@@ -116,7 +117,7 @@ NOT_RUN = {
 }
 """Reason why no test runs a command as it is shown."""
 
-QUICK = {"check", "simulate", "plan", "schema"}
+QUICK = {"init", "doctor", "check", "simulate", "plan", "schema"}
 WRITES = {"--write", "--json", "--chart", "--timeline"}
 SHORT = (
     *("outer.rounds=1", "inner.steps=1", "data.sequence_length=16", "data.validation_sequences=2"),

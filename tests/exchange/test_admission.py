@@ -614,7 +614,8 @@ def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
 
 def test_a_measurement_has_few_bytes_and_no_other_beside_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
-        call = channel.stream_stream(call_path(ADMISSION_SERVICE, "Measure"))
+        path = call_path(ADMISSION_SERVICE, "Measure")
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
         with pytest.raises(grpc.RpcError) as error:
             list(call(iter([bytes(1 << 20)] * 5), wait_for_ready=True, timeout=TIMEOUT))
         assert "in a measurement" in str(error.value)

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from hetero_pp.model.transformer import ModelSettings, Transformer
 from hetero_pp.program.cli import app
 from hetero_pp.program.init import command, questions
 from hetero_pp.program.init.draft import stages_of
@@ -16,7 +18,6 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.disk import disk_bytes
-from hetero_pp.simulator.memory import parameters_of_model
 from hetero_pp.simulator.prediction import predict
 
 
@@ -109,13 +110,10 @@ def test_hardware_is_what_predictions_assume() -> None:
 
 @pytest.mark.parametrize("size", [3e5, 5e6, 1.78e8, 7e9])
 def test_models_of_a_number_of_parameters(size: float) -> None:
-    model = model_of(size, 256, layers=3)
-    assert parameters_of(model, 256) == pytest.approx(size, rel=0.25)
-    if size < 1e8:
-        config = RunConfig.model_validate(
-            {"name": "a", "model": model, "outer": {"rounds": 1}, "replicas": [{"name": "b", "kind": "datacenter"}]}
-        )
-        assert parameters_of_model(RunSpec(config, 256)) == parameters_of(model, 256)
+    shape = ModelSettings.model_validate(model_of(size, 256, layers=3)).resolve(256)
+    assert parameters_of(shape) == pytest.approx(size, rel=0.25)
+    with torch.device("meta"):
+        assert sum(one.numel() for one in Transformer(shape).parameters()) == parameters_of(shape)
 
 
 def test_groups_of_homes() -> None:

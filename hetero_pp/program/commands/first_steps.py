@@ -30,7 +30,7 @@ def init(
     time: Annotated[
         str | None, typer.Option(help="Train for this time or number of tokens: `10 min`, `50M tokens`.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name the run; its folder in runs/ has this name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Choose the name of the run, and of its folder in runs/.")] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +55,7 @@ def doctor(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="For a ticket: compare the text at this path with the run's.")
+        str | None, typer.Option(metavar="PATH", help="Compare the text at this path with the run's, for a ticket.")
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file; `-` prints them instead.")

@@ -72,7 +72,7 @@ def check_neighbours(subject: Subject) -> Finding:
 
 def _without_listeners(part: Part) -> str:
     if all(part.spec.members[name].stage is None for name in part.names if name in part.spec.members):
-        return "a whole replica has no neighbouring stages"
+        return "no stage starts here, so there are no neighbours"
     return "no neighbouring stage listens now; stages send to each other through the exchange"
 
 

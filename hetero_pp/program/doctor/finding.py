@@ -22,7 +22,7 @@ class Finding:
 
     state: State
     line: str
-    """What was found; unless the state is OK, also what to do."""
+    """Result in words, and unless the state is OK the remedy."""
 
 
 class NotChecked(Exception):

@@ -1,4 +1,4 @@
-"""What `doctor` checks: this machine, and a YAML, a ticket, or a run of this host."""
+"""The subject of `doctor`: this machine, and a YAML, a ticket, or a run of this host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, Refused
 from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.doctor.finding import NotChecked
 from hetero_pp.program.doctor.side_by_side import in_background
-from hetero_pp.program.join.membership import memberships_in
+from hetero_pp.program.join.membership import Membership, has_joined, memberships_in, read_membership
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.join.status import known_run, run_folder
 from hetero_pp.program.launch.inputs import settled
@@ -66,7 +66,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the exchange told this host."""
+    """Answer of the exchange to this host."""
 
     reply: PreviewReply
     ahead: float
@@ -76,7 +76,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is checked. Everything is None or empty if only the machine is."""
+    """Subject of the checks. Everything is None or empty if only the machine is checked."""
 
     runs: Path
     name: str = ""
@@ -84,12 +84,12 @@ class Subject:
     kind: str = "machine"
     """`machine`, `yaml`, `ticket`, or `run`."""
     told: str = ""
-    """What the argument names, in words."""
+    """The subject in words."""
     peer: Peer | None = None
     part_: Future[Part] | None = None
     answer_: Future[Answer | None] | None = None
     until: tuple[str, float] | None = None
-    """What admits this host, in words, and when it expires, in seconds since 1970."""
+    """Name of the ticket or certificate that admits this host, and its expiry in seconds since 1970."""
     data: str | None = None
     """Path of the run's text on this host."""
     problem: str = ""
@@ -112,7 +112,7 @@ class Subject:
 
     @property
     def answer(self) -> Answer:
-        """What the exchange told this host. Raises NotChecked if it told nothing."""
+        """The answer of the exchange. Raises NotChecked without one."""
         if self.answer_ is None:
             raise NotChecked(self._lacks("a ticket, or a run whose exchange answers"))
         try:
@@ -136,7 +136,7 @@ def subject_of(named: str | None, runs: Path, data: str | None) -> Subject:
             return _of_ticket(Ticket.from_text(named), runs, data)
         if Path(named).suffix in _YAML or Path(named).is_file():
             return _of_yaml(Path(named), runs)
-        return _of_run(run_folder(runs.absolute(), named), runs, data)
+        return _of_run(run_folder(runs.absolute(), named))
     except (ConfigError, Refused) as error:
         return Subject(runs=runs, problem=str(error))
 
@@ -161,10 +161,14 @@ def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
 
 
 def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
+    name = ticket.run if Path(ticket.run).name == ticket.run else ""  # no ticket decides which folder is read
+    earlier = RunFolder(runs.absolute() / name).identity(ticket.id)
+    if name and has_joined(earlier):
+        return _of_membership(read_membership(earlier), runs.absolute())
     asked = in_background(lambda: _asked(ticket.address, ticket.identity))
     return Subject(
         runs=runs,
-        name=ticket.run if Path(ticket.run).name == ticket.run else "",  # no ticket decides which folder is read
+        name=name,
         kind="ticket",
         told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for or 'a slot'}",
         peer=Peer(ticket.address, ticket.identity),
@@ -175,7 +179,7 @@ def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
     )
 
 
-def _of_run(folder: RunFolder, runs: Path, data: str | None) -> Subject:
+def _of_run(folder: RunFolder) -> Subject:
     """Return the subject of a run that this host launched, serves or joined. Raises ConfigError for any other."""
     name, found = folder.path.name, memberships_in(folder)
     if folder.config.is_file():
@@ -189,22 +193,24 @@ def _of_run(folder: RunFolder, runs: Path, data: str | None) -> Subject:
             peer=None if known is None else Peer(known.address, known.identity, is_here=True),
             part_=in_background(lambda: _part(file, EXCHANGE if serves else None, resume=True)),
             answer_=None if known is None else in_background(lambda: _asked(known.address, known.identity)),
-            data=data,
         )
     if not found:
         raise ConfigError((), f"{folder.path}: found a part of a run that another host records; give its YAML")
-    own, identity = found[0], found[0].identity.latest
-    file = ConfigFile(folder.path / f"config-{own.place}.yaml")
+    return _of_membership(found[0], folder.path.parent)
+
+
+def _of_membership(own: Membership, runs: Path) -> Subject:
+    """Return the subject of a run that this host joined. Raises ConfigError if its settings were not kept."""
+    identity, file = own.identity.latest, ConfigFile(runs / own.run / f"config-{own.place}.yaml")
     return Subject(
-        runs=folder.path.parent,
-        name=name,
+        runs=runs,
+        name=own.run,
         kind="run",
-        told=f"the run {name}, which this host joined as {own.place}",
+        told=f"the run {own.run}, which this host joined as {own.place}",
         peer=Peer(own.address, identity),
         part_=in_background(lambda: _part(file, own.place, resume=True)),
         answer_=in_background(lambda: _asked(own.address, identity)),
         until=(f"the certificate of {own.place}", identity.shown.until),
-        data=data,
     )
 
 

@@ -112,7 +112,7 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the user wants."""
+    """The answers to all questions."""
 
     machines: Machines
     line: Line

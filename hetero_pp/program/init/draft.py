@@ -17,6 +17,7 @@ from hetero_pp.core.units import format_percent
 from hetero_pp.data.corpora import corpus_bytes
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.planner.search import search
 from hetero_pp.program.init.answers import Answers, Machines
 from hetero_pp.program.init.sizes import model_of, parameters_of
@@ -48,7 +49,7 @@ class Draft:
     """Sections of the YAML."""
     parameters: int
     boundary: str
-    """Who chose the boundary, in words; empty without one."""
+    """Origin of the boundary in words; empty without a boundary."""
     machine: str
     """Hardware that the prediction assumes, in words."""
     prediction: Prediction
@@ -64,9 +65,8 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
     vocabulary = load_tokenizer(DataSettings.model_validate(data)).vocabulary
     machines, line = answers.machines, answers.line
     model = model_of(answers.model, vocabulary, _stages_wanted(machines))
-    layers = RunSpec(_config({"name": "x", "model": model, "outer": {"rounds": 1}, "replicas": [_DC]}), vocabulary)
-    parameters = parameters_of(model, vocabulary)
-    is_small = parameters < _SMALL_MODEL
+    shape = ModelSettings.model_validate(model).resolve(vocabulary)
+    is_small = (parameters := parameters_of(shape)) < _SMALL_MODEL
     sections: dict[str, Any] = {
         "name": answers.name,
         "threads": 1 if machines.homes else usable_cores(),
@@ -75,7 +75,7 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
         "inner": {"steps": MOST_STEPS, "learning_rate": 6e-3 if is_small else 1e-3, "warmup_steps": 10},
         "outer": {"rounds": 1},
         "lines": {},
-        "replicas": list(_replicas(machines, layers.shape.layers)),
+        "replicas": _replicas(machines, shape.layers),
         "simulate": _simulated(machines, hardware),
     }
     if machines.homes:
@@ -85,16 +85,19 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
     return Draft(sections, parameters, boundary, _in_words(sections["simulate"]), prediction)
 
 
-_DC = {"name": "dc", "kind": "datacenter", "batch_size": BATCH_SIZE}
-
-
 def _replicas(machines: Machines, layers: int) -> list[dict[str, Any]]:
     """Return the replicas: the whole model in a datacenter or here, and groups of homes."""
-    found: list[dict[str, Any]] = [dict(_DC)] if machines.has_datacenter else []
+    whole = {"name": "dc", "kind": "datacenter", "batch_size": BATCH_SIZE}
+    found: list[dict[str, Any]] = [whole] if machines.has_datacenter else []
     if machines.homes:
         stages = stages_of(machines.homes, layers)
-        group = {"name": "home", "kind": "participants", "stages": {"count": stages, "line": "home"}}
-        group |= {"batch_size": BATCH_SIZE, "micro_batches": 4 if stages > 1 else 1}
+        group: dict[str, Any] = {
+            "name": "home",
+            "kind": "participants",
+            "stages": {"count": stages, "line": "home"},
+            "batch_size": BATCH_SIZE,
+            "micro_batches": 4 if stages > 1 else 1,
+        }
         if stages > 1:
             group["boundary"] = {"rank": 0.5, "bits": 4}
         found.append(group | ({"count": machines.homes // stages} if stages < machines.homes else {}))

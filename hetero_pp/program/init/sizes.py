@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hetero_pp.model.transformer import ModelSettings
+from hetero_pp.model.transformer import ModelSettings, ModelShape
 
 _HEAD_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 64, 64, 16384
 _LAYER_WIDTH = 128
@@ -21,18 +21,21 @@ def model_of(size: str | float, vocabulary: int, layers: int) -> dict[str, str |
     if isinstance(size, str):
         return {"preset": size}
     widths = range(_LEAST_WIDTH, _MOST_WIDTH + 1, _HEAD_WIDTH)
-    shapes = (_shape(width, layers) for width in widths)
-    return min(shapes, key=lambda shape: abs(math.log(parameters_of(shape, vocabulary) / size)))
+    return min((_model(width, layers) for width in widths), key=lambda one: _distance(one, size, vocabulary))
 
 
-def parameters_of(model: dict[str, str | int], vocabulary: int) -> int:
-    """Return the number of parameters of a `model` section."""
-    shape = ModelSettings.model_validate(model).resolve(vocabulary)
+def parameters_of(shape: ModelShape) -> int:
+    """Return the number of parameters of a model."""
     layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward + 2 * shape.width
     return shape.layers * layer + shape.width + 2 * shape.vocabulary * shape.width
 
 
-def _shape(width: int, layers: int) -> dict[str, str | int]:
+def _distance(model: dict[str, str | int], size: float, vocabulary: int) -> float:
+    shape = ModelSettings.model_validate(model).resolve(vocabulary)
+    return abs(math.log(parameters_of(shape) / size))
+
+
+def _model(width: int, layers: int) -> dict[str, str | int]:
     return {
         "width": width,
         "layers": max(_FEWEST_LAYERS, layers, round(width / _LAYER_WIDTH)),
