@@ -28,7 +28,7 @@ _STRING = re.compile(rf'(import_module\(")({_NAMES})(?=\.)')
 _BARE = re.compile(rf"^\s*import ({_NAMES})\b", re.MULTILINE)
 
 
-class Layout(BuildHookInterface):  # type: ignore[type-arg]
+class Layout(BuildHookInterface):
     """Hook that hatchling calls before and after it builds a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ html_js_files = [("results.js", {"defer": "defer"})]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
-html_theme_options = {"footer_icons": []}
+html_theme_options: dict[str, list[str]] = {"footer_icons": []}
 
 PAGES = "docs/results"
 """Folder of the pages of results, which are written before each build."""

@@ -46,12 +46,16 @@ BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_token
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
 OPERATED = "tests/program/test_operate.py::test_serve_and_join_take_the_options_of_an_operator"
+INSTALLED = "tests/package/test_wheel.py::test_a_shipped_run_trains_over_the_network"
 FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
     "make lint": ".ci/run",
     "make types": ".ci/run",
+    "make docs": ".ci/run",
+    "pip wheel --no-deps --wheel-dir dist .": INSTALLED,
+    "hetero-pp launch quickstart": INSTALLED,
     "hetero-pp launch configs/mixed_engines.yaml": "tests/engines/test_mixed.py::test_engines_and_stages_are_one_run",
     "hetero-pp launch configs/quickstart.yaml --resume": (
         "tests/faults/test_resume.py::test_a_killed_run_goes_on_to_the_same_bits"
@@ -107,6 +111,9 @@ NOT_RUN = {
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
     "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper "
     "--corpus hf:mlfoundations/dclm-baseline-1.0 --tokenizer /data/llama-2": HOURS,
+    "pip install dist/hetero_pp-0.1.0-py3-none-any.whl": DOWNLOADS,
+    "hetero-pp --install-completion": "changes files of the shell: tests/program/test_completion.py",
+    "podman build -t hetero-pp --build-arg TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu .": DOWNLOADS,
     "pip install lm-eval[hf]": ELSEWHERE,
     "lm_eval run --model hf --model_args pretrained=quickstart-hf,dtype=float32 --tasks arc_easy,hellaswag,piqa "
     "--device cuda:0 --batch_size 16 --output_path results": ELSEWHERE,
@@ -287,10 +294,10 @@ def test_targets_of_make_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_options_of_the_program_are_known(page: Path) -> None:
     """This covers fenced commands and the text."""
-    subcommands: dict[str, Any] = getattr(get_command(app), "commands")  # noqa: B009 (the type has none)
+    program: Any = get_command(app)
     for command in [*_commands(page), *_codes(page)]:
         if found := re.match(r"(?:hetero-pp|.* -m hetero_pp)(?: (\w+))?(?= |$)(.*)", command):
-            parameters = subcommands[found[1]].params if found[1] else []
+            parameters = (program.commands[found[1]] if found[1] else program).params
             known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
             assert set(re.findall(r"(?<!\S)--[\w-]+", found[2])) <= {"--help", *known}, command
 
@@ -376,9 +383,8 @@ def test_names_of_the_code_are_there() -> None:
     """Names in backticks are those of a class, a constant or a private function."""
     sources = [path for folder in FOLDERS for kind in ("py", "proto") for path in (ROOT / folder).rglob(f"*.{kind}")]
     known = {word for path in sources if path.parent != Path(__file__).parent for word in _words(path)}
-    known |= {word for page in PAGES for block in _blocks(page) for word in re.findall(r"\w+", block.text)} | {
-        "Makefile"
-    }
+    known |= {word for page in PAGES for block in _blocks(page) for word in re.findall(r"\w+", block.text)}
+    known |= {"Makefile", "Containerfile"}
     shown = {code for page in PAGES for code in _codes(page) if re.fullmatch(r"_?[A-Z]\w*(\.\w+)?|_[a-z]\w*", code)}
     assert "OuterSettings.method" in shown
     assert not {name for name in shown if not {*name.split(".")} <= known}

@@ -108,7 +108,7 @@ def test_one_name_is_added_to_site_packages(wheel: Path) -> None:
 
 
 def test_commands_work_in_another_folder(environment: Path, home: Path) -> None:
-    command = [environment / "bin" / "python", "-c", RUN_ALL, json.dumps(TRIED)]
+    command = [str(environment / "bin" / "python"), "-c", RUN_ALL, json.dumps(TRIED)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert str(ROOT) not in found["path"]
     assert Path(found["file"]).is_relative_to(environment)
@@ -123,7 +123,7 @@ def test_commands_work_in_another_folder(environment: Path, home: Path) -> None:
 
 
 def test_a_shipped_run_trains_over_the_network(environment: Path, home: Path) -> None:
-    command = [environment / "bin" / "hetero-pp", "launch", "quickstart", *SETS]
+    command = [str(environment / "bin" / "hetero-pp"), "launch", "quickstart", *SETS]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All replicas hold the same weights" in done.stdout
