@@ -18,6 +18,7 @@ at the paper's 110 Mbit/s up and 500 Mbit/s down, by division; add it for links 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import sys
@@ -50,6 +51,7 @@ from hetero_pp.store.opening import open_store
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.server import serve_exchange
+from replica_groups.protocol.rules import Rules, Window
 
 RUN = "round"
 RUN_SECRET = Secret("of this benchmark")
@@ -105,12 +107,15 @@ def contributions(setup: Setup) -> dict[str, list[tuple[str, tuple[int, ...], Se
 
 
 def serve(setup: Setup, told: Connection) -> None:
-    """Serve the exchange of the measurement in this process until told to stop."""
+    """Serve an exchange that waits for all, in this process, until told to stop."""
     torch.set_num_threads(1)
     snapshot = initial_snapshot(MODELS[setup.model], None, 1)
     blocks = shapes_by_block({name: tuple(one.shape) for name, one in snapshot.parameters.items()})
     roster = Roster({name: name for name in setup.names}, dict.fromkeys(setup.names, frozenset(blocks)))
-    exchange = Exchange(RUN, roster, snapshot, setup.settings, ContributionLog(open_store(setup.store)))
+    waits = Window(1.0, math.inf, math.inf)
+    rules = Rules(roster.members, roster.blocks, grace=waits, limit=math.inf, lease=waits, hang=waits)
+    log = ContributionLog(open_store(setup.store))
+    exchange = Exchange(RUN, roster, snapshot, setup.settings, log, rules=rules)
     server, port = serve_exchange(exchange, RUN_SECRET, "127.0.0.1:0")
     told.send(port)
     told.recv()

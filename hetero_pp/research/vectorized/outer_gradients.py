@@ -4,9 +4,9 @@
     uncorrelated = sqrt(sum_r w_r^2 |Delta_r|^2) / sum_r w_r         |Delta| for orthogonal Delta_r; |Delta_r| / sqrt(k)
 
 Sources: DiLoCo (Douillard et al. 2023), section 6.2, says that |Delta| falls as 1 / sqrt(k). SparseLoCo (Sarfi et al.
-2025), A.1, keeps such a reference m beside the momentum or error feedback a_r of each replica, which do not see it, and
-reports the cosine of a_r and m. It does not say whether a_r is taken before or after its largest values are removed
-(LOM-Sub-k) or sent (error feedback), so both are measured. beta is that of a_r.
+2025), A.1, reports the cosine of such a reference m and the momentum a_r of each replica. Here a_r is also the error
+feedback, and beta is that of a_r. The paper does not say whether a_r is taken before or after its largest values are
+removed, by LOM-Sub-k or because they are sent. Both are measured.
 """
 
 from __future__ import annotations

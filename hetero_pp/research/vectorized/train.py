@@ -104,7 +104,16 @@ def train_fast(
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
     group = AllReplicas(
-        spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every, outer_every
+        spec,
+        source,
+        compiles,
+        bias_every,
+        device,
+        ranks,
+        stacks,
+        similarity_every=similarity_every,
+        volume_every=volume_every,
+        outer_every=outer_every,
     )
     losses: list[float] = []
     if saved is not None:
