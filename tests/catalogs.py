@@ -1,4 +1,4 @@
-"""Shipped tables and scales, read once for all tests, because reading them takes as long as importing PyTorch."""
+"""Shipped tables and scales, and what `reproduce` computes of them, once for all tests of a process."""
 
 from __future__ import annotations
 
@@ -7,35 +7,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ruamel.yaml.comments import CommentedMap
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.research.experiments import catalog, listing, supply
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_lines import YamlLines
 
-_parsed: dict[bytes, CommentedMap] = {}
-
-
-class ReadOnce(YamlLines):
-    """Parses each content once, for readers that do not change it."""
-
-    def _parse(self) -> CommentedMap:
-        content = self.path.read_bytes()
-        if content not in _parsed:
-            _parsed[content] = super()._parse()
-        return _parsed[content]
+_estimates: dict[str, Any] = {}
 
 
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let catalogs of this test parse no content that this process has parsed before."""
-    monkeypatch.setattr(catalog, "YamlLines", ReadOnce)
-
-
-def compute_once(monkeypatch: pytest.MonkeyPatch, *functions: tuple[ModuleType, str]) -> None:
-    """Call these functions of a configuration or of data once for equal arguments in this test."""
-    known: dict[str, Any] = {}
+def compute_once(
+    monkeypatch: pytest.MonkeyPatch, *functions: tuple[ModuleType, str], known: dict[str, Any] | None = None
+) -> None:
+    """Call these functions of a configuration or of data once for equal arguments: in this test, or for a `known`."""
+    known = {} if known is None else known
 
     def remember(module: ModuleType, name: str) -> None:
         compute = getattr(module, name)
@@ -54,11 +39,8 @@ def compute_once(monkeypatch: pytest.MonkeyPatch, *functions: tuple[ModuleType, 
 
 
 def estimate_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `reproduce` parse shipped tables once, and estimate each corpus and each contribution once in this test."""
-    read_once(monkeypatch)
-    compute_once(monkeypatch, (listing, "contribution_bytes"), (supply, "estimate_tokens"))
+    """Let `reproduce` estimate each corpus and each contribution once in all tests of this process."""
+    compute_once(monkeypatch, (listing, "contribution_bytes"), (supply, "estimate_tokens"), known=_estimates)
 
 
-with pytest.MonkeyPatch.context() as patch:
-    read_once(patch)
-    SHIPPED = catalog.Catalog(Path(__file__).parents[1] / "configs" / "experiments")
+SHIPPED = catalog.Catalog(Path(__file__).parents[1] / "configs" / "experiments")

@@ -130,7 +130,7 @@ def _no_rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `reproduce` parse shipped tables once, and estimate each corpus and each contribution once in this test."""
+    """Let `reproduce` estimate each corpus and each contribution once in all tests of this process."""
     from catalogs import estimate_once  # takes a second
 
     estimate_once(monkeypatch)

@@ -126,7 +126,7 @@ class LyingRun:
         self._stack.enter_context(
             mock.patch.object(ExchangeClient, "deposit_blob", self._noting(ExchangeClient.deposit_blob))
         )
-        self._stack.enter_context(mock.patch.object(pulse, "SECONDS_BETWEEN_BEATS", 0.05))
+        self._stack.enter_context(mock.patch.object(pulse, "SECONDS_BETWEEN_BEATS", 0.2))
         self._stack.enter_context(mock.patch.object(served_exchange, "LONGEST_WAIT", 1.0))
         return self
 

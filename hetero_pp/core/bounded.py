@@ -19,6 +19,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, ScalarEvent
 
 from hetero_pp.core.control_characters import is_control
+from hetero_pp.core.plain_yaml import NotOrdinary, read_ordinary
 
 DEPTH_MAX = 64
 """Levels of nested lists and mappings. No file of a run has more than 12."""
@@ -138,6 +139,14 @@ def parse_yaml(data: str | bytes, with_lines: bool = False) -> Any:
 def read_yaml(path: Path, with_lines: bool = False) -> Any:
     """Return the content of a YAML file. Raises OSError, or the errors of `parse_yaml`."""
     return parse_yaml(read_bounded(path, YAML_BYTES_MAX), with_lines)
+
+
+def parse_ordinary_yaml(data: bytes) -> Any:
+    """Return the content of a YAML, or None if only `parse_yaml` can read it or say what is wrong with it."""
+    try:
+        return read_ordinary(data.decode("utf-8-sig"), DEPTH_MAX, YAML_VALUES_MAX)
+    except (NotOrdinary, ValueError):
+        return None
 
 
 def before_gap(rounds: Iterable[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
-from hetero_pp.core.bounded import read_yaml, yaml_complaint
+from hetero_pp.core.bounded import YAML_BYTES_MAX, parse_ordinary_yaml, parse_yaml, read_bounded, yaml_complaint
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key, keys_beside
@@ -26,7 +27,12 @@ class YamlLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.root = self._parse()
+        try:
+            self._data = read_bounded(path, YAML_BYTES_MAX)  # once, because it may be a stream
+        except (OSError, ValueError) as error:
+            raise ConfigError((), yaml_complaint(path, error)) from None
+        ordinary = parse_ordinary_yaml(self._data)
+        self._ordinary = ordinary if isinstance(ordinary, dict) else _plain(self.root)
 
     def located(self, error: ConfigError, model: type[BaseModel] = RunConfig) -> ConfigError:
         """Return the error with file and line in front; `model` describes the file."""
@@ -48,12 +54,14 @@ class YamlLines:
 
     def plain(self) -> Any:
         """Return the content of the root as dicts and lists."""
-        return _plain(self.root)
+        return _plain(self.root) if "root" in vars(self) else self._ordinary
 
-    def _parse(self) -> CommentedMap:
+    @cached_property
+    def root(self) -> CommentedMap:
+        """Content with lines. It is read when it is needed: for errors and changes, because that takes longer."""
         try:
-            root = read_yaml(self.path, with_lines=True)
-        except (OSError, YAMLError, ValueError) as error:
+            root = parse_yaml(self._data, with_lines=True)
+        except (YAMLError, ValueError) as error:
             raise ConfigError((), yaml_complaint(self.path, error)) from None
         if not isinstance(root, CommentedMap):
             raise ConfigError((), f"{self.path}:1: found no keys and values at the top, expected at least `name: NAME`")

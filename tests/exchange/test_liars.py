@@ -23,7 +23,7 @@ from replica_groups.exchange.open_log import open_log
 from replica_groups.outer.outer_round import OuterRound
 
 LIAR = "liar"
-ROUNDS, STEPS = 12, 4
+ROUNDS, STEPS = 8, 4
 
 Lie = Callable[[int, Tensor], Tensor]
 """A function of the round and the honest change of a parameter. It returns what the liar contributes instead."""
@@ -128,8 +128,8 @@ LIES: dict[str, tuple[Lie, float]] = {
     "a million times as large": (lambda _, change: 1e6 * change, 0.4),
     "ten times as large": (lambda _, change: 10 * change, 0.2),
     "2.5 times as large every other round": (lambda round_, change: 2.5 ** (round_ // 2) * change, 0.2),
-    "next to nothing, then a million": (lambda round_, change: (1e-6 if round_ < 6 else 1e6) * change, 0.4),
-    "next to nothing": (lambda _, change: 1e-6 * change, 0.6),
+    "next to nothing, then a million": (lambda round_, change: (1e-6 if round_ < 4 else 1e6) * change, 0.4),
+    "next to nothing": (lambda _, change: 1e-6 * change, 0.9),
 }
 """Lies by name, each with the largest increase of the final loss that it may cause."""
 

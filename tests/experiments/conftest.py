@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalogs import read_once
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
@@ -59,9 +58,8 @@ def toys(tmp_path: Path, corpus: Path) -> Path:
 
 
 @pytest.fixture
-def reproduce(tmp_path: Path, toys: Path, monkeypatch: pytest.MonkeyPatch) -> Reproduce:
+def reproduce(tmp_path: Path, toys: Path) -> Reproduce:
     """Return a function that runs `reproduce` at the toy's scale, with results and runs beside the experiments."""
-    read_once(monkeypatch)
     options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
 
     def invoke(*arguments: str) -> tuple[int, str, str]:

@@ -481,7 +481,8 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     assert code == 2
     assert "tokens to validate on in" in errors
     scale.write_text(scale.read_text().replace("validation_sequences: 4000", "validation_sequences: 4"))
-    scale.write_text(scale.read_text().replace("rounds: 2000", "rounds: 100"))
+    longer = scale.read_text().replace("sequence_length: 16", "sequence_length: 128")
+    scale.write_text(longer.replace("rounds: 2000", "rounds: 13"))
     code, _, errors = reproduce("toy/one", "--seeds", "1", "--repeat")
     assert code == 0, errors
     table = tmp_path / "results" / "tiny" / "toy" / "one.md"

@@ -16,25 +16,28 @@ import psutil
 import pytest
 from ended import still_running
 from listening import listening
+from started import start_program
 
 pytestmark = pytest.mark.starts_processes
 
 YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 MEMBERS = {"exchange", "dc", "home.0", "home.1", "home.2"}
 SECONDS_TO_END = 90
+BY_A_USER, FORKED = "as by a user", "forked"
 
 
 class Launched:
-    """A run started as by a user, long enough never to end by itself. The death of any process ends it."""
+    """A run long enough never to end by itself. The death of any process ends it.
 
-    def __init__(self, corpus: Path, runs: Path) -> None:
-        command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]
+    It is started as by a user, or forked from the tests' fork server, which then forks the members, too.
+    """
+
+    def __init__(self, corpus: Path, runs: Path, forked: bool) -> None:
         settings = [f"data.corpus={corpus}", "outer.rounds=100000", "restarts.count=0", "exchange.quorum=1"]
-        command += [part for setting in settings for part in ("--set", setting)]
-        self.command = command
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hears_interrupts
-        )
+        sets = [part for setting in settings for part in ("--set", setting)]
+        self.command = ["launch", str(YAML), "--runs", str(runs), *sets]
+        self.process = start_program(*self.command) if forked else _start(self.command)
+        self._is_forked = forked
         self.metrics = runs / "mixed" / "metrics.jsonl"
         self.seen: list[psutil.Process] = []
 
@@ -46,7 +49,13 @@ class Launched:
                 pytest.fail(str(self.process.communicate()))
             if self.metrics.exists() and '"round_closed"' in self.metrics.read_text():
                 break
-        self.seen = psutil.Process(self.process.pid).children(recursive=True)
+        if self._is_forked:
+            logs = [self._log(member) for member in MEMBERS]
+            self.seen = [
+                one for one in psutil.Process().children(recursive=True) if any(_writes(one, log) for log in logs)
+            ]
+        else:
+            self.seen = psutil.Process(self.process.pid).children(recursive=True)
         assert len(self.seen) >= len(MEMBERS)
 
     def wait_for_another_round(self) -> None:
@@ -59,8 +68,10 @@ class Launched:
 
     def member(self, name: str) -> int:
         """Return the process that writes logs/<name>.log."""
-        log = self.metrics.parent / "logs" / f"{name}.log"
-        return next(p.pid for p in self.seen if _writes(p, log))
+        return next(one.pid for one in self.seen if _writes(one, self._log(name)))
+
+    def _log(self, member: str) -> Path:
+        return self.metrics.parent / "logs" / f"{member}.log"
 
     def assert_all_end(self) -> None:
         """Require that every process ends. On a busy machine, drawing the run's pictures takes several seconds."""
@@ -79,23 +90,33 @@ def _writes(process: psutil.Process, log: Path) -> bool:
     return (Path("/proc") / str(process.pid) / "fd" / "2").resolve() == log.resolve()
 
 
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    program, pipe = [sys.executable, "-m", "hetero_pp", *command], subprocess.PIPE
+    return subprocess.Popen(program, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_interrupts)
+
+
 def _hears_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, and their children, ignore it
 
 
 @pytest.fixture
-def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
-    run = Launched(corpus, tmp_path)
+def launched(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> Iterator[Launched]:
+    run = Launched(corpus, tmp_path, forked=request.param == FORKED)
     try:
         run.wait_for_training()
         yield run
     finally:
-        for process in [*run.seen, psutil.Process(run.process.pid)] if run.process.poll() is None else run.seen:
+        for process in run.seen:
             if process.is_running():
                 process.kill()
+        run.process.kill()
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGUSR1]])
+@pytest.mark.parametrize(
+    ("launched", "numbers"),
+    [(BY_A_USER, [signal.SIGINT, signal.SIGINT]), (FORKED, [signal.SIGTERM]), (FORKED, [signal.SIGUSR1])],
+    indirect=["launched"],
+)
 def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.Signals]) -> None:
     if signal.SIGUSR1 in numbers:  # Slurm may send it to every process of a step
         for process in launched.seen:
@@ -107,10 +128,11 @@ def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.
     launched.assert_all_end()
     said, errors = launched.process.communicate()
     assert launched.process.returncode == 130
-    assert shlex.join(launched.command[3:]) in said.splitlines()[-1]
+    assert shlex.join(launched.command) in said.splitlines()[-1]
     assert errors.strip().splitlines() == ["hetero-pp: interrupted; all processes of the run have ended"]
 
 
+@pytest.mark.parametrize("launched", [FORKED], indirect=True)
 def test_a_killed_stage_is_named(launched: Launched) -> None:
     psutil.Process(launched.member("home.1")).kill()
     launched.assert_all_end()
@@ -122,6 +144,7 @@ def test_a_killed_stage_is_named(launched: Launched) -> None:
     assert summary["rounds"] >= 1
 
 
+@pytest.mark.parametrize("launched", [BY_A_USER], indirect=True)
 def test_a_killed_launcher_leaves_no_orphan(launched: Launched) -> None:
     """Before that, no process listens beyond this machine."""
     found = listening([psutil.Process(launched.process.pid), *launched.seen])

@@ -230,7 +230,7 @@ class _OnASmallDisk:
 
 def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: Path) -> None:
     """The disk is named, and no member is blamed. The run continues by itself, with the bits of an undisturbed one."""
-    settings = [f"data.corpus={corpus}", "outer.rounds=8", "snapshots.every=1", "exchange.quorum=1"]
+    settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1", "exchange.quorum=1"]
     arguments = ["launch", str(MIXED), *(part for one in settings for part in ("--set", one))]
     run = _OnASmallDisk(tmp_path / "small", *arguments)
     try:
@@ -252,7 +252,7 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: P
     assert "mixed: resuming after " in run.said
     assert not [line for line in run.said.splitlines() if line.startswith(("waiting for", "hetero-pp:"))]
     assert not [one for one in events if one.get("what") == "restarted"]
-    assert sorted(one["round"] for one in events if one["event"] == "round_closed") == list(range(1, 9))
+    assert sorted(one["round"] for one in events if one["event"] == "round_closed") == list(range(1, ROUNDS + 1))
     assert not left
     assert run_program(*arguments, "--in-process", "--runs", str(tmp_path)).returncode == 0
     expected = json.loads((tmp_path / "mixed" / "summary.json").read_text())["parameters_sha256"]

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from hetero_pp.core.bounded import DEPTH_MAX, parse_json, parse_yaml, read_bounded, read_bounded_json, yaml_complaint
+from hetero_pp.core.bounded import (
+    DEPTH_MAX,
+    parse_json,
+    parse_ordinary_yaml,
+    parse_yaml,
+    read_bounded,
+    read_bounded_json,
+    yaml_complaint,
+)
 from hetero_pp.core.control_characters import without_controls
 
 
@@ -62,6 +74,69 @@ def test_honest_yaml_keeps_its_meaning() -> None:
     text = "a: &a {rank: 1/8}\nb: {<<: *a, bits: 4}\nc: [*a, *a]\nd: 0.1000000000000000055511151231257827\nname: Größe"
     assert parse_yaml(text)["b"] == {"rank": "1/8", "bits": 4}
     assert parse_yaml(text, with_lines=True)["c"][1] == {"rank": "1/8"}
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
+
+
+def _plain(node: Any) -> Any:
+    """Return ruamel.yaml's mappings and lists as plain ones."""
+    if isinstance(node, dict):
+        return {key: _plain(value) for key, value in node.items()}
+    return [_plain(value) for value in node] if isinstance(node, list) else node
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_libyaml_reads_what_ruamel_yaml_reads(path: Path) -> None:
+    """Entries are in the same order, because rows and cells are."""
+    found = parse_ordinary_yaml(path.read_bytes())
+    assert found is not None
+    assert json.dumps(found) == json.dumps(_plain(parse_yaml(path.read_bytes(), with_lines=True)))
+
+
+PIECES = ["a", "b: ", ": ", "\n", "- ", "\n  ", "\n- ", "{", "}", "[", "]", ", ", "1", "0x1", "1_0", "'", '"', "#"]
+PIECES += [" #", "&a ", "*a ", "<<: ", "!t ", "|", "|\n  x\n", "> \n", "?", "~", "null", "yes", "true", "1e3", "1."]
+PIECES += [
+    "-",
+    "\t",
+    "--- ",
+    "...",
+    "%",
+    "@",
+    "\\n",
+    "é",
+    "key: v\n",
+    "  y: [1, 2]\n",
+    "\r\n",
+    ".5",
+    "=",
+    "012",
+    "1:30",
+]
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=10).map("".join))
+def test_libyaml_reads_no_text_otherwise(text: str) -> None:
+    found = parse_ordinary_yaml(text.encode())
+    with suppress(YAMLError, ValueError, TypeError):  # libyaml takes some texts that ruamel.yaml refuses
+        assert found is None or found == _plain(parse_yaml(text, with_lines=True))
+
+
+OTHERS = [
+    "a: !!str 1",
+    "{a: 1, a: 2}",
+    "{<<: a}",
+    "%YAML 1.1\n---\na: yes",
+    "a: 1\n---\nb: 1",
+    "{? [1] : 2}",
+    "a: 0o17",
+]
+
+
+@pytest.mark.parametrize("text", [*(text for text, _ in HOSTILE_YAML.values()), *OTHERS], ids=lambda text: text[:20])
+def test_libyaml_leaves_what_is_not_ordinary(text: str) -> None:
+    assert parse_ordinary_yaml(text.encode()) is None
 
 
 @pytest.mark.parametrize(
