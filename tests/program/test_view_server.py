@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import http.client
 import itertools
 import json
 import re
@@ -16,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.operate.operations import operated
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import broadcast, launched, watched
@@ -76,7 +77,7 @@ def served(source: Any, **values: Any) -> Iterator[str]:
         yield page.url
 
 
-def get(url: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+def get(url: str, **headers: str) -> tuple[int, Message, bytes]:
     request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -359,7 +360,9 @@ def test_a_launched_run_is_shown_until_its_end(
                 yield
 
     monkeypatch.setattr(launched, "Served", Watched)
-    run_topology(MIXED, [f"data.corpus={corpus}", "outer.rounds=2"], tmp_path, in_process=True, page=True)
+    with operated(page=launched.on_a_page) as operations:
+        settings = [f"data.corpus={corpus}", "outer.rounds=2"]
+        run_topology(MIXED, settings, tmp_path, in_process=True, operations=operations)
     viewers[0].join(60)
     assert "the run is shown at http://127.0.0.1:" in capsys.readouterr().out
     folder = RunFolder(tmp_path / "mixed")

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from hetero_pp.program.commands.options import (
     parsed,
     parsed_address,
 )
+
+if TYPE_CHECKING:
+    from hetero_pp.program.operate.operations import Page
 
 
 def launch(
@@ -78,7 +81,7 @@ def launch(
         if commands:
             print_commands(config, settings)
             return
-        with operated(metrics, otlp, boards, page) as operations:
+        with operated(metrics, otlp, boards, _page(page)) as operations:
             since = _started()
             if only is None:
                 run_topology(
@@ -249,6 +252,17 @@ def _started() -> float:
     import psutil
 
     return psutil.Process().create_time()
+
+
+def _page(is_wanted: bool) -> Page:
+    """Return the page of a run, imported only if it is wanted."""
+    if is_wanted:
+        from hetero_pp.program.view.launched import on_a_page
+
+        return on_a_page
+    from hetero_pp.program.operate.operations import without_page
+
+    return without_page
 
 
 def typed() -> list[str]:

@@ -53,13 +53,13 @@ class Operations:
 
 @contextmanager
 def operated(
-    metrics: str | None = None, otlp: str | None = None, boards: Sequence[str] = (), is_viewed: bool = False
+    metrics: str | None = None, otlp: str | None = None, boards: Sequence[str] = (), page: Page = without_page
 ) -> Iterator[Operations]:
     """Open what the operator asked for while the block runs.
 
     `metrics`: [ADDRESS:]PORT to serve; `otlp`: URL of a collector of traces; `boards`: names of further sinks;
-    `is_viewed`: whether to show the run on a page of this machine. Raises ConfigError before anything starts if the
-    port is in use, or if an extra is not installed.
+    `page`: shows the run on a page. Raises ConfigError before anything starts if the port is in use, or if an extra is
+    not installed.
     """
     observed, say, makers = Observed(), partial(tell, standard_output()), makers_of(boards)
     with ExitStack() as stack:
@@ -76,13 +76,4 @@ def operated(
                 needed = "install it with: pip install 'hetero-pp[otel]'"
                 raise ConfigError((), f"--otlp: {error.name} is not installed; {needed}") from None
             followers.append(stack.enter_context(traced(otlp, observed, say)))
-        yield Operations(makers, observed, followers, _page(is_viewed))
-
-
-def _page(is_viewed: bool) -> Page:
-    """Return the page of a run, imported only if it is wanted."""
-    if not is_viewed:
-        return without_page
-    from hetero_pp.program.view.launched import on_a_page
-
-    return on_a_page
+        yield Operations(makers, observed, followers, page)

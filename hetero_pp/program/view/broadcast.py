@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
@@ -33,7 +32,7 @@ class Broadcast:
     def has_viewers(self) -> bool:
         return bool(self._viewers)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events until the viewer is gone, or is dropped because it reads too slowly."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)
         view = self._source.view
