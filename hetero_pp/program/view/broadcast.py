@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
