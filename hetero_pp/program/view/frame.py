@@ -174,23 +174,18 @@ def _state_of(view: RunView, replica: ReplicaSettings, vacant: Collection[str]) 
 
 
 def _links(state: RunState, now: float) -> dict[str, Any]:
-    seconds = state.training_seconds(now)
-    return {
-        name: {
-            side: {
-                "rate": round(link.directions[way].recent_bytes_per_second(now)),
-                "busy": _rounded(link.directions[way].busy_share(seconds)),
-                "bytes": link.directions[way].wire_bytes,
+    seconds, links = state.training_seconds(now), {}
+    for name, link in state.links.items():
+        links[name] = found = dict[str, Any](late=None)
+        for side, way in SIDES.items():
+            direction = link.directions[way]
+            busy = direction.busy_share(seconds)
+            found[side] = {
+                "rate": round(direction.recent_bytes_per_second(now)),
+                "busy": None if busy is None else round(busy, 4),
+                "bytes": direction.wire_bytes,
             }
-            for side, way in SIDES.items()
-        }
-        | {"late": None}
-        for name, link in state.links.items()
-    }
-
-
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)
+    return links
 
 
 def _lines(state: RunState, now: float) -> dict[str, Any]:
@@ -199,7 +194,7 @@ def _lines(state: RunState, now: float) -> dict[str, Any]:
         name: {
             way: {
                 "rate": round(line.recent_bytes_per_second(way, now)),
-                "busy": _rounded(line.busy_share(way, seconds)),
+                "busy": None if (busy := line.busy_share(way, seconds)) is None else round(busy, 4),
                 "bytes": line.wire_bytes(way),
             }
             for way in WAYS
