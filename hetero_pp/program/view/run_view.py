@@ -13,12 +13,13 @@ from hetero_pp.program.view.details import Curve, MemberDetails, RoundTimes
 from hetero_pp.program.view.frame import frame_of
 from hetero_pp.program.view.history import history_of, round_of
 from hetero_pp.program.view.key_frames import KeyFrames
-from hetero_pp.program.view.marks import Marks
+from hetero_pp.program.view.marks import MARKED, Marks
 
 MOST_MARKS = 5000
 """Marks that are kept: the newest ones."""
 _MOST_PROBLEMS = 20
-_SECONDS_BETWEEN_KEY_FRAMES = 1.0
+_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
+"""Interval of key frames at first: at least the one, and more for large runs, whose frames cost more."""
 _BUSY = ("inner_step", "evaluation", "member_round")
 """Events that show that a suspended member trains again."""
 
@@ -47,7 +48,7 @@ class RunView:
         self._marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
         self._marked = self._marks_told = 0
         self.problems: list[str] = []
-        self.key_frames = KeyFrames(_SECONDS_BETWEEN_KEY_FRAMES)
+        self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER * len(self.members)))
         self._replicas = {name: member.replica.name for name, member in state.spec.members.items()}
         self._told = Marks(state.spec)
         self._heard_at = time.monotonic()
@@ -60,12 +61,14 @@ class RunView:
         """Take in a report that the state has accepted."""
         self.version += 1
         self._heard_at = time.monotonic()
-        found = [{"time": report.time} | mark for mark in self._told.of(report)]
-        self._marks.extend({"id": self._marked + index} | mark for index, mark in enumerate(found))
-        self._marked += len(found)
+        event, found = report.WhichOneof("event"), list[dict[str, Any]]()
+        if event in MARKED:
+            found = [{"time": report.time} | mark for mark in self._told.of(report)]
+            self._marks.extend({"id": self._marked + index} | mark for index, mark in enumerate(found))
+            self._marked += len(found)
         if report.member in self.members:
             self._of_member(self.members[report.member], report)
-        match report.WhichOneof("event"):
+        match event:
             case "inner_step":
                 self._stepped(report)
             case "evaluation":
