@@ -51,14 +51,14 @@ class Page {
 
   async openRun(id, wanted = new URLSearchParams()) {
     this.stop?.();
-    const { kind } = this.shown.runs.find((run) => run.id === id);
+    const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
     const { history, live, prediction } = await this.fetched(id);
     Object.assign(this.shown, { run: id, kind, history, prediction, live, frame: live, time: null, select: null });
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
     document.title = `${cut(history?.name ?? id, 60)} – hetero-pp`;
     show(byId("loading"), false);
-    if (kind === "prediction" && !wanted.get("view")) wanted.set("view", "prediction");
+    if (isPredicted && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
     this.read(wanted);
     if (history?.is_live && !this.source.isEmbedded) this.follow(id);
   }
