@@ -16,6 +16,7 @@ from started import TIMEOUT, Started
 
 from hetero_pp.program.view.command import sources_of
 from hetero_pp.program.view.serving import Served
+from hetero_pp.run.folder import RunFolder
 
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
 
@@ -49,7 +50,7 @@ class Watched:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the run left."""
+        """The summary that the run left."""
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         return found
 
@@ -87,7 +88,7 @@ def watched(corpus: Path, tmp_path_factory: pytest.TempPathFactory, browser: Bro
     """Return a run that a page followed from its start to its end, without an error."""
     runs, errors = tmp_path_factory.mktemp("runs"), list[str]()
     with launched(corpus, runs) as folder:
-        (source,) = sources_of(runs, ["mixed"]).values()
+        (source,) = sources_of([RunFolder(folder)]).values()
         source.start()
         served = Served({"mixed": source})
         with served.in_background():
@@ -135,7 +136,7 @@ def test_the_numbers_at_the_end_are_those_of_the_summary(watched: Watched) -> No
 
 
 def test_a_page_keeps_what_it_has_when_its_server_is_gone(watched: Watched, browser: Browser) -> None:
-    (source,) = sources_of(watched.folder.parent, ["mixed"]).values()
+    (source,) = sources_of([RunFolder(watched.folder)]).values()
     source.start()
     served = Served({"mixed": source})
     page = browser.new_page()

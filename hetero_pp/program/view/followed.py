@@ -10,6 +10,7 @@ from hetero_pp.messages.messages_pb2 import EXCLUDED, SUSPENDED, Report, Standin
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.details import Curve, MemberDetails, RoundTimes
 from hetero_pp.program.view.marks import MARKED, Marks
+from hetero_pp.program.view.topology import SIDES
 
 MOST_MARKS = 5000
 """Marks that are kept: the newest ones."""
@@ -37,6 +38,12 @@ class Followed:
         self.times = RoundTimes()
         self.contributed: dict[int, dict[str, int]] = {}
         """Bytes of each included contribution, by round and replica."""
+        self.tokens: dict[int, int] = {}
+        """Tokens of all replicas up to the end of each round."""
+        self.limits = {
+            name: {side: link.bottleneck(way) for side, way in SIDES.items()} for name, link in state.spec.links.items()
+        }
+        """Bits per second of each side of each link, with its lines; None is unlimited."""
         self.barred: set[str] = set()
         self.has_told_the_end = False
         """Whether the exchange has reported that every round is closed."""
@@ -117,6 +124,7 @@ class Followed:
     def _closed(self, report: Report) -> None:
         record = report.round_closed
         self.times.settle(record.round)
+        self.tokens[record.round] = sum(one.tokens_until(record.round) for one in self.state.replicas.values())
         self.contributed[record.round] = {
             one.replica: sum(blob.size for blob in one.blobs) for one in record.contributions
         }

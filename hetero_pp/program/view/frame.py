@@ -48,7 +48,7 @@ def frame_of(view: Followed, now: float) -> dict[str, Any]:
         "seconds_left": None if left is None else round(left, 1),
         "members": {name: members.one(name, details) for name, details in view.members.items()},
         "replicas": _replicas(view, now),
-        "links": _links(state, now),
+        "links": _links(view, now),
         "lines": _lines(state, now),
         "exchange": {
             "missing": [] if waiting is None else [one.member for one in waiting.missing],
@@ -170,30 +170,29 @@ def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str])
     return "suspended" if any(member.is_suspended for member in details) else "training"
 
 
-def _links(state: RunState, now: float) -> dict[str, Any]:
-    seconds, links = state.training_seconds(now), {}
-    for name, link in state.links.items():
-        links[name] = found = dict[str, Any](late=None)
+def _links(view: Followed, now: float) -> dict[str, Any]:
+    found = {}
+    for name, link in view.state.links.items():
+        limits = view.limits[name]
+        found[name] = dict[str, Any](late=None)
         for side, way in SIDES.items():
             direction = link.directions[way]
-            busy = direction.busy_share(seconds)
-            found[side] = {
-                "rate": round(direction.recent_bytes_per_second(now)),
-                "busy": None if busy is None else round(busy, 4),
-                "bytes": direction.wire_bytes,
-            }
-    return links
+            found[name][side] = _flow(direction.recent_bytes_per_second(now), limits[side], direction.wire_bytes)
+    return found
+
+
+def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:
+    """Return what passes now. `rate` is in bytes per second, `limit` in bits per second."""
+    busy = None if limit is None else round(8 * rate / limit, 4)
+    return {"rate": round(rate), "busy": busy, "bytes": wire_bytes}
 
 
 def _lines(state: RunState, now: float) -> dict[str, Any]:
-    seconds = state.training_seconds(now)
     return {
         name: {
-            way: {
-                "rate": round(line.recent_bytes_per_second(way, now)),
-                "busy": None if (busy := line.busy_share(way, seconds)) is None else round(busy, 4),
-                "bytes": line.wire_bytes(way),
-            }
+            way: _flow(
+                line.recent_bytes_per_second(way, now), state.spec.lines[name].bandwidth(way), line.wire_bytes(way)
+            )
             for way in WAYS
         }
         for name, line in state.lines.items()

@@ -92,7 +92,13 @@ def run_of(name: str, source: Source) -> dict[str, object]:
     view = source.view
     kind = "prediction" if view is None else view.kind
     shown = name if view is None else view.state.spec.config.name
-    return {"id": name, "name": shown, "kind": kind, "is_live": view is not None and view.is_live}
+    return {
+        "id": name,
+        "name": shown,
+        "kind": kind,
+        "is_live": view is not None and view.is_live,
+        "has_prediction": source.prediction is not None,
+    }
 
 
 def _source(sources: Mapping[str, Source], name: str) -> Source:

@@ -82,6 +82,6 @@ def _link(link: LinkSpec) -> dict[str, Any]:
         "source": link.source,
         "target": link.target,
         "kind": "exchange" if EXCHANGE in (link.source, link.target) else "stage",
-        "bandwidth": {side: bytes_per_second(link.shape(way).bandwidth) for side, way in SIDES.items()},
+        "bandwidth": {side: bytes_per_second(link.bottleneck(way)) for side, way in SIDES.items()},
         "latency": {side: link.shape(way).latency for side, way in SIDES.items()},
     }

@@ -51,14 +51,14 @@ class Page {
 
   async openRun(id, wanted = new URLSearchParams()) {
     this.stop?.();
-    const { kind } = this.shown.runs.find((run) => run.id === id);
+    const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
     const { history, live, prediction } = await this.fetched(id);
     Object.assign(this.shown, { run: id, kind, history, prediction, live, frame: live, time: null, select: null });
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
     document.title = `${cut(history?.name ?? id, 60)} – hetero-pp`;
     show(byId("loading"), false);
-    if (kind === "prediction" && !wanted.get("view")) wanted.set("view", "prediction");
+    if (isPredicted && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
     this.read(wanted);
     if (history?.is_live && !this.source.isEmbedded) this.follow(id);
   }
@@ -184,6 +184,7 @@ class Page {
     const form = lookUp(PHASES, frame?.phase ?? (history?.outcome === "over" ? "over" : "waiting"));
     const word = time === null ? form.word : `${form.word} (replay)`;
     if (byId("phase").textContent !== word) byId("phase").replaceChildren(icon(form), word);
+    say(byId("message"), frame?.phase === "joining" ? cut(frame.message, 200) : "");
     show(byId("phase"), this.shown.kind !== "prediction");
     show(byId("connection"), !isConnected);
     if (!isConnected && !byId("connection").childElementCount) byId("connection").replaceChildren(icon({ icon: "warn", tone: "bad" }), "no connection to the server; the page shows what it has and tries again");
@@ -193,7 +194,7 @@ class Page {
 
   drawPanel(view) {
     const panel = byId("panel");
-    const found = view.history && describeItem(view.select, view, (item) => this.choose(item));
+    const found = view.history && describeItem(view.select, { ...view, history: until(view.history, view.time) }, (item) => this.choose(item));
     show(panel, Boolean(found));
     if (!found) return;
     const key = `${view.select} ${view.frame?.time} ${view.history.rounds.length} ${view.history.marks.length}`;
@@ -215,6 +216,12 @@ class Page {
     const fragment = `#${known.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
     if (location.hash !== fragment && fragment.length < 2000) history.replaceState(null, "", fragment);
   }
+}
+
+// What had happened by a moment; null is now.
+function until(history, time) {
+  if (time === null) return history;
+  return { ...history, rounds: history.rounds.filter((round) => round.closed <= time), marks: history.marks.filter((mark) => mark.time <= time) };
 }
 
 new Page().start().catch((error) => {

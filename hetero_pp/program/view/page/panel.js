@@ -18,6 +18,8 @@ export function describeItem(item, view, choose) {
 const state = (form, detail) => el("p", { class: "state" }, icon(form, 18), el("strong", {}, form.word), detail ? ` ${detail}` : "");
 const section = (title, ...content) => [el("h3", {}, title), ...content];
 
+const itemOf = (end) => (end === "exchange" ? "exchange:" : `member:${end}`);
+
 function jump(item, label, choose) {
   return el("button", { type: "button", class: "link", on: { click: () => choose(item) } }, label);
 }
@@ -94,8 +96,8 @@ function link(id, { history, frame }, choose) {
     title: `${own.source} – ${own.target}`,
     content: [
       facts([
-        ["From", jump(`member:${own.source}`, own.source, choose)],
-        ["To", jump(`member:${own.target}`, own.target, choose)],
+        ["From", jump(itemOf(own.source), own.source, choose)],
+        ["To", jump(itemOf(own.target), own.target, choose)],
         ["Late", now.late ? seconds(now.late) : "no"],
       ]),
       table("Both ways", ["Way", "Rate", "Capacity", "Busy", "Sent", "Latency"], [way("there", own.source, own.target), way("back", own.target, own.source)]),

@@ -1,13 +1,15 @@
 // One predicted step as a Gantt chart: what each member computes, and what each link carries.
 
 import { attribute, behind, cut, el, say, show, svg, table } from "./dom.js";
-import { bytes, number, percent, seconds } from "./format.js";
+import { bytes, count, number, percent, seconds } from "./format.js";
 
 const ROW = 30;
 const NAMES = 150;
 const PLAY_SECONDS = 8; // a whole step plays in this time
 const WORDS = { forward: "forward", backward: "backward", wait: "waiting", outer: "outer round", there: "activations", back: "gradients" };
 const CLASSES = { forward: "bar-forward", backward: "bar-backward", wait: "bar-wait", outer: "bar-outer", there: "bar-there", back: "bar-back" };
+
+const classOf = (kind) => (Object.hasOwn(CLASSES, kind) ? CLASSES[kind] : "bar-other");
 
 export class PredictionView {
   constructor(root) {
@@ -18,10 +20,10 @@ export class PredictionView {
     this.playButton = button("Play", "Play the step", () => this.play());
     this.clock = el("span", { class: "muted clock" });
     const buttons = el("div", { class: "buttons" }, this.clock, this.playButton, button("−", "Zoom out", () => this.zoom(1 / 1.5)), button("+", "Zoom in", () => this.zoom(1.5)), button("Fit", "Show the whole step", () => this.zoom(0)));
-    const kinds = Object.keys(WORDS).map((kind) => el("li", {}, svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg("rect", { width: 14, height: 14, class: CLASSES[kind] })), WORDS[kind]));
+    this.legend = el("ul", { class: "symbols" });
     this.behind = behind("The step as a table", () => barsTable(this.prediction));
     this.values = el("div");
-    this.body = el("div", { class: "stack" }, this.facts, el("div", { class: "bar" }, el("h3", {}, "A step"), buttons), el("ul", { class: "symbols" }, kinds), this.chart, this.behind.node, this.values);
+    this.body = el("div", { class: "stack" }, this.facts, el("div", { class: "bar" }, el("h3", {}, "A step"), buttons), this.legend, this.chart, this.behind.node, this.values);
     root.append(el("h2", {}, "Prediction"), this.empty, this.body);
     new ResizeObserver(() => this.prediction && this.draw()).observe(this.chart);
   }
@@ -35,6 +37,8 @@ export class PredictionView {
     this.length = Math.max(1e-9, ...rows.flatMap((row) => row.bars.map((bar) => bar.end)));
     [this.from, this.to, this.at] = [0, this.length, null];
     say(this.facts, `A step takes ${seconds(prediction.step_seconds)}. Members compute for ${percent(prediction.utilization)} of it; ${percent(prediction.bubble)} is the bubble of the pipeline.`);
+    const kinds = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.kind)))];
+    this.legend.replaceChildren(...kinds.map((kind) => el("li", {}, svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg("rect", { width: 14, height: 14, class: classOf(kind) })), WORDS[kind] ?? kind)));
     this.values.replaceChildren(valuesTable(prediction.values ?? []));
     this.behind.refresh();
     this.draw();
@@ -91,7 +95,8 @@ export class PredictionView {
     const height = rows.length * ROW + 30;
     const x = (time) => left + ((time - this.from) / (this.to - this.from)) * (width - left - 6);
     this.place = x;
-    const ticks = Array.from({ length: 6 }, (_, n) => this.from + ((this.to - this.from) * n) / 5);
+    const parts = width < 600 ? 2 : 5;
+    const ticks = Array.from({ length: parts + 1 }, (_, n) => this.from + ((this.to - this.from) * n) / parts);
     const scale = ticks.map((time, n) => svg("g", {}, svg("line", { x1: x(time), x2: x(time), y1: 22, y2: height, class: "tick" }), svg("text", { x: x(time), y: 14, class: "small muted", "text-anchor": n === ticks.length - 1 ? "end" : "middle" }, seconds(time))));
     const lines = rows.map((row, n) => {
       const y = 26 + n * ROW;
@@ -132,7 +137,7 @@ function barOf(bar, row, x, y, left, width) {
   const batch = bar.micro_batch == null ? "" : `, micro-batch ${bar.micro_batch + 1}`;
   const told = `${row.id}: ${WORDS[bar.kind] ?? bar.kind}${batch}, ${seconds(bar.start)} to ${seconds(bar.end)}`;
   const label = end - start > 16 && bar.micro_batch != null && !row.isLink ? svg("text", { x: (start + end) / 2, y: top + 14, "text-anchor": "middle", class: "bar-text" }, bar.micro_batch + 1) : null;
-  return svg("g", {}, svg("title", {}, told), svg("rect", { x: start, y: top, width: Math.max(0.8, end - start - 1), height: tall, rx: 2, class: Object.hasOwn(CLASSES, bar.kind) ? CLASSES[bar.kind] : "bar-other" }), label);
+  return svg("g", {}, svg("title", {}, told), svg("rect", { x: start, y: top, width: Math.max(0.8, end - start - 1), height: tall, rx: 2, class: classOf(bar.kind) }), label);
 }
 
 function barsTable({ members, links }) {
@@ -144,7 +149,7 @@ function inUnit(value, unit) {
   if (value === null || value === undefined) return "–";
   if (unit === "s") return seconds(value);
   if (unit === "B") return bytes(value);
-  return `${number(Number(value.toPrecision(4)))}${unit ? ` ${unit}` : ""}`;
+  return `${Math.abs(value) < 1000 ? number(Number(value.toPrecision(4))) : count(value)}${unit ? ` ${unit}` : ""}`;
 }
 
 function valuesTable(values) {

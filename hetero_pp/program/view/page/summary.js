@@ -67,7 +67,7 @@ export function attentionTo(root, { history, frame }, choose) {
 function messages(history, frame) {
   const exchange = frame?.exchange?.obstacle ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.obstacle, 200)}` }] : [];
   const failed = history.outcome?.startsWith("failed") ? [{ text: history.outcome }] : [];
-  const said = frame?.message ? [{ text: cut(frame.message, 200) }] : [];
+  const said = frame?.message && frame.phase !== "joining" ? [{ text: cut(frame.message, 200) }] : [];
   return [...failed, ...said, ...exchange, ...history.problems.map((text) => ({ text: cut(text, 200) }))];
 }
 

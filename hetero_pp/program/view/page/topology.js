@@ -136,9 +136,9 @@ function connection(ends, size, item, limits) {
   const room = Math.hypot(x2 - x1, y2 - y1);
   const lines = room > 100 ? 2 : room > 30 ? 1 : 0;
   const words = isHorizontal
-    ? [text(x, y - 13, "small", "", "middle"), text(x, y - 26, "small", "", "middle"), text(x, y + 22, "small", "", "middle"), text(x, y + 35, "small", "", "middle")]
-    : size === "small" ? [] : [text(x - 14, y - 3, "small", "", "end"), text(x - 14, y + 11, "small muted", "", "end"), text(x + 14, y - 3, "small"), text(x + 14, y + 11, "small muted")];
-  const lateness = lines ? text(isHorizontal ? x : x + 14, isHorizontal ? y + 48 : y + 25, "small late", "", isHorizontal ? "middle" : "start") : null;
+    ? [text(x, y - 13, "small halo", "", "middle"), text(x, y - 26, "small halo", "", "middle"), text(x, y + 22, "small halo", "", "middle"), text(x, y + 35, "small halo", "", "middle")]
+    : size === "small halo" ? [] : [text(x - 14, y - 3, "small halo", "", "end"), text(x - 14, y + 11, "small muted halo", "", "end"), text(x + 14, y - 3, "small halo"), text(x + 14, y + 11, "small muted halo")];
+  const lateness = lines ? text(isHorizontal ? x : x + 14, isHorizontal ? y + 48 : y + 25, "small late halo", "", isHorizontal ? "middle" : "start") : null;
   const node = svg("g", button(item, ""), hit, there, back, words.filter(Boolean), lateness);
   const update = (ways, late, label) => {
     [there, back].forEach((line, n) => {
@@ -154,7 +154,7 @@ function connection(ends, size, item, limits) {
       } else if (lines === 2 && words.length) {
         say(words[2 * n], n || !capacity ? speed : capacity);
         say(words[2 * n + 1], n || !capacity ? capacity : speed);
-        attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted");
+        attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted halo");
       } else if (lines === 1 && words.length) say(words[2 * n], share);
     });
     if (lateness) say(lateness, late ? `late ${seconds(late)}` : "");
