@@ -61,18 +61,22 @@ def launch(
     """
     with readable_errors():
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+        from hetero_pp.program.launch.recorded import without_page
         from hetero_pp.run.changes import Given, Override
 
-        shown = shlex.join(["--from", str(weights)])
-        from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), shown)]
+        as_typed = shlex.join(["--from", str(weights)])
+        from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), as_typed)]
         settings: list[Given] = [*overrides, *from_weights]
+        shown, words, since = without_page, typed(), _started()
+        if page:
+            from hetero_pp.program.view.launched import on_a_page as shown
         if commands:
             print_commands(config, settings)
         elif only is not None:
             host = Host(only, parsed_address("--exchange", exchange), token)
-            run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new, _started(), page)
+            run_on_this_host(config, settings, runs, host, in_process, resume, words, new=new, since=since, page=shown)
         else:
-            run_topology(config, settings, runs, in_process, resume, typed(), new, _started(), page=page)
+            run_topology(config, settings, runs, in_process, resume, words, new=new, since=since, page=shown)
 
 
 def serve(

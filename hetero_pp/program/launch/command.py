@@ -61,13 +61,13 @@ def run_topology(
     new: bool = False,
     since: float | None = None,
     start: Start | None = None,
-    page: bool = False,
+    page: Page = without_page,
 ) -> None:
     """Train the topology of a YAML in a new folder under `runs`, or resume the run that is there.
 
     `typed`: the command as the user typed it, to print how to resume. `since`: when the user typed it, in seconds since
     1970; by default now. `new`: start a new run even if one of this name is unfinished. `start`: another function that
-    starts the members, such as one that injects faults.
+    starts the members, such as one that injects faults. `page`: may show the run to others.
 
     Raises ConfigError if a run of this name is unfinished, and neither `resume` nor `new` is given.
     """
@@ -82,16 +82,7 @@ def run_topology(
         claim_store(prepared.spec.config, folder),
         ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
     ):
-        run_and_record(prepared, runs, start, resume, since, hint.print_once, _page(page))
-
-
-def _page(is_wanted: bool) -> Page:
-    """Return the page of a run, imported only if it is wanted."""
-    if not is_wanted:
-        return without_page
-    from hetero_pp.program.view.launched import on_a_page
-
-    return on_a_page
+        run_and_record(prepared, runs, start, resume, since, hint.print_once, page)
 
 
 def run_on_this_host(
@@ -104,11 +95,11 @@ def run_on_this_host(
     typed: Sequence[str] = (),
     new: bool = False,
     since: float | None = None,
-    page: bool = False,
+    page: Page = without_page,
 ) -> None:
     """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
-    `typed`, `new` and `since` are as in `run_topology`. Raises ConfigError if this host cannot reach the rest.
+    `typed`, `new`, `since` and `page` are as in `run_topology`. Raises ConfigError if this host cannot reach the rest.
     """
     if in_process:
         raise ConfigError(
@@ -136,7 +127,7 @@ def run_on_this_host(
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), hint:
-            run_and_record(prepared, runs, start, resume, since, hint.print_once, _page(page))
+            run_and_record(prepared, runs, start, resume, since, hint.print_once, page)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
