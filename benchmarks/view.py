@@ -2,11 +2,11 @@
 
     python benchmarks/view.py [--json FILE] [--smoke]
 
-A process makes the reports of 100 members in groups of four at the rates of real ones, in steps of two seconds, and
-applies them to a run's state as a launcher does: once without a page, and once with the page and 10 viewers. The page's
-share of a core is the difference of the CPU seconds of that process. A viewer is a connection that reads live events;
-the latency of an event is the time from its report to the last byte that a viewer needs, by one clock. The first load
-is all files of the page and the history of the run, compressed as they are sent.
+A process makes the reports of 100 members in groups of four, with steps of two seconds, at the rates of real members.
+It applies them to a run's state as a launcher does: once without a page, and once with the page and 10 viewers. The
+page's share of a core is the difference of the CPU seconds of that process. A viewer is a connection that reads live
+events. The latency of an event is the time from its report until a viewer has read it, by one clock. The first load is
+all files of the page, compressed as they are sent.
 """
 
 from __future__ import annotations

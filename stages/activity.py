@@ -1,4 +1,4 @@
-"""What a stage does, and how long: for reports, and for threads that watch over it."""
+"""Present action and times of a stage: for reports, and for threads that watch over it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Activity:
 
     @property
     def doing(self) -> Doing:
-        """What the stage does at this moment."""
+        """The action of this moment, as it is reported."""
         if self.waits:
             is_gradient = self.action is Action.RECEIVE_GRADIENT
             return Doing.WAITING_FOR_NEXT if is_gradient else Doing.WAITING_FOR_PREVIOUS

@@ -9,7 +9,7 @@ from opened_page import OpenPage
 from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
 CHROMIUM = "/usr/bin/chromium"
-PATIENCE_MS = 60_000
+PATIENCE_MS = 30_000
 """For conditions on a busy machine; no test measures it."""
 
 

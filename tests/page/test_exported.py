@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fabricated import Fabricated, hundred_members, two_kinds
+from fabricated import Fabricated, hundred_members, prediction, two_kinds
 from opened_page import OpenPage, as_file
 from playwright.sync_api import Page, expect
 
@@ -62,7 +62,7 @@ def test_axe_finds_nothing_serious(address: str, opened: OpenPage, view: str, da
 
 
 def test_a_moment_is_shown_again_and_left_again(address: str, opened: OpenPage) -> None:
-    page = opened(f"{address}#time=35")
+    page = opened(f"{address}#view=topology&time=35")
     away = page.locator('[data-item="member:home1.2"]')
     expect(away).to_have_attribute("data-state", "away")
     expect(page.locator("#attention")).to_contain_text("home1 is suspended")
@@ -72,7 +72,7 @@ def test_a_moment_is_shown_again_and_left_again(address: str, opened: OpenPage) 
 
 
 def test_the_keyboard_reaches_a_member_and_the_slider(address: str, opened: OpenPage) -> None:
-    page = opened(f"{address}#time=35")
+    page = opened(f"{address}#view=topology&time=35")
     page.locator("#views a").first.focus()
     for _ in range(20):  # the tabs of the other views and the buttons of the picture come first
         page.keyboard.press("Tab")
@@ -103,7 +103,7 @@ def test_the_keyboard_reaches_a_member_and_the_slider(address: str, opened: Open
 
 def test_a_hundred_members_are_shown_on_a_phone(tmp_path: Path, opened: OpenPage) -> None:
     data = hundred_members(rounds=3).data()
-    page = opened(as_file(self_contained(data), tmp_path), width=360)
+    page = opened(as_file(self_contained(data), tmp_path) + "#view=topology", width=360)
     expect(page.locator('[data-item^="member:"]')).to_have_count(100)
     for view in VIEWS:
         page.locator(f'[data-view="{view}"]').click()
@@ -119,7 +119,7 @@ def test_text_of_a_run_stays_text(tmp_path: Path, opened: OpenPage) -> None:
     history["problems"] = [HOSTILE]
     for frame in data["frames"][HOSTILE]:
         frame["members"]["dc"] |= {"state": HOSTILE, "device": HOSTILE, "detail": HOSTILE}
-    page = opened(f"{as_file(self_contained(data), tmp_path)}#select=member:dc")
+    page = opened(f"{as_file(self_contained(data), tmp_path)}#view=topology&select=member:dc")
     expect(page.locator("#attention")).to_contain_text(HOSTILE)
     expect(page.locator("#panel")).to_contain_text(HOSTILE)
     page.locator('[data-view="rounds"]').click()
@@ -133,12 +133,25 @@ def test_megabytes_of_labels_do_not_hang_the_page(tmp_path: Path, opened: OpenPa
     history = data["histories"]["long"]
     history["topology"]["members"][0]["layers"] = history["marks"][0]["text"] = long
     history["problems"], history["settings"]["corpus"] = [long], long
-    page = opened(f"{as_file(self_contained(data), tmp_path)}#select=member:dc")
+    page = opened(f"{as_file(self_contained(data), tmp_path)}#view=topology&select=member:dc")
     expect(page.locator("#attention")).to_contain_text("xxx")
     for view in VIEWS:
         page.locator(f'[data-view="{view}"]').click()
         expect(page.locator(f"#{view}")).to_be_visible()
     assert page.evaluate("document.body.innerText.length") < 20_000
+
+
+def test_a_prediction_without_a_run_is_shown(tmp_path: Path, opened: OpenPage) -> None:
+    alone = {"id": "planned", "name": "planned", "kind": "prediction", "is_live": False, "has_prediction": True}
+    data = {"runs": [alone], "histories": {}, "frames": {}, "predictions": {"planned": prediction(3)}}
+    page = opened(as_file(self_contained(data), tmp_path))
+    expect(page.locator("#prediction")).to_contain_text("A step takes 1.52 s.")
+    expect(page.locator("#views a:visible")).to_have_count(1)
+    chart = page.locator("#prediction .gantt")
+    bars = chart.locator("rect").count()
+    chart.focus()
+    page.keyboard.press("+")  # fewer bars fit
+    assert 0 < chart.locator("rect").count() < bars
 
 
 def test_the_first_load_is_small() -> None:

@@ -50,7 +50,7 @@ class Watched:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the run left."""
+        """The summary that the run left."""
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         return found
 

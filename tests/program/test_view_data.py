@@ -273,7 +273,7 @@ def test_any_moment_is_shown_again() -> None:
 
 
 def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
-    """A resumed run first tells who has joined now, and then the rounds of its earlier start."""
+    """A resumed run first tells which members have joined now, and then the rounds of its earlier start."""
     now = [Report(time=START + 500, member="dc", joined=pb.Joined(term=2))]
     view = view_of([*now, *made_up_reports()])
     assert json.loads(view.frame_at(0.0))["rounds_closed"] == 0

@@ -1,10 +1,8 @@
-"""The server of the page: what it serves, to whom, and that no viewer makes another one wait."""
+"""The server of the page: its answers, its callers, and that no viewer makes another one wait."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import itertools
 import json
 import re
@@ -35,11 +33,12 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import broadcast, launched, watched
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
-from hetero_pp.program.view.exported import bundle, data_of, page_of
+from hetero_pp.program.view.exported import data_of
 from hetero_pp.program.view.launched import on_a_page
 from hetero_pp.program.view.prediction import Predicted
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view.self_contained import self_contained
 from hetero_pp.program.view.server import PAGE
 from hetero_pp.program.view.serving import Served
 from hetero_pp.program.view.watched import Watched
@@ -242,55 +241,25 @@ def test_beyond_loopback_only_members_of_the_run_are_served(tmp_path: Path) -> N
 
 def test_hostile_texts_stay_data_in_the_exported_file() -> None:
     told = standing(START + 1, pb.GIVEN_UP, place="home.1", cause=HOSTILE)
-    html = page_of(PAGE, data_of({HOSTILE: Known([*there(), told])}))
+    html = self_contained(data_of({HOSTILE: Known([*there(), told])}))
     assert "alert(1)</script>" not in html
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*)</script>', html)[0])
     assert data["histories"][HOSTILE]["marks"][-1]["text"] == HOSTILE
     assert data["frames"][HOSTILE][-1]["members"]["home.1"]["detail"] == HOSTILE
 
 
-def test_the_exported_file_allows_its_own_scripts_and_styles_only() -> None:
-    html = page_of(PAGE, data_of({"x": Known(made_up_reports())}))
-    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[0]
-    found = re.findall(r"<(?:script|style)(?: type=\"module\")?>(.*?)</(?:script|style)>", html, re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found]
-    assert len(hashes) >= 3 and all(f"'sha256-{one}'" in policy for one in hashes)
-    assert "default-src 'none'" in policy and "unsafe" not in policy
-    assert 'src="' not in html and 'href="page/' not in html
-
-
-def test_modules_are_bundled_after_those_that_they_import(tmp_path: Path) -> None:
-    (tmp_path / "a.js").write_text('import { b as c, d } from "./b.js";\nexport const a = c + d;\n')
-    (tmp_path / "b.js").write_text("export function d() {}\nexport const b = 1;\n")
-    assert bundle(tmp_path, "a.js").splitlines() == [
-        "const modules = {};",
-        'modules["b.js"] = (() => {',
-        "function d() {}",
-        "const b = 1;",
-        "",
-        "return { d, b };",
-        "})();",
-        'modules["a.js"] = (() => {',
-        'const { b: c, d } = modules["b.js"];',
-        "const a = c + d;",
-        "",
-        "return { a };",
-        "})();",
-    ]
-
-
 def test_a_run_is_exported_by_the_command(tmp_path: Path) -> None:
     run_folder(tmp_path / "x", recorded(made_up_reports()))
     found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--export", str(tmp_path / "x.html")])
     assert found.exit_code == 0, found.output
-    assert '"rounds_closed": 2' in (tmp_path / "x.html").read_text()
+    assert '"rounds_closed":2' in (tmp_path / "x.html").read_text()
 
 
 # ---- runs elsewhere, and predictions ----
 
 
 class _Exchange:
-    """The exchange of a run elsewhere, as one who watches sees it: it disconnects once."""
+    """The exchange of a run elsewhere, as a watcher sees it: it disconnects once."""
 
     connections = 0
 

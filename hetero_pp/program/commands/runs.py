@@ -75,8 +75,8 @@ def launch(
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.run.changes import Given, Override
 
-        shown = shlex.join(["--from", str(weights)])
-        from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), shown)]
+        as_typed = shlex.join(["--from", str(weights)])
+        from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), as_typed)]
         settings: list[Given] = [*overrides, *from_weights]
         if commands:
             print_commands(config, settings)

@@ -57,7 +57,8 @@ class DirectionState:
             self._recent.append((since, 0))
         if not 0 < use.round <= self._settled_wire.rounds:
             self.rounds[use.round] = use
-        self._recent.append((time, self.wire_bytes))
+        carried = sum([count.wire_bytes for count in self.rounds.values()])
+        self._recent.append((time, self._settled_wire.total + carried))
         while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
             self._recent.popleft()
 
@@ -83,7 +84,7 @@ class DirectionState:
 
     @property
     def wire_bytes(self) -> int:
-        return self._settled_wire.total + sum(use.wire_bytes for use in self.rounds.values())
+        return self._recent[-1][1] if self._recent else 0
 
     @property
     def busy_seconds(self) -> float:
@@ -100,8 +101,11 @@ class DirectionState:
         """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
         if not self._recent:
             return 0.0
-        older = [sample for sample in self._recent if sample[0] <= now - RECENT_SECONDS]
-        time, count = older[-1] if older else self._recent[0]
+        time, count = self._recent[0]
+        for sample in self._recent:  # in order of time; mostly one step
+            if sample[0] > now - RECENT_SECONDS:
+                break
+            time, count = sample
         return (self._recent[-1][1] - count) / (now - time) if now > time else 0.0
 
 

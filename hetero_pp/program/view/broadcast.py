@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncIterator
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
@@ -12,7 +13,9 @@ from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.sources import Source
 
-SECONDS_BETWEEN_FRAMES = 0.5
+SECONDS_BETWEEN_FRAMES, _LONGEST = 0.5, 0.8
+_SHARE = 1 / 200
+"""Share of a core for frames: those of large runs come less often, but within _LONGEST seconds."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_WHEN_NOTHING_IS_NEW = 5.0
 """Interval of frames while no report arrives: rates sink, and a viewer sees that the server is there."""
@@ -28,12 +31,16 @@ class Broadcast:
         self._name, self._source = name, source
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
+        self.is_closing = False
+        """Whether the server ends; set by any thread."""
+        self._cost = 0.0
+        """CPU seconds of the last events."""
 
     @property
     def has_viewers(self) -> bool:
         return bool(self._viewers)
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events until the viewer is gone, or is dropped because it reads too slowly."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)
         view = self._source.view
@@ -56,20 +63,25 @@ class Broadcast:
         version, told = -1, loop.time()
         while self._viewers:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            if self.is_closing:
+                for viewer in list(self._viewers):
+                    self._drop(viewer)
+                return
             now = self._source.view
             if now is not None and now is not view:
                 view, version = now, -1
                 self._send(_event("reset", "{}"))
-            due = SECONDS_BETWEEN_FRAMES if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW
-            if loop.time() < told + due:
+            due = max(SECONDS_BETWEEN_FRAMES, min(self._cost / _SHARE, _LONGEST))
+            if loop.time() < told + (due if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW):
                 continue
             version, told = view.version, loop.time()
             self._send(await asyncio.to_thread(self._news, view))
 
     def _news(self, view: RunView) -> bytes:
         """Return the events about everything since the last call."""
-        was_live = view.is_live
+        was_live, began = view.is_live, time.thread_time()
         news = _event("history", to_json(view.take_changes(self._name))) + _event("frame", view.frame())
+        self._cost = time.thread_time() - began
         return news if was_live else news + _event("end", "{}")
 
     def _send(self, event: bytes) -> None:
@@ -77,9 +89,13 @@ class Broadcast:
             try:
                 viewer.put_nowait(event)
             except asyncio.QueueFull:
-                self._viewers.discard(viewer)
-                viewer.get_nowait()
-                viewer.put_nowait(None)
+                self._drop(viewer)
+
+    def _drop(self, viewer: asyncio.Queue[bytes | None]) -> None:
+        self._viewers.discard(viewer)
+        if viewer.full():
+            viewer.get_nowait()
+        viewer.put_nowait(None)
 
 
 def _event(name: str, data: str) -> bytes:

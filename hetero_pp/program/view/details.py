@@ -1,4 +1,4 @@
-"""What the page shows of a run beyond its state: members, times of rounds, curves. Old rounds are kept as means."""
+"""Parts of a followed run beyond its state: members, times of rounds, curves. Old rounds are kept as means."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemberDetails:
     round: int | None = None
     heard: float | None = None
     doing: Doing = Doing.DOING_UNSPECIFIED
-    """What it last said that it does."""
+    """Its last reported activity."""
     since: float | None = None
     is_suspended: bool = False
     has_finished: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.topology import ReplicaSettings
@@ -12,11 +12,8 @@ from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.details import MemberDetails
+from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.topology import SIDES
-
-if TYPE_CHECKING:
-    from hetero_pp.program.view.run_view import RunView
-
 
 _DOINGS: Mapping[Doing, str] = {
     Doing.COMPUTING: "computing",
@@ -29,11 +26,11 @@ _DOINGS: Mapping[Doing, str] = {
     Doing.CATCHING_UP: "reading",
     Doing.WAITING_FOR_ROUND: "waiting",
 }
-"""What a member reports that it does -> its state on the page."""
+"""Reported activity of a member -> its state on the page."""
 _HOPS = {Doing.WAITING_FOR_PREVIOUS: -1, Doing.WAITING_FOR_NEXT: 1}
 
 
-def frame_of(view: RunView, now: float) -> dict[str, Any]:
+def frame_of(view: Followed, now: float) -> dict[str, Any]:
     """Return the frame at a time in seconds since the epoch. The caller holds the state's lock."""
     state = view.state
     done, total = state.progress_of_open_round(now)
@@ -51,7 +48,7 @@ def frame_of(view: RunView, now: float) -> dict[str, Any]:
         "seconds_left": None if left is None else round(left, 1),
         "members": {name: members.one(name, details) for name, details in view.members.items()},
         "replicas": _replicas(view, now),
-        "links": _links(state, now),
+        "links": _links(view, now),
         "lines": _lines(state, now),
         "exchange": {
             "missing": [] if waiting is None else [one.member for one in waiting.missing],
@@ -61,7 +58,7 @@ def frame_of(view: RunView, now: float) -> dict[str, Any]:
     }
 
 
-def _phase(view: RunView) -> str:
+def _phase(view: Followed) -> str:
     state = view.state
     if state.failed is not None or (view.outcome or "").startswith("failed"):
         return "failed"
@@ -85,7 +82,7 @@ def _trained(state: RunState) -> bool:
 class _Members:
     """States of members at one moment."""
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, view: Followed) -> None:
         self._view, self._state = view, view.state
         self._vacant, self._given_up = view.state.standings.vacant, view.state.standings.given_up
         waiting = view.state.waiting
@@ -126,7 +123,7 @@ class _Members:
         return ("reading", "") if self._state.first_step is None else ("computing", "")
 
     def _awaited(self, name: str, doing: Doing) -> str:
-        """Return for whom a member waits, in words; empty if it does not wait."""
+        """Return in words the neighbour or the round that a member waits for; empty if it does not wait."""
         member = self._state.spec.members[name]
         if doing == Doing.WAITING_FOR_ROUND:
             return "waits for the next round"
@@ -136,7 +133,7 @@ class _Members:
         return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
 
 
-def _replicas(view: RunView, now: float) -> dict[str, Any]:
+def _replicas(view: Followed, now: float) -> dict[str, Any]:
     state, vacant, replicas = view.state, view.state.standings.vacant, {}
     for replica in state.spec.replicas_ever:
         found = state.replicas.get(replica.name)
@@ -159,7 +156,7 @@ def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str,
     }
 
 
-def _state_of(view: RunView, replica: ReplicaSettings, vacant: Collection[str]) -> str:
+def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str]) -> str:
     members = replica.members
     details = [view.members[member] for member in members if member in view.members]
     if all(member.has_finished for member in details):
@@ -173,19 +170,15 @@ def _state_of(view: RunView, replica: ReplicaSettings, vacant: Collection[str]) 
     return "suspended" if any(member.is_suspended for member in details) else "training"
 
 
-def _links(state: RunState, now: float) -> dict[str, Any]:
-    return {
-        name: {
-            side: _flow(
-                link.directions[way].recent_bytes_per_second(now),
-                state.spec.links[name].bottleneck(way),
-                link.directions[way].wire_bytes,
-            )
-            for side, way in SIDES.items()
-        }
-        | {"late": None}
-        for name, link in state.links.items()
-    }
+def _links(view: Followed, now: float) -> dict[str, Any]:
+    found = {}
+    for name, link in view.state.links.items():
+        limits = view.limits[name]
+        found[name] = dict[str, Any](late=None)
+        for side, way in SIDES.items():
+            direction = link.directions[way]
+            found[name][side] = _flow(direction.recent_bytes_per_second(now), limits[side], direction.wire_bytes)
+    return found
 
 
 def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:

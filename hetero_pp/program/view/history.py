@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetero_pp.program.compare import leaves
 from hetero_pp.program.report.replica_state import ReplicaState
+from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.topology import topology_of
-
-if TYPE_CHECKING:
-    from hetero_pp.program.view.run_view import RunView
 
 MOST_CELLS = 20_000
 """Cells of the grid of rounds, one per round and replica. Longer runs show every second, fourth, ... earlier round."""
@@ -17,7 +15,7 @@ _ALWAYS = 50
 """Newest rounds, which are always shown."""
 
 
-def history_of(view: RunView) -> dict[str, Any]:
+def history_of(view: Followed) -> dict[str, Any]:
     """Return the history of a run, without its id. The caller holds the state's lock."""
     state = view.state
     spec = state.spec.with_changes(state.changes)
@@ -51,7 +49,7 @@ def _every(cells: int) -> int:
     return every
 
 
-def cost_of(view: RunView) -> dict[str, Any]:
+def cost_of(view: Followed) -> dict[str, Any]:
     """Return what the run has used and reached so far: seconds, tokens, bytes, loss."""
     state = view.state
     means = state.mean_validation_losses()
@@ -69,7 +67,7 @@ def cost_of(view: RunView) -> dict[str, Any]:
     }
 
 
-def round_of(view: RunView, round_: int) -> dict[str, Any]:
+def round_of(view: Followed, round_: int) -> dict[str, Any]:
     """Return a closed round, with a cell for each replica."""
     state, closed = view.state, view.state.closed[round_]
     causes = state.standings.not_counted(round_)
@@ -85,7 +83,7 @@ def round_of(view: RunView, round_: int) -> dict[str, Any]:
     }
 
 
-def _cell(view: RunView, round_: int, name: str, cause: str | None) -> dict[str, Any]:
+def _cell(view: Followed, round_: int, name: str, cause: str | None) -> dict[str, Any]:
     replica = view.state.replicas.get(name)
     return {
         "state": _outcome(view, round_, name),
@@ -102,7 +100,7 @@ def _losses(replica: ReplicaState | None, round_: int) -> dict[str, float | None
     return {"training_loss": replica.round_loss(round_), "validation_loss": replica.validation_loss.get(round_)}
 
 
-def _outcome(view: RunView, round_: int, name: str) -> str:
+def _outcome(view: Followed, round_: int, name: str) -> str:
     """Return what became of a replica's contribution to a round."""
     standings = view.state.standings
     told, before = standings.rounds[round_], standings.rounds.get(round_ - 1)

@@ -36,8 +36,7 @@ class Launched:
         if self._is_broken:
             return
         try:
-            with self.view.state.lock:
-                self.view.take(report)
+            self.view.take(report)
         except Exception as error:  # noqa: BLE001 (an error in the page must not fail the run)
             self._is_broken = True
             self.view.complain(f"the page stopped following the run: {type(error).__name__}: {error}")

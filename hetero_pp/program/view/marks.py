@@ -25,6 +25,8 @@ _KINDS: Mapping[str, str] = {
     "EXCLUDED": "barred",
     "NOT_AWAITED": "not_awaited",
 }
+MARKED = ("begun", "failure", "joined", "standing", "state_saving", "waiting")
+"""Events that may have marks."""
 _CHARACTERS_MAX = 1000
 _RETURNED = "its slot was returned"
 """Cause of the end of a member that left the run."""

@@ -1,152 +1,36 @@
-"""A run as the page shows it: its state, and what reports say beyond it."""
+"""A run as the page shows it: frames of any moment, its history, and what the history has gained."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from typing import Any
 
-from hetero_pp.messages.messages_pb2 import EXCLUDED, SUSPENDED, Report, Standing
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.details import Curve, MemberDetails, RoundTimes
+from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.frame import frame_of
 from hetero_pp.program.view.history import history_of, round_of
 from hetero_pp.program.view.key_frames import KeyFrames
-from hetero_pp.program.view.marks import Marks
 
-MOST_MARKS = 5000
-"""Marks that are kept: the newest ones."""
-_MOST_PROBLEMS = 20
-_SECONDS_BETWEEN_KEY_FRAMES = 1.0
-_BUSY = ("inner_step", "evaluation", "member_round")
-"""Events that show that a suspended member trains again."""
+_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
+"""Interval of key frames at first: at least the one, and more for large runs, whose frames cost more."""
 
 
-class RunView:
-    """Follows a run. Apply each report to `state` first, then give it to `take`; readers hold `state.lock`."""
+class RunView(Followed):
+    """A followed run with its frames. All its methods may be called from any thread."""
 
     def __init__(self, state: RunState, kind: str = "run") -> None:
-        self.state, self.kind = state, kind
-        self.is_live = True
-        self.outcome: str | None = None
-        """How the run ended: `over`, or `failed: ` and the cause; None while it is not known to have ended."""
-        self.summary: dict[str, Any] | None = None
-        self.version = 0
-        """Changes with everything that the page shows."""
-        self.members = {name: MemberDetails() for name in state.spec.members}
-        self.curves: dict[str, Curve] = {}
-        self.times = RoundTimes()
-        self.contributed: dict[int, dict[str, int]] = {}
-        self.tokens: dict[int, int] = {}
-        """Tokens of all replicas up to the end of each round."""
-        """Bytes of each included contribution, by round and replica."""
-        self.barred: set[str] = set()
-        self.has_told_the_end = False
-        """Whether the exchange has reported that every round is closed."""
-        self._marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
-        self._marked = self._marks_told = 0
-        self.problems: list[str] = []
-        self.key_frames = KeyFrames(_SECONDS_BETWEEN_KEY_FRAMES)
-        self._replicas = {name: member.replica.name for name, member in state.spec.members.items()}
-        self._told = Marks(state.spec)
-        self._heard_at = time.monotonic()
-        self._changed_rounds: set[int] = set()
+        super().__init__(state, kind)
+        self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER * len(self.members)))
+        self._marks_told = 0
         self._told_head: dict[str, Any] = {}
 
-    # ---- writing ----
-
-    def take(self, report: Report) -> None:
-        """Take in a report that the state has accepted."""
-        self.version += 1
-        self._heard_at = time.monotonic()
-        found = [{"time": report.time} | mark for mark in self._told.of(report)]
-        self._marks.extend({"id": self._marked + index} | mark for index, mark in enumerate(found))
-        self._marked += len(found)
-        if report.member in self.members:
-            self._of_member(self.members[report.member], report)
-        match report.WhichOneof("event"):
-            case "inner_step":
-                self._stepped(report)
-            case "evaluation":
-                self._changed_rounds.add(report.evaluation.round)
-            case "round_closed":
-                self._closed(report)
-            case "standing":
-                self._happened(report.time, report.standing)
-            case "over":
-                self.has_told_the_end = True
-        if found or self.key_frames.is_due(report.time):
-            self.key_frames.add(report.time, to_json(frame_of(self, report.time)))
-
-    def end(self, outcome: str | None, is_live: bool, summary: dict[str, Any] | None) -> None:
-        """Note how the run ended, or that it runs."""
-        found = (outcome, is_live, summary)
-        if found != (self.outcome, self.is_live, self.summary):
-            self.outcome, self.is_live, self.summary = found
-            self.version += 1
-
-    def complain(self, problem: str) -> None:
-        """Note something that is missing or damaged. Only the first ones are kept."""
-        if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
-            self.problems.append(problem)
-            self.version += 1
-
-    def _of_member(self, member: MemberDetails, report: Report) -> None:
-        event = report.WhichOneof("event")
-        member.heard = report.time
-        if event == "joined":
-            self.members[report.member] = MemberDetails(heard=report.time, since=report.time)
-        elif event == "activity":
-            member.does(report.time, report.activity.doing)
-        elif event == "computes":
-            member.device = report.computes.device
-        elif event == "finished":
-            member.has_finished = True
-            member.since = report.time
-        elif event in _BUSY:
-            member.is_suspended = False
-            member.round = getattr(report, event).round
-        if event == "member_round":
-            self.times.add(self._replicas[report.member], report.member, report.member_round)
-            self._changed_rounds.add(report.member_round.round)
-
-    def _stepped(self, report: Report) -> None:
-        step = report.inner_step
-        replica = self.state.replicas.get(step.replica)
-        if replica is not None and step.HasField("loss") and step.round not in replica.settled:
-            index = replica.index(step.round, step.step)
-            self.curves.setdefault(step.replica, Curve()).add(self.since_start(report.time), index, step.loss)
-
-    def _closed(self, report: Report) -> None:
-        record = report.round_closed
-        self.times.settle(record.round)
-        self.tokens[record.round] = sum(one.tokens_until(record.round) for one in self.state.replicas.values())
-        self.contributed[record.round] = {
-            one.replica: sum(blob.size for blob in one.blobs) for one in record.contributions
-        }
-        self.barred -= self.contributed[record.round].keys()
-        self._changed_rounds.add(record.round)
-
-    def _happened(self, when: float, told: Standing) -> None:
-        if told.what == EXCLUDED:
-            self.barred.add(told.replica)
-        if told.what == SUSPENDED and told.place in self.members:
-            member = self.members[told.place]
-            member.is_suspended, member.since = True, when
-        if told.place in self.members and told.what != SUSPENDED:
-            self.members[told.place].since = when
-
-    # ---- reading ----
-
-    def since_start(self, when: float) -> float:
-        """Return a time as seconds since the run's first report."""
-        return round(max(0.0, when - (self.state.started or when)), 3)
-
-    def now(self) -> float:
-        """Return the present time by the clock of the reports: it stands still once the run has ended."""
-        latest = self.state.latest or 0.0
-        return latest + (time.monotonic() - self._heard_at) if self.is_live and self.state.latest else latest
+    def take(self, report: Report) -> bool:
+        with self.state.lock:
+            has_mark = super().take(report)
+            if has_mark or self.key_frames.is_due(report.time):
+                self.key_frames.add(report.time, to_json(frame_of(self, report.time)))
+        return has_mark
 
     def frame(self) -> str:
         """Return the frame of this moment, as JSON."""
@@ -182,7 +66,3 @@ class RunView:
             parts = {"rounds": rounds, "marks": marks, "steps": points}
             span = {"id": identifier, "span": self.since_start(self.state.latest or 0.0)}
             return span | changed | {key: value for key, value in parts.items() if value}
-
-    def marks(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the marks from a number on."""
-        return [mark | {"time": self.since_start(mark["time"])} for mark in self._marks if mark["id"] >= since]

@@ -44,7 +44,7 @@ def self_contained(data: Mapping[str, object]) -> str:
 
 
 def _read(name: str) -> str:
-    return (files("hetero_pp.program.view") / "page" / name).read_text()
+    return (files("hetero_pp.program.view") / "page" / name).read_text(encoding="utf-8")
 
 
 def _in_order(name: str, found: list[str]) -> list[str]:

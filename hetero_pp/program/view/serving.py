@@ -8,16 +8,17 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
-from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES
+from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
 from hetero_pp.program.view.server import LOOPBACK_NAMES, page_app
 from hetero_pp.program.view.sources import Source
 from hetero_pp.rpc.certificates import Identity
@@ -49,9 +50,9 @@ class Served:
         self._socket = _listen(host, int(port), address)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
-        self._app = page_app(sources, list(LOOPBACK_NAMES) if is_local else ["*"])
+        app = page_app(sources, list(LOOPBACK_NAMES) if is_local else ["*"])
         config = uvicorn.Config(
-            self._app,
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -59,16 +60,18 @@ class Served:
             ws="none",
             timeout_keep_alive=20,
             timeout_graceful_shutdown=1,
+            log_level="critical",  # it would log viewers that it cuts off as errors, between the lines of the run
             limit_concurrency=_MOST_CONNECTIONS,
         )
         config.load()
         if not is_local:
             config.ssl = _only_members(identities)
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config, app.state.broadcasts)
 
     def run(self) -> None:
         """Serve until an interrupt."""
-        self._server.run([self._socket])
+        with suppress(KeyboardInterrupt):
+            self._server.run([self._socket])
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
@@ -78,13 +81,31 @@ class Served:
         try:
             yield
         finally:
-            self._server.should_exit = True
+            self._server.end()
             thread.join(_SECONDS_TO_END)
 
     def tell_the_end(self) -> None:
         """Give viewers, if there are any, time to hear that the run has ended."""
-        if any(broadcast.has_viewers for broadcast in self._app.state.broadcasts):
+        if any(broadcast.has_viewers for broadcast in self._server.broadcasts):
             time.sleep(2 * SECONDS_BETWEEN_FRAMES)
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of its viewers before it ends."""
+
+    def __init__(self, config: uvicorn.Config, broadcasts: Collection[Broadcast]) -> None:
+        super().__init__(config)
+        self.broadcasts = broadcasts
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.end()
+        super().handle_exit(sig, frame)
+
+    def end(self) -> None:
+        """Ask the server to end, from any thread."""
+        for broadcast in self.broadcasts:
+            broadcast.is_closing = True
+        self.should_exit = True
 
 
 def _listen(host: str, port: int, address: str) -> socket.socket:

@@ -12,11 +12,11 @@ class Source(Protocol):
 
     @property
     def view(self) -> RunView | None:
-        """What is known of the run; None for a prediction alone. Another object follows once the run began anew."""
+        """The run as far as it is known; None for a prediction alone. It is replaced when the run begins anew."""
 
     @property
     def prediction(self) -> dict[str, Any] | None:
-        """What the simulator predicts for one step; None if it was not asked."""
+        """The prediction of one step; None if there is none."""
 
     def start(self) -> None:
         """Begin to follow the run."""

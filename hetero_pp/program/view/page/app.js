@@ -18,7 +18,18 @@ const byId = (id) => document.getElementById(id);
 class Page {
   constructor() {
     this.source = openSource();
-    this.shown = { runs: [], run: null, history: null, frame: null, live: null, prediction: null, view: "topology", time: null, select: null, isConnected: true };
+    this.shown = {
+      runs: [],
+      run: null,
+      history: null,
+      frame: null,
+      live: null,
+      prediction: null,
+      view: "topology",
+      time: null,
+      select: null,
+      isConnected: true,
+    };
     const choose = (item) => this.choose(item);
     const goTo = (time) => this.goTo(time);
     this.views = {
@@ -51,14 +62,14 @@ class Page {
 
   async openRun(id, wanted = new URLSearchParams()) {
     this.stop?.();
-    const { kind } = this.shown.runs.find((run) => run.id === id);
+    const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
     const { history, live, prediction } = await this.fetched(id);
     Object.assign(this.shown, { run: id, kind, history, prediction, live, frame: live, time: null, select: null });
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
     document.title = `${cut(history?.name ?? id, 60)} – hetero-pp`;
     show(byId("loading"), false);
-    if (kind === "prediction" && !wanted.get("view")) wanted.set("view", "prediction");
+    if (isPredicted && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
     this.read(wanted);
     if (history?.is_live && !this.source.isEmbedded) this.follow(id);
   }
@@ -66,7 +77,11 @@ class Page {
   async fetched(id) {
     const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
     const isRun = kind !== "prediction";
-    const [history, live, prediction] = await Promise.all([isRun ? this.source.history(id) : null, isRun ? this.source.frame(id, null) : null, isPredicted ? this.source.prediction(id) : null]);
+    const [history, live, prediction] = await Promise.all([
+      isRun ? this.source.history(id) : null,
+      isRun ? this.source.frame(id, null) : null,
+      isPredicted ? this.source.prediction(id) : null,
+    ]);
     return { history, live, prediction };
   }
 
@@ -90,7 +105,10 @@ class Page {
     const { history: got, live, prediction } = await this.fetched(id);
     const history = this.missed.reduce(merged, got);
     this.missed = null;
-    if (id === this.shown.run && got) this.change(this.shown.time === null ? { history, live, frame: live, prediction } : { history, live, prediction });
+    if (id === this.shown.run && got)
+      this.change(
+        this.shown.time === null ? { history, live, frame: live, prediction } : { history, live, prediction },
+      );
   }
 
   readFragment() {
@@ -187,14 +205,20 @@ class Page {
     say(byId("message"), frame?.phase === "joining" ? cut(frame.message, 200) : "");
     show(byId("phase"), this.shown.kind !== "prediction");
     show(byId("connection"), !isConnected);
-    if (!isConnected && !byId("connection").childElementCount) byId("connection").replaceChildren(icon({ icon: "warn", tone: "bad" }), "no connection to the server; the page shows what it has and tries again");
+    if (!isConnected && !byId("connection").childElementCount)
+      byId("connection").replaceChildren(
+        icon({ icon: "warn", tone: "bad" }),
+        "no connection to the server; the page shows what it has and tries again",
+      );
     const lost = isConnected ? "" : "The connection to the server is lost.";
     say(byId("status"), lost || (live ? `The run is ${lookUp(PHASES, live.phase).word}.` : ""));
   }
 
   drawPanel(view) {
     const panel = byId("panel");
-    const found = view.history && describeItem(view.select, { ...view, history: until(view.history, view.time) }, (item) => this.choose(item));
+    const found =
+      view.history &&
+      describeItem(view.select, { ...view, history: until(view.history, view.time) }, (item) => this.choose(item));
     show(panel, Boolean(found));
     if (!found) return;
     const key = `${view.select} ${view.frame?.time} ${view.history.rounds.length} ${view.history.marks.length}`;
@@ -202,16 +226,29 @@ class Page {
     const isSame = this.panelKey?.startsWith(`${view.select} `);
     this.panelKey = key;
     if (isSame && panel.querySelector(".panel-body").contains(document.activeElement)) return; // do not take away what has the focus
-    const close = el("button", { type: "button", "aria-label": "Close the details", on: { click: () => this.choose(null) } }, "Close");
+    const close = el(
+      "button",
+      { type: "button", "aria-label": "Close the details", on: { click: () => this.choose(null) } },
+      "Close",
+    );
     const top = panel.scrollTop;
     if (isSame) panel.querySelector(".panel-body").replaceChildren(...found.content);
-    else panel.replaceChildren(el("div", { class: "panel-head" }, el("h2", { tabindex: -1 }, cut(found.title, 60)), close), el("div", { class: "panel-body" }, ...found.content));
+    else
+      panel.replaceChildren(
+        el("div", { class: "panel-head" }, el("h2", { tabindex: -1 }, cut(found.title, 60)), close),
+        el("div", { class: "panel-body" }, ...found.content),
+      );
     panel.scrollTop = isSame ? top : 0;
   }
 
   writeFragment() {
     const { run, runs, view, time, select } = this.shown;
-    const parts = { run: runs.length > 1 ? run : null, view, time: time === null ? null : Number(time.toFixed(2)), select };
+    const parts = {
+      run: runs.length > 1 ? run : null,
+      view,
+      time: time === null ? null : Number(time.toFixed(2)),
+      select,
+    };
     const known = Object.entries(parts).filter(([, value]) => value !== null);
     const fragment = `#${known.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
     if (location.hash !== fragment && fragment.length < 2000) history.replaceState(null, "", fragment);
@@ -221,7 +258,11 @@ class Page {
 // What had happened by a moment; null is now.
 function until(history, time) {
   if (time === null) return history;
-  return { ...history, rounds: history.rounds.filter((round) => round.closed <= time), marks: history.marks.filter((mark) => mark.time <= time) };
+  return {
+    ...history,
+    rounds: history.rounds.filter((round) => round.closed <= time),
+    marks: history.marks.filter((mark) => mark.time <= time),
+  };
 }
 
 new Page().start().catch((error) => {

@@ -12,7 +12,10 @@ const NOTE = "Point at a curve to see its name.";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // The colour and the pattern of the n-th curve: no two of the first 18 are alike.
-export const look = (n) => ({ colour: COLOURS[n % COLOURS.length], dash: DASHES[Math.floor(n / COLOURS.length) % DASHES.length] });
+export const look = (n) => ({
+  colour: COLOURS[n % COLOURS.length],
+  dash: DASHES[Math.floor(n / COLOURS.length) % DASHES.length],
+});
 
 export class LineChart {
   constructor(label) {
@@ -33,8 +36,15 @@ export class LineChart {
   // `curves` are {label, points: [[x, y], ...], colour, dash, width}, where x never falls.
   update(curves, xLabel, yLabel = "loss") {
     const shown = curves.filter((curve) => curve.points.length);
-    const data = shown.length ? window.uPlot.join(shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)])) : [[]];
-    const key = JSON.stringify([shown.map(({ label, colour: name, dash }) => [label, name, dash]), xLabel, yLabel, colour("--text")]);
+    const data = shown.length
+      ? window.uPlot.join(shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)]))
+      : [[]];
+    const key = JSON.stringify([
+      shown.map(({ label, colour: name, dash }) => [label, name, dash]),
+      xLabel,
+      yLabel,
+      colour("--text"),
+    ]);
     if (key === this.key) {
       this.plot.setData(data);
       return;
@@ -47,20 +57,38 @@ export class LineChart {
   }
 
   options(curves, xLabel, yLabel) {
-    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif", labelSize: 22 };
+    const axis = {
+      stroke: colour("--muted"),
+      grid: { stroke: colour("--line"), width: 1 },
+      ticks: { stroke: colour("--line"), width: 1 },
+      font: "12px system-ui, sans-serif",
+      labelFont: "12px system-ui, sans-serif",
+      labelSize: 22,
+    };
     const many = curves.length > MANY;
     return {
       width: this.width(),
       height: this.height(),
       scales: { x: { time: false } },
-      axes: [{ ...axis, label: xLabel }, { ...axis, label: yLabel, size: 56 }],
+      axes: [
+        { ...axis, label: xLabel },
+        { ...axis, label: yLabel, size: 56 },
+      ],
       cursor: { focus: { prox: 24 }, points: { size: 7 } },
       focus: { alpha: 0.35 },
       hooks: { setSeries: [(_, n) => many && say(this.note, n ? `nearest curve: ${curves[n - 1].label}` : NOTE)] },
       legend: { show: !many },
       series: [
         { label: xLabel, value: (_, x) => (x === null ? "–" : String(Number(x.toPrecision(6)))) },
-        ...curves.map((curve) => ({ label: curve.label, stroke: colour(curve.colour), width: curve.width ?? 1.5, dash: curve.dash, spanGaps: true, points: { show: curve.points.length < 40 && curve.width > 2 }, value: (_, y) => loss(y) })),
+        ...curves.map((curve) => ({
+          label: curve.label,
+          stroke: colour(curve.colour),
+          width: curve.width ?? 1.5,
+          dash: curve.dash,
+          spanGaps: true,
+          points: { show: curve.points.length < 40 && curve.width > 2 },
+          value: (_, y) => loss(y),
+        })),
       ],
     };
   }

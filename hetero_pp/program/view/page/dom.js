@@ -53,8 +53,26 @@ export function table(caption, columns, rows) {
       "table",
       {},
       el("caption", {}, caption),
-      el("thead", {}, el("tr", {}, columns.map((column) => el("th", { scope: "col" }, column)))),
-      el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell, n) => el(n ? "td" : "th", n ? {} : { scope: "row" }, cell ?? "–"))))),
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          columns.map((column) => el("th", { scope: "col" }, column)),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((cells) =>
+          el(
+            "tr",
+            {},
+            cells.map((cell, n) => el(n ? "td" : "th", n ? {} : { scope: "row" }, cell ?? "–")),
+          ),
+        ),
+      ),
     ),
   );
 }
@@ -71,5 +89,9 @@ export function behind(title, build) {
 
 export function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el("dl", {}, known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  return el(
+    "dl",
+    {},
+    known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+  );
 }

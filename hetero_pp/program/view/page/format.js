@@ -11,7 +11,10 @@ function scaled(value, unit, digits = 3) {
   return `${Number(value.toPrecision(digits))} ${STEPS[step]}${unit}`;
 }
 
-const known = (write) => (value, ...rest) => (value === null || value === undefined || Number.isNaN(value) ? "–" : write(value, ...rest));
+const known =
+  (write) =>
+  (value, ...rest) =>
+    value === null || value === undefined || Number.isNaN(value) ? "–" : write(value, ...rest);
 
 export const bytes = known((value) => scaled(value, "B"));
 export const rate = known((value) => scaled(value * 8, "bit/s")); // bytes a second come in, lines are sold in bits
@@ -34,4 +37,6 @@ export const duration = known((value) => {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 });
 
-export const number = known((value) => (typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value)));
+export const number = known((value) =>
+  typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value),
+);

@@ -1,9 +1,45 @@
 // Places of members, replicas, sites and the exchange in the picture of a topology. Lengths are in units of the picture.
 
 const SIZES = {
-  full: { name: "full", width: 160, height: 96, gap: 110, between: 46, pad: 14, title: 50, lane: 118, hub: 132, space: 22, minimum: 210 },
-  medium: { name: "medium", width: 122, height: 48, gap: 46, between: 34, pad: 10, title: 47, lane: 92, hub: 120, space: 14, minimum: 190 },
-  small: { name: "small", width: 60, height: 28, gap: 18, between: 18, pad: 8, title: 26, lane: 56, hub: 112, space: 10, minimum: 190 },
+  full: {
+    name: "full",
+    width: 160,
+    height: 96,
+    gap: 110,
+    between: 46,
+    pad: 14,
+    title: 50,
+    lane: 118,
+    hub: 132,
+    space: 22,
+    minimum: 210,
+  },
+  medium: {
+    name: "medium",
+    width: 122,
+    height: 48,
+    gap: 46,
+    between: 34,
+    pad: 10,
+    title: 47,
+    lane: 92,
+    hub: 120,
+    space: 14,
+    minimum: 190,
+  },
+  small: {
+    name: "small",
+    width: 60,
+    height: 28,
+    gap: 18,
+    between: 18,
+    pad: 8,
+    title: 26,
+    lane: 56,
+    hub: 112,
+    space: 10,
+    minimum: 190,
+  },
 };
 const SITE_TITLE = 18;
 const SMALLEST_SCALE = 0.82; // below it, smaller cards are easier to read
@@ -27,7 +63,11 @@ export function place(topology, room, tall) {
 // Replicas that share a site stand beside each other.
 function ordered(topology) {
   const site = new Map(topology.members.map((member) => [member.id, member.site ?? ""]));
-  const first = (replica) => replica.members.map((id) => site.get(id)).filter(Boolean).sort()[0] ?? "";
+  const first = (replica) =>
+    replica.members
+      .map((id) => site.get(id))
+      .filter(Boolean)
+      .sort()[0] ?? "";
   return topology.replicas
     .map((replica, n) => ({ replica, key: first(replica), n }))
     .sort((a, b) => (a.key < b.key ? -1 : a.key > b.key ? 1 : a.n - b.n))
@@ -37,7 +77,8 @@ function ordered(topology) {
 function byKind(topology) {
   const replicas = ordered(topology);
   const left = replicas.filter((replica) => replica.kind === "datacenter");
-  if (left.length && left.length < replicas.length) return [left, replicas.filter((replica) => replica.kind !== "datacenter")];
+  if (left.length && left.length < replicas.length)
+    return [left, replicas.filter((replica) => replica.kind !== "datacenter")];
   const middle = Math.ceil(replicas.length / 2);
   return [replicas.slice(0, middle), replicas.slice(middle)];
 }
@@ -46,7 +87,9 @@ function byKind(topology) {
 function evenly(topology, size) {
   const sides = [[], []];
   const heights = [0, 0];
-  const replicas = ordered(topology).sort((a, b) => (a.kind === "datacenter" ? 0 : 1) - (b.kind === "datacenter" ? 0 : 1));
+  const replicas = ordered(topology).sort(
+    (a, b) => (a.kind === "datacenter" ? 0 : 1) - (b.kind === "datacenter" ? 0 : 1),
+  );
   for (const replica of replicas) {
     const side = heights[0] <= heights[1] ? 0 : 1;
     sides[side].push(replica);
@@ -56,7 +99,8 @@ function evenly(topology, size) {
 }
 
 function aroundHub(topology, size, [left, right]) {
-  const widest = (replicas) => Math.max(0, ...replicas.map((replica) => frameWidth(size, Math.min(replica.members.length, 8))));
+  const widest = (replicas) =>
+    Math.max(0, ...replicas.map((replica) => frameWidth(size, Math.min(replica.members.length, 8))));
   const leftWidth = widest(left);
   const picture = empty(size);
   const hubX = leftWidth + (left.length ? size.lane : 0);
@@ -64,7 +108,11 @@ function aroundHub(topology, size, [left, right]) {
   const leftHeight = stack(picture, topology, left, size, 8, (width) => leftWidth - width);
   const rightHeight = stack(picture, topology, right, size, 8, () => rightX);
   picture.height = Math.max(leftHeight, rightHeight, 120);
-  for (const [side, height] of [[left, leftHeight], [right, rightHeight]]) centre(picture, side, (picture.height - height) / 2);
+  for (const [side, height] of [
+    [left, leftHeight],
+    [right, rightHeight],
+  ])
+    centre(picture, side, (picture.height - height) / 2);
   picture.hub = { x: hubX, y: 0, width: size.hub, height: picture.height };
   picture.width = right.length ? rightX + widest(right) : hubX + size.hub;
   return picture;
@@ -82,8 +130,18 @@ function inColumn(topology, size, room) {
   return picture;
 }
 
-const empty = (size) => ({ size, isNarrow: false, width: 0, height: 0, members: new Map(), replicas: [], sites: [], hub: null });
-const frameWidth = (size, columns) => Math.max(size.minimum, columns * size.width + (columns - 1) * size.gap + 2 * size.pad);
+const empty = (size) => ({
+  size,
+  isNarrow: false,
+  width: 0,
+  height: 0,
+  members: new Map(),
+  replicas: [],
+  sites: [],
+  hub: null,
+});
+const frameWidth = (size, columns) =>
+  Math.max(size.minimum, columns * size.width + (columns - 1) * size.gap + 2 * size.pad);
 
 // Stacks frames of replicas from `top` on; returns the bottom. `left(width)` is where a frame begins.
 function stack(picture, topology, replicas, size, perRow, left, top = 0, width = null) {
@@ -104,7 +162,13 @@ function stack(picture, topology, replicas, size, perRow, left, top = 0, width =
       const column = n % columns;
       const x = frame.x + inset + column * (size.width + size.gap);
       const rowTop = frame.y + size.title + Math.floor(n / columns) * (rowHeight + between);
-      picture.members.set(id, { id, x, y: rowTop + (hasSites ? SITE_TITLE : 0), width: cardWidth, height: size.height });
+      picture.members.set(id, {
+        id,
+        x,
+        y: rowTop + (hasSites ? SITE_TITLE : 0),
+        width: cardWidth,
+        height: size.height,
+      });
     });
     picture.replicas.push(frame);
     if (hasSites) boxSites(picture, replica, site, size);
@@ -121,7 +185,16 @@ function boxSites(picture, replica, site, size) {
     if (open && open.site === site.get(id) && open.y === box.y - SITE_TITLE) {
       open.width = box.x + box.width + 5 - open.x;
     } else {
-      open = site.get(id) ? { site: site.get(id), replica: replica.id, x: box.x - 5, y: box.y - SITE_TITLE, width: box.width + 10, height: size.height + SITE_TITLE + 5 } : null;
+      open = site.get(id)
+        ? {
+            site: site.get(id),
+            replica: replica.id,
+            x: box.x - 5,
+            y: box.y - SITE_TITLE,
+            width: box.width + 10,
+            height: size.height + SITE_TITLE + 5,
+          }
+        : null;
       if (open) picture.sites.push(open);
     }
   }
@@ -142,8 +215,20 @@ function centre(picture, replicas, down) {
 export function between(a, b) {
   if (Math.abs(a.y - b.y) < 1) {
     const forward = a.x < b.x;
-    return { x1: forward ? a.x + a.width : a.x, y1: a.y + a.height / 2, x2: forward ? b.x : b.x + b.width, y2: b.y + b.height / 2, isHorizontal: true };
+    return {
+      x1: forward ? a.x + a.width : a.x,
+      y1: a.y + a.height / 2,
+      x2: forward ? b.x : b.x + b.width,
+      y2: b.y + b.height / 2,
+      isHorizontal: true,
+    };
   }
   const down = a.y < b.y;
-  return { x1: a.x + a.width / 2, y1: down ? a.y + a.height : a.y, x2: b.x + b.width / 2, y2: down ? b.y : b.y + b.height, isHorizontal: false };
+  return {
+    x1: a.x + a.width / 2,
+    y1: down ? a.y + a.height : a.y,
+    x2: b.x + b.width / 2,
+    y2: down ? b.y : b.y + b.height,
+    isHorizontal: false,
+  };
 }

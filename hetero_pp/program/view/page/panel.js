@@ -2,7 +2,7 @@
 
 import { cut, el, facts, table } from "./dom.js";
 import { bytes, count, duration, loss, percent, rate, seconds } from "./format.js";
-import { told } from "./rounds.js";
+import { told } from "./events.js";
 import { CELL_STATES, MEMBER_STATES, REPLICA_STATES, icon, lookUp, markForm } from "./states.js";
 
 const LAST_ROUNDS = 20;
@@ -15,7 +15,8 @@ export function describeItem(item, view, choose) {
   return build ? build(rest.join(":"), view, choose) : null;
 }
 
-const state = (form, detail) => el("p", { class: "state" }, icon(form, 18), el("strong", {}, form.word), detail ? ` ${detail}` : "");
+const state = (form, detail) =>
+  el("p", { class: "state" }, icon(form, 18), el("strong", {}, form.word), detail ? ` ${detail}` : "");
 const section = (title, ...content) => [el("h3", {}, title), ...content];
 
 const itemOf = (end) => (end === "exchange" ? "exchange:" : `member:${end}`);
@@ -50,7 +51,10 @@ function member(id, { history, frame }, choose) {
         ["Starts", now.incarnation],
         ["Score", now.score?.toFixed(3)],
         ["Loss of the replica", replica.loss == null ? null : loss(replica.loss)],
-        ["Speed of the replica", replica.tokens_per_second == null ? null : `${count(replica.tokens_per_second)} tokens/s`],
+        [
+          "Speed of the replica",
+          replica.tokens_per_second == null ? null : `${count(replica.tokens_per_second)} tokens/s`,
+        ],
       ]),
       ...linksOf(links, id, frame, choose),
       ...linesOf(lines, frame),
@@ -64,7 +68,11 @@ function replica(id, { history, frame }, choose) {
   const own = history.topology.replicas.find((one) => one.id === id);
   if (!own) return null;
   const now = frame?.replicas[id] ?? {};
-  const members = own.members.map((one) => [jump(`member:${one}`, one, choose), lookUp(MEMBER_STATES, frame?.members[one]?.state ?? "absent").word, frame?.members[one]?.detail]);
+  const members = own.members.map((one) => [
+    jump(`member:${one}`, one, choose),
+    lookUp(MEMBER_STATES, frame?.members[one]?.state ?? "absent").word,
+    frame?.members[one]?.detail,
+  ]);
   return {
     title: id,
     content: [
@@ -91,7 +99,14 @@ function link(id, { history, frame }, choose) {
   const own = history.topology.links.find((one) => one.id === id);
   if (!own) return null;
   const now = frame?.links[id] ?? {};
-  const way = (name, from, to) => [`${from} → ${to}`, rate(now[name]?.rate), own.bandwidth?.[name] == null ? "unlimited" : rate(own.bandwidth[name]), percent(now[name]?.busy), bytes(now[name]?.bytes), seconds(own.latency?.[name])];
+  const way = (name, from, to) => [
+    `${from} → ${to}`,
+    rate(now[name]?.rate),
+    own.bandwidth?.[name] == null ? "unlimited" : rate(own.bandwidth[name]),
+    percent(now[name]?.busy),
+    bytes(now[name]?.bytes),
+    seconds(own.latency?.[name]),
+  ];
   return {
     title: `${own.source} – ${own.target}`,
     content: [
@@ -100,7 +115,11 @@ function link(id, { history, frame }, choose) {
         ["To", jump(itemOf(own.target), own.target, choose)],
         ["Late", now.late ? seconds(now.late) : "no"],
       ]),
-      table("Both ways", ["Way", "Rate", "Capacity", "Busy", "Sent", "Latency"], [way("there", own.source, own.target), way("back", own.target, own.source)]),
+      table(
+        "Both ways",
+        ["Way", "Rate", "Capacity", "Busy", "Sent", "Latency"],
+        [way("there", own.source, own.target), way("back", own.target, own.source)],
+      ),
       ...marksOf(history, (mark) => mark.member === own.source || mark.member === own.target),
     ],
   };
@@ -109,7 +128,17 @@ function link(id, { history, frame }, choose) {
 function round(id, { history }, choose) {
   const own = history.rounds.find((one) => String(one.round) === id);
   if (!own) return null;
-  const rows = Object.entries(own.cells).map(([name, cell]) => [jump(`replica:${name}`, name, choose), lookUp(CELL_STATES, cell.state).word, cell.why, loss(cell.training_loss), loss(cell.validation_loss), bytes(cell.bytes), seconds(cell.compute_seconds), seconds(cell.wait_seconds), seconds(cell.outer_seconds)]);
+  const rows = Object.entries(own.cells).map(([name, cell]) => [
+    jump(`replica:${name}`, name, choose),
+    lookUp(CELL_STATES, cell.state).word,
+    cell.why,
+    loss(cell.training_loss),
+    loss(cell.validation_loss),
+    bytes(cell.bytes),
+    seconds(cell.compute_seconds),
+    seconds(cell.wait_seconds),
+    seconds(cell.outer_seconds),
+  ]);
   return {
     title: `Round ${id}`,
     content: [
@@ -119,7 +148,11 @@ function round(id, { history }, choose) {
         ["Bytes", bytes(own.bytes)],
         ["Validation loss", loss(own.validation_loss)],
       ]),
-      table("Replicas", ["Replica", "State", "Why", "Training loss", "Validation loss", "Bytes", "Compute", "Waiting", "Outer round"], rows),
+      table(
+        "Replicas",
+        ["Replica", "State", "Why", "Training loss", "Validation loss", "Bytes", "Compute", "Waiting", "Outer round"],
+        rows,
+      ),
       ...marksOf(history, (mark) => mark.round === own.round),
     ],
   };
@@ -149,26 +182,51 @@ function linksOf(links, id, frame, choose) {
   const rows = links.map((one) => {
     const now = frame?.links[one.id] ?? {};
     const [out, incoming] = one.source === id ? ["there", "back"] : ["back", "there"];
-    return [jump(`link:${one.id}`, one.source === id ? one.target : one.source, choose), rate(now[out]?.rate), rate(now[incoming]?.rate), percent(Math.max(now[out]?.busy ?? 0, now[incoming]?.busy ?? 0)), now.late ? seconds(now.late) : "no"];
+    return [
+      jump(`link:${one.id}`, one.source === id ? one.target : one.source, choose),
+      rate(now[out]?.rate),
+      rate(now[incoming]?.rate),
+      percent(Math.max(now[out]?.busy ?? 0, now[incoming]?.busy ?? 0)),
+      now.late ? seconds(now.late) : "no",
+    ];
   });
   return section("Links", table("Links", ["With", "Sends", "Receives", "Busy", "Late"], rows));
 }
 
 function linesOf(lines, frame) {
-  const rows = lines.flatMap((one) => ["up", "down"].map((way) => {
-    const now = frame?.lines?.[one.id]?.[way] ?? {};
-    return [`${way === "up" ? "↑ up" : "↓ down"}`, rate(now.rate), one[way] == null ? "unlimited" : rate(one[way]), percent(now.busy), bytes(now.bytes)];
-  }));
-  return lines.length ? section("Internet line", table("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows)) : [];
+  const rows = lines.flatMap((one) =>
+    ["up", "down"].map((way) => {
+      const now = frame?.lines?.[one.id]?.[way] ?? {};
+      return [
+        `${way === "up" ? "↑ up" : "↓ down"}`,
+        rate(now.rate),
+        one[way] == null ? "unlimited" : rate(one[way]),
+        percent(now.busy),
+        bytes(now.bytes),
+      ];
+    }),
+  );
+  return lines.length
+    ? section("Internet line", table("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows))
+    : [];
 }
 
 function roundsOf(id, history) {
-  const rounds = history.rounds.filter((one) => one.cells[id]).slice(-LAST_ROUNDS).reverse();
+  const rounds = history.rounds
+    .filter((one) => one.cells[id])
+    .slice(-LAST_ROUNDS)
+    .reverse();
   if (!rounds.length) return [];
   const rows = rounds.map((one) => {
     const cell = one.cells[id];
     const form = lookUp(CELL_STATES, cell.state);
-    return [one.round, el("span", { class: "state" }, icon(form), form.word), loss(cell.validation_loss ?? cell.training_loss), seconds(cell.compute_seconds), seconds(cell.wait_seconds)];
+    return [
+      one.round,
+      el("span", { class: "state" }, icon(form), form.word),
+      loss(cell.validation_loss ?? cell.training_loss),
+      seconds(cell.compute_seconds),
+      seconds(cell.wait_seconds),
+    ];
   });
   return section("Rounds", table("Last rounds", ["Round", "State", "Loss", "Compute", "Waiting"], rows));
 }
@@ -176,5 +234,14 @@ function roundsOf(id, history) {
 function marksOf(history, concerns) {
   const marks = history.marks.filter(concerns).slice(-LAST_MARKS).reverse();
   if (!marks.length) return [];
-  return section("Events", el("ul", { class: "marks", tabindex: 0, "aria-label": "Events" }, marks.map((mark) => el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, told(mark))))));
+  return section(
+    "Events",
+    el(
+      "ul",
+      { class: "marks", tabindex: 0, "aria-label": "Events" },
+      marks.map((mark) =>
+        el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, told(mark))),
+      ),
+    ),
+  );
 }

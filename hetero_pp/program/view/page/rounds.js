@@ -2,7 +2,8 @@
 
 import { behind, cut, el, show, svg, table } from "./dom.js";
 import { LineChart, look } from "./chart.js";
-import { bytes, count, duration, loss, number, seconds } from "./format.js";
+import { eventsList } from "./events.js";
+import { bytes, count, duration, loss, seconds } from "./format.js";
 import { CELL_STATES, icon, lookUp, markForm } from "./states.js";
 
 const CELL = 28; // pixels of the narrowest column
@@ -12,7 +13,11 @@ const names = (room) => (room < 500 ? 88 : 136); // pixels of the replicas' name
 const PARTS = [
   [(cell) => cell.compute_seconds, "compute", "part-compute"],
   [(cell) => cell.wait_seconds, "waiting for links", "part-wait"],
-  [(cell) => (cell.outer_seconds == null ? null : Math.max(0, cell.outer_seconds - (cell.blocked_seconds ?? 0))), "outer round", "part-outer"],
+  [
+    (cell) => (cell.outer_seconds == null ? null : Math.max(0, cell.outer_seconds - (cell.blocked_seconds ?? 0))),
+    "outer round",
+    "part-outer",
+  ],
   [(cell) => cell.blocked_seconds, "waiting for the exchange", "part-blocked"],
   [(cell) => cell.evaluation_seconds, "evaluation", "part-evaluation"],
 ];
@@ -23,7 +28,19 @@ export const AXES = { round: "round", time: "seconds", tokens: "tokens" };
 
 // A row of radio buttons; `pick` is told the value.
 export function picker(name, title, choices, chosen, pick) {
-  return el("fieldset", { class: "picker" }, el("legend", {}, title), Object.entries(choices).map(([value, label]) => el("label", {}, el("input", { type: "radio", name, value, checked: value === chosen, on: { change: () => pick(value) } }), el("span", {}, label))));
+  return el(
+    "fieldset",
+    { class: "picker" },
+    el("legend", {}, title),
+    Object.entries(choices).map(([value, label]) =>
+      el(
+        "label",
+        {},
+        el("input", { type: "radio", name, value, checked: value === chosen, on: { change: () => pick(value) } }),
+        el("span", {}, label),
+      ),
+    ),
+  );
 }
 
 export class RoundsView {
@@ -31,25 +48,55 @@ export class RoundsView {
     Object.assign(this, { choose, goTo, axis: "round", replica: "", last: null });
     this.grid = el("div", { class: "scroll" });
     this.bars = el("div");
-    this.barsReplica = el("select", { "aria-label": "Replica whose seconds are shown", on: { change: (event) => this.draw({ replica: event.target.value }) } });
+    this.barsReplica = el("select", {
+      "aria-label": "Replica whose seconds are shown",
+      on: { change: (event) => this.draw({ replica: event.target.value }) },
+    });
     this.range = el("span", { class: "muted" });
     this.earlier = el("button", { type: "button", on: { click: () => this.turn(-1) } }, "Earlier");
     this.later = el("button", { type: "button", on: { click: () => this.turn(1) } }, "Later");
-    this.chart = new LineChart("Training loss of each replica and synchronized validation loss; the table below has the values");
+    this.chart = new LineChart(
+      "Training loss of each replica and synchronized validation loss; the table below has the values",
+    );
     this.lossTable = behind("Losses as a table", () => lossTable(this.rounds, this.history));
     this.barsTable = behind("Seconds and bytes as a table", () => barsTable(this.rounds, this.replica));
     this.events = el("div", { class: "box" });
     const axes = picker("loss-axis", "Along", AXES, "round", (axis) => this.draw({ axis }));
-    const symbols = el("ul", { class: "symbols" }, Object.values(CELL_STATES).map((form) => el("li", {}, icon(form), form.word)));
+    const symbols = el(
+      "ul",
+      { class: "symbols" },
+      Object.values(CELL_STATES).map((form) => el("li", {}, icon(form), form.word)),
+    );
     root.append(
-      el("div", { class: "bar" }, el("h2", {}, "Rounds"), el("div", { class: "buttons" }, this.range, this.earlier, this.later)),
+      el(
+        "div",
+        { class: "bar" },
+        el("h2", {}, "Rounds"),
+        el("div", { class: "buttons" }, this.range, this.earlier, this.later),
+      ),
       symbols,
       this.grid,
       el("div", { class: "bar" }, el("h2", {}, "Loss"), axes),
       this.chart.holder,
       this.lossTable.node,
       el("div", { class: "bar" }, el("h2", {}, "Seconds and bytes of a round"), this.barsReplica),
-      el("ul", { class: "symbols" }, el("li", {}, "from below:"), PARTS.map(([, label, name]) => el("li", {}, svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg("rect", { width: 14, height: 14, class: name })), label))),
+      el(
+        "ul",
+        { class: "symbols" },
+        el("li", {}, "from below:"),
+        PARTS.map(([, label, name]) =>
+          el(
+            "li",
+            {},
+            svg(
+              "svg",
+              { width: 14, height: 14, "aria-hidden": "true" },
+              svg("rect", { width: 14, height: 14, class: name }),
+            ),
+            label,
+          ),
+        ),
+      ),
       this.bars,
       this.barsTable.node,
       el("h2", {}, "Events"),
@@ -59,7 +106,15 @@ export class RoundsView {
   }
 
   update({ history, time }) {
-    const key = [history, time === null ? null : history.rounds.filter((round) => round.closed <= time).length, history.marks.length, time === null ? null : history.marks.filter((mark) => mark.time <= time).length, document.documentElement.dataset.theme].map(String).join();
+    const key = [
+      history,
+      time === null ? null : history.rounds.filter((round) => round.closed <= time).length,
+      history.marks.length,
+      time === null ? null : history.marks.filter((mark) => mark.time <= time).length,
+      document.documentElement.dataset.theme,
+    ]
+      .map(String)
+      .join();
     if (key === this.drawn && history === this.history) return;
     this.drawn = key;
     this.history = history;
@@ -70,7 +125,10 @@ export class RoundsView {
   }
 
   turn(by) {
-    const last = Math.min(this.rounds.length, Math.max(this.columns, (this.last ?? this.rounds.length) + by * this.columns));
+    const last = Math.min(
+      this.rounds.length,
+      Math.max(this.columns, (this.last ?? this.rounds.length) + by * this.columns),
+    );
     this.draw({ last: last === this.rounds.length ? null : last });
   }
 
@@ -81,8 +139,12 @@ export class RoundsView {
     this.columns = Math.max(4, Math.floor((room - names(room)) / CELL));
     const end = Math.min(this.last ?? rounds.length, rounds.length);
     const window = rounds.slice(Math.max(0, end - this.columns), end);
-    const marks = history.marks.filter((mark) => mark.time <= this.until).map((mark) => ({ ...mark, round: mark.round ?? roundAt(history, mark.time) }));
-    this.range.textContent = window.length ? `${window[0].round}–${window.at(-1).round} of ${history.rounds_planned}` : "No round has closed yet.";
+    const marks = history.marks
+      .filter((mark) => mark.time <= this.until)
+      .map((mark) => ({ ...mark, round: mark.round ?? roundAt(history, mark.time) }));
+    this.range.textContent = window.length
+      ? `${window[0].round}–${window.at(-1).round} of ${history.rounds_planned}`
+      : "No round has closed yet.";
     this.earlier.disabled = end <= this.columns;
     this.later.disabled = end >= rounds.length;
     show(this.earlier, rounds.length > this.columns);
@@ -100,7 +162,10 @@ export class RoundsView {
   fillReplicas() {
     const names = this.history.topology.replicas.map(({ id }) => id);
     if (this.barsReplica.options.length === names.length + 1) return;
-    this.barsReplica.replaceChildren(el("option", { value: "" }, "mean of all replicas"), ...names.map((name) => el("option", { value: name }, cut(name, 40))));
+    this.barsReplica.replaceChildren(
+      el("option", { value: "" }, "mean of all replicas"),
+      ...names.map((name) => el("option", { value: name }, cut(name, 40))),
+    );
     this.barsReplica.value = this.replica;
   }
 }
@@ -116,14 +181,68 @@ function grid(history, rounds, marks, choose, goTo, [named, step]) {
     const key = `${mark.round} ${mark.replica ?? ""}`;
     own.set(key, [...(own.get(key) ?? []), mark]);
   }
-  const head = rounds.map((round) => el("th", { scope: "col" }, el("button", { type: "button", class: "link", "aria-label": `Round ${round.round}`, on: { click: () => choose(`round:${round.round}`) } }, round.round)));
-  const rows = history.topology.replicas.map(({ id }) => el("tr", {}, el("th", { scope: "row" }, el("button", { type: "button", class: "link", on: { click: () => choose(`replica:${id}`) } }, cut(id, 18))), rounds.map((round) => cell(round, id, own.get(`${round.round} ${id}`) ?? [], choose))));
+  const head = rounds.map((round) =>
+    el(
+      "th",
+      { scope: "col" },
+      el(
+        "button",
+        {
+          type: "button",
+          class: "link",
+          "aria-label": `Round ${round.round}`,
+          on: { click: () => choose(`round:${round.round}`) },
+        },
+        round.round,
+      ),
+    ),
+  );
+  const rows = history.topology.replicas.map(({ id }) =>
+    el(
+      "tr",
+      {},
+      el(
+        "th",
+        { scope: "row" },
+        el("button", { type: "button", class: "link", on: { click: () => choose(`replica:${id}`) } }, cut(id, 18)),
+      ),
+      rounds.map((round) => cell(round, id, own.get(`${round.round} ${id}`) ?? [], choose)),
+    ),
+  );
   const noted = rounds.map((round) => {
     const here = marks.filter((mark) => mark.round === round.round);
     const latest = here.at(-1);
-    return el("td", {}, latest ? el("button", { type: "button", class: "mark", title: `${duration(latest.time)} ${cut(latest.text, 80)}`, "aria-label": `${here.length} events in round ${round.round}, show the last`, on: { click: () => goTo(latest.time) } }, here.length > 1 ? here.length : icon(markForm(latest.kind), 12)) : "");
+    return el(
+      "td",
+      {},
+      latest
+        ? el(
+            "button",
+            {
+              type: "button",
+              class: "mark",
+              title: `${duration(latest.time)} ${cut(latest.text, 80)}`,
+              "aria-label": `${here.length} events in round ${round.round}, show the last`,
+              on: { click: () => goTo(latest.time) },
+            },
+            here.length > 1 ? here.length : icon(markForm(latest.kind), 12),
+          )
+        : "",
+    );
   });
-  const made = el("table", { class: "grid" }, el("caption", { class: "hidden" }, "What became of the contribution of each replica in each round"), el("colgroup", {}, el("col"), rounds.map(() => el("col"))), el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Round"), head)), el("tbody", {}, rows, el("tr", {}, el("th", { scope: "row" }, "events"), noted)));
+  const made = el(
+    "table",
+    { class: "grid" },
+    el("caption", { class: "hidden" }, "What became of the contribution of each replica in each round"),
+    el(
+      "colgroup",
+      {},
+      el("col"),
+      rounds.map(() => el("col")),
+    ),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Round"), head)),
+    el("tbody", {}, rows, el("tr", {}, el("th", { scope: "row" }, "events"), noted)),
+  );
   made.querySelectorAll("col").forEach((column, n) => (column.style.width = `${n ? step : named}px`));
   made.style.width = `${named + step * rounds.length}px`;
   return made;
@@ -133,9 +252,24 @@ function cell(round, replica, marks, choose) {
   const found = round.cells[replica];
   const form = lookUp(CELL_STATES, found?.state ?? "absent");
   const notes = marks.map((mark) => mark.text);
-  const title = [`${replica}, round ${round.round}: ${form.word}`, found?.why, found?.validation_loss == null ? null : `validation loss ${loss(found.validation_loss)}`, ...notes].filter(Boolean).join("; ");
-  const bad = marks.find((mark) => markForm(mark.kind).tone === "bad") ?? marks.find((mark) => ["joined", "returned"].includes(mark.kind));
-  return el("td", { title, class: `cell cell-${form.tone}`, on: { click: () => choose(`round:${round.round}`) } }, icon(form), bad ? el("span", { class: "corner" }, icon(markForm(bad.kind), 10)) : null, el("span", { class: "hidden" }, [form.word, ...marks.map((mark) => markForm(mark.kind).word)].join(", ")));
+  const title = [
+    `${replica}, round ${round.round}: ${form.word}`,
+    found?.why,
+    found?.validation_loss == null ? null : `validation loss ${loss(found.validation_loss)}`,
+    ...notes,
+  ]
+    .filter(Boolean)
+    .join("; ");
+  const bad =
+    marks.find((mark) => markForm(mark.kind).tone === "bad") ??
+    marks.find((mark) => ["joined", "returned"].includes(mark.kind));
+  return el(
+    "td",
+    { title, class: `cell cell-${form.tone}`, on: { click: () => choose(`round:${round.round}`) } },
+    icon(form),
+    bad ? el("span", { class: "corner" }, icon(markForm(bad.kind), 10)) : null,
+    el("span", { class: "hidden" }, [form.word, ...marks.map((mark) => markForm(mark.kind).word)].join(", ")),
+  );
 }
 
 // Where a round lies along an axis.
@@ -146,7 +280,7 @@ function curves(history, rounds, until, axis) {
   const byTokens = new Map(rounds.map((round) => [round.round, round.tokens]));
   const x = (time, step) => {
     if (axis === "time") return time;
-    const at = perRound ? step / perRound : (rounds.findIndex((round) => round.closed >= time) + 1 || rounds.length + 1);
+    const at = perRound ? step / perRound : rounds.findIndex((round) => round.closed >= time) + 1 || rounds.length + 1;
     if (axis === "round") return at;
     const [low, high] = [byTokens.get(Math.floor(at)) ?? 0, byTokens.get(Math.ceil(at))];
     return high == null ? null : low + (high - low) * (at % 1 || 1);
@@ -154,10 +288,19 @@ function curves(history, rounds, until, axis) {
   const found = history.topology.replicas.map(({ id }, n) => ({
     label: cut(id, 24),
     ...look(n),
-    points: ascending((history.steps?.[id] ?? []).filter(([time]) => time <= until).map(([time, step, value]) => [x(time, step), value])),
+    points: ascending(
+      (history.steps?.[id] ?? [])
+        .filter(([time]) => time <= until)
+        .map(([time, step, value]) => [x(time, step), value]),
+    ),
   }));
-  const mean = rounds.filter((round) => round.validation_loss !== null).map((round) => [along[axis](round), round.validation_loss]);
-  return [...found, { label: "validation, synchronized", colour: "--text", dash: [], width: 2.5, points: ascending(mean) }];
+  const mean = rounds
+    .filter((round) => round.validation_loss !== null)
+    .map((round) => [along[axis](round), round.validation_loss]);
+  return [
+    ...found,
+    { label: "validation, synchronized", colour: "--text", dash: [], width: 2.5, points: ascending(mean) },
+  ];
 }
 
 // uPlot needs values of x that rise. A replica that repeats steps after a kill keeps its last try.
@@ -182,7 +325,11 @@ function bars(rounds, replica, left, step) {
   if (!rounds.length) return el("p", { class: "muted" }, "No round has closed yet.");
   const width = left + step * rounds.length;
   const splits = rounds.map((round) => split(round, replica));
-  const tallest = Math.max(...splits.map((parts) => parts.reduce((sum, part) => sum + part, 0)), ...rounds.map((round) => round.seconds ?? 0), 1e-9);
+  const tallest = Math.max(
+    ...splits.map((parts) => parts.reduce((sum, part) => sum + part, 0)),
+    ...rounds.map((round) => round.seconds ?? 0),
+    1e-9,
+  );
   const most = Math.max(...rounds.map((round) => bytesOf(round, replica)), 1);
   const label = (y, words) => svg("text", { x: left - 8, y, "text-anchor": "end", class: "small muted" }, words);
   const every = Math.ceil(30 / step);
@@ -196,34 +343,71 @@ function bars(rounds, replica, left, step) {
     });
     const sent = (bytesOf(round, replica) / most) * BYTES;
     const told = `round ${round.round}: ${PARTS.map(([, word], which) => `${word} ${seconds(splits[n][which])}`).join(", ")}, ${bytes(bytesOf(round, replica))}`;
-    const name = n % every ? null : svg("text", { x: x + step / 2, y: BARS + 26, "text-anchor": "middle", class: "small muted" }, round.round);
-    return svg("g", {}, svg("title", {}, told), pieces, svg("rect", { x: x + 1, y: BARS + 40 + BYTES - sent, width: Math.max(1, step - 3), height: sent, class: "part-bytes" }), name);
+    const name =
+      n % every
+        ? null
+        : svg("text", { x: x + step / 2, y: BARS + 26, "text-anchor": "middle", class: "small muted" }, round.round);
+    return svg(
+      "g",
+      {},
+      svg("title", {}, told),
+      pieces,
+      svg("rect", {
+        x: x + 1,
+        y: BARS + 40 + BYTES - sent,
+        width: Math.max(1, step - 3),
+        height: sent,
+        class: "part-bytes",
+      }),
+      name,
+    );
   });
   const height = BARS + BYTES + 44;
-  const axis = svg("path", { d: `M${left} 10V${BARS + 10}H${width}M${left} ${BARS + 40}V${BARS + 40 + BYTES}H${width}`, class: "axis" });
-  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Seconds and bytes of each round; the table below has the values" }, axis, label(18, seconds(tallest)), label(BARS + 10, "0 s"), label(BARS + 50, bytes(most)), label(BARS + 40 + BYTES, "0 B"), columns);
+  const axis = svg("path", {
+    d: `M${left} 10V${BARS + 10}H${width}M${left} ${BARS + 40}V${BARS + 40 + BYTES}H${width}`,
+    class: "axis",
+  });
+  return svg(
+    "svg",
+    {
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": "Seconds and bytes of each round; the table below has the values",
+    },
+    axis,
+    label(18, seconds(tallest)),
+    label(BARS + 10, "0 s"),
+    label(BARS + 50, bytes(most)),
+    label(BARS + 40 + BYTES, "0 B"),
+    columns,
+  );
 }
 
 function barsTable(rounds, replica) {
-  return table("Seconds and bytes", ["Round", "Seconds", ...PARTS.map(([, word]) => word), "Bytes"], rounds.map((round) => [round.round, seconds(round.seconds), ...split(round, replica).map((part) => seconds(part)), bytes(bytesOf(round, replica))]));
+  return table(
+    "Seconds and bytes",
+    ["Round", "Seconds", ...PARTS.map(([, word]) => word), "Bytes"],
+    rounds.map((round) => [
+      round.round,
+      seconds(round.seconds),
+      ...split(round, replica).map((part) => seconds(part)),
+      bytes(bytesOf(round, replica)),
+    ]),
+  );
 }
 
 function lossTable(rounds, history) {
   const names = history.topology.replicas.map(({ id }) => id);
-  return table("Losses", ["Round", "Tokens", "Validation, synchronized", ...names.map((name) => `${cut(name, 24)}, training`)], rounds.map((round) => [round.round, count(round.tokens), loss(round.validation_loss), ...names.map((name) => loss(round.cells[name]?.training_loss))]));
-}
-
-const MOST_EVENTS = 200;
-
-// A line of the launcher, with the name of the member or replica in front unless the line has it.
-export function told(mark) {
-  const name = mark.member ?? mark.replica;
-  return name && !mark.text.includes(name) ? `${cut(name, 60)}: ${cut(mark.text, 200)}` : cut(mark.text, 200);
-}
-
-export function eventsList(marks, goTo, most = MOST_EVENTS) {
-  if (!marks.length) return el("p", { class: "muted" }, "Nothing has happened yet.");
-  const shown = marks.slice(-most).reverse();
-  const rest = marks.length > most ? el("p", { class: "muted" }, `${number(marks.length - most)} earlier events are not listed.`) : null;
-  return el("div", {}, el("ul", { class: "marks" }, shown.map((mark) => el("li", {}, icon(markForm(mark.kind)), el("button", { type: "button", class: "link", title: "Show this moment", on: { click: () => goTo(mark.time) } }, duration(mark.time)), el("span", {}, told(mark))))), rest);
+  return table(
+    "Losses",
+    ["Round", "Tokens", "Validation, synchronized", ...names.map((name) => `${cut(name, 24)}, training`)],
+    rounds.map((round) => [
+      round.round,
+      count(round.tokens),
+      loss(round.validation_loss),
+      ...names.map((name) => loss(round.cells[name]?.training_loss)),
+    ]),
+  );
 }

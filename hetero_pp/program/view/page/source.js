@@ -100,7 +100,8 @@ export function merged(history, changes) {
   }
   if (changes.steps) {
     next.steps = { ...history.steps };
-    for (const [replica, points] of Object.entries(changes.steps)) next.steps[replica] = [...(next.steps[replica] ?? []).filter(([, step]) => step < points[0][1]), ...points];
+    for (const [replica, points] of Object.entries(changes.steps))
+      next.steps[replica] = [...(next.steps[replica] ?? []).filter(([, step]) => step < points[0][1]), ...points];
   }
   return next;
 }

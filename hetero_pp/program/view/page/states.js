@@ -92,11 +92,16 @@ const MARKS = {
 };
 
 // A state that this page does not know is shown by its own word.
-export const lookUp = (forms, name) => (Object.hasOwn(forms, name) ? forms[name] : form(String(name ?? "unknown").replaceAll("_", " "), "dot", "quiet"));
+export const lookUp = (forms, name) =>
+  Object.hasOwn(forms, name) ? forms[name] : form(String(name ?? "unknown").replaceAll("_", " "), "dot", "quiet");
 export const markForm = (kind) => lookUp(MARKS, kind);
 
 export const path = (icon) => PATHS[icon] ?? PATHS.dot;
 
 export function icon({ icon: name, tone }, size = 14) {
-  return svg("svg", { viewBox: "0 0 16 16", width: size, height: size, class: `icon tone-${tone}`, "aria-hidden": "true" }, svg("path", { d: path(name), "fill-rule": "evenodd" }));
+  return svg(
+    "svg",
+    { viewBox: "0 0 16 16", width: size, height: size, class: `icon tone-${tone}`, "aria-hidden": "true" },
+    svg("path", { d: path(name), "fill-rule": "evenodd" }),
+  );
 }

@@ -11,7 +11,13 @@ const MOST = 8; // lines of the list of troubles
 function tile(root, name) {
   const found = root.querySelector(`[data-tile="${name}"]`);
   if (found) return found;
-  const made = el("div", { class: "tile", "data-tile": name }, el("span", { class: "label" }, name), el("strong", { class: "value" }), el("span", { class: "sub" }));
+  const made = el(
+    "div",
+    { class: "tile", "data-tile": name },
+    el("span", { class: "label" }, name),
+    el("strong", { class: "value" }),
+    el("span", { class: "sub" }),
+  );
   if (name === "Round") made.append(el("progress", { max: 1, "aria-label": "Progress of the run" }));
   root.append(made);
   return made;
@@ -31,41 +37,89 @@ export function drawTiles(root, { history, frame, time }) {
   const replicas = Object.values(frame?.replicas ?? {});
   const members = history.topology.members.map(({ id }) => frame?.members[id]?.state ?? "absent");
   const here = members.filter((state) => !GONE.includes(state)).length;
-  const speed = replicas.reduce((sum, replica) => sum + (replica.state === "suspended" ? 0 : (replica.tokens_per_second ?? 0)), 0);
+  const speed = replicas.reduce(
+    (sum, replica) => sum + (replica.state === "suspended" ? 0 : (replica.tokens_per_second ?? 0)),
+    0,
+  );
   const tokens = replicas.reduce((sum, replica) => sum + (replica.tokens ?? 0), 0);
   const isOver = ["over", "failed"].includes(frame?.phase);
   const closed = frame?.rounds_closed ?? 0;
-  const step = frame?.step_total ? `${history.inner_steps ? "step " : ""}${count(frame.step_done)} of ${count(frame.step_total)}${history.inner_steps ? "" : " s"} in this one` : "";
-  const progress = fillTile(root, "Round", `${closed} of ${history.rounds_planned}`, isOver ? "closed" : `closed; ${step}`).querySelector("progress");
-  attribute(progress, "value", Math.min(1, (closed + (isOver || !frame?.step_total ? 0 : frame.step_done / frame.step_total)) / Math.max(1, history.rounds_planned)).toFixed(3));
-  const change = last && before ? `${last.validation_loss <= before.validation_loss ? "−" : "+"}${loss(Math.abs(last.validation_loss - before.validation_loss))} in the last round` : "";
+  const step = frame?.step_total
+    ? `${history.inner_steps ? "step " : ""}${count(frame.step_done)} of ${count(frame.step_total)}${history.inner_steps ? "" : " s"} in this one`
+    : "";
+  const progress = fillTile(
+    root,
+    "Round",
+    `${closed} of ${history.rounds_planned}`,
+    isOver ? "closed" : `closed; ${step}`,
+  ).querySelector("progress");
+  attribute(
+    progress,
+    "value",
+    Math.min(
+      1,
+      (closed + (isOver || !frame?.step_total ? 0 : frame.step_done / frame.step_total)) /
+        Math.max(1, history.rounds_planned),
+    ).toFixed(3),
+  );
+  const change =
+    last && before
+      ? `${last.validation_loss <= before.validation_loss ? "−" : "+"}${loss(Math.abs(last.validation_loss - before.validation_loss))} in the last round`
+      : "";
   fillTile(root, "Validation loss", loss(last?.validation_loss), change);
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
   fillTile(root, "Members here", `${here} of ${members.length}`, tally(members));
   const left = frame?.seconds_left;
-  fillTile(root, "Time", duration(frame?.elapsed), isOver ? (history.outcome ?? frame.phase) : left == null ? "" : `about ${duration(left)} left`);
+  fillTile(
+    root,
+    "Time",
+    duration(frame?.elapsed),
+    isOver ? (history.outcome ?? frame.phase) : left == null ? "" : `about ${duration(left)} left`,
+  );
 }
 
 function tally(states) {
   const counts = new Map();
   for (const state of states) counts.set(state, (counts.get(state) ?? 0) + 1);
-  return [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3).map(([state, n]) => `${n} ${lookUp(MEMBER_STATES, state).word}`).join(" · ");
+  return [...counts]
+    .sort((a, b) => b[1] - a[1])
+    .slice(0, 3)
+    .map(([state, n]) => `${n} ${lookUp(MEMBER_STATES, state).word}`)
+    .join(" · ");
 }
 
 // Lists what an operator should look at first; the section is hidden when all is well.
 export function attentionTo(root, { history, frame }, choose) {
-  const troubles = [...messages(history, frame), ...replicasIn(history, frame), ...membersIn(history, frame), ...linksIn(history, frame)];
+  const troubles = [
+    ...messages(history, frame),
+    ...replicasIn(history, frame),
+    ...membersIn(history, frame),
+    ...linksIn(history, frame),
+  ];
   show(root, troubles.length > 0);
   const key = JSON.stringify(troubles);
   if (key === root.known) return;
   root.known = key;
-  const button = ({ item, text }) => (item ? el("button", { type: "button", class: "link", on: { click: () => choose(item) } }, cut(text, 200)) : el("span", {}, cut(text, 200)));
+  const button = ({ item, text }) =>
+    item
+      ? el("button", { type: "button", class: "link", on: { click: () => choose(item) } }, cut(text, 200))
+      : el("span", {}, cut(text, 200));
   const rest = troubles.length > MOST ? el("li", {}, `and ${troubles.length - MOST} more`) : null;
-  root.replaceChildren(icon({ icon: "warn", tone: "bad" }, 18), el("ul", {}, troubles.slice(0, MOST).map((trouble) => el("li", {}, button(trouble))), rest));
+  root.replaceChildren(
+    icon({ icon: "warn", tone: "bad" }, 18),
+    el(
+      "ul",
+      {},
+      troubles.slice(0, MOST).map((trouble) => el("li", {}, button(trouble))),
+      rest,
+    ),
+  );
 }
 
 function messages(history, frame) {
-  const exchange = frame?.exchange?.obstacle ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.obstacle, 200)}` }] : [];
+  const exchange = frame?.exchange?.obstacle
+    ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.obstacle, 200)}` }]
+    : [];
   const failed = history.outcome?.startsWith("failed") ? [{ text: history.outcome }] : [];
   const said = frame?.message && frame.phase !== "joining" ? [{ text: cut(frame.message, 200) }] : [];
   return [...failed, ...said, ...exchange, ...history.problems.map((text) => ({ text: cut(text, 200) }))];
@@ -81,11 +135,24 @@ function replicasIn(history, frame) {
 function membersIn(history, frame) {
   return history.topology.members
     .filter(({ id }) => ["away", "vacant", "given_up"].includes(frame?.members[id]?.state))
-    .map(({ id }) => ({ item: `member:${id}`, text: `${cut(id, 60)} is ${lookUp(MEMBER_STATES, frame.members[id].state).word} for ${duration(Math.max(0, frame.time - (frame.members[id].since ?? frame.time)))}` }));
+    .map(({ id }) => ({
+      item: `member:${id}`,
+      text: `${cut(id, 60)} is ${lookUp(MEMBER_STATES, frame.members[id].state).word} for ${duration(Math.max(0, frame.time - (frame.members[id].since ?? frame.time)))}`,
+    }));
 }
 
 function linksIn(history, frame) {
-  const late = history.topology.links.filter(({ id }) => frame?.links[id]?.late).sort((a, b) => frame.links[b.id].late - frame.links[a.id].late);
+  const late = history.topology.links
+    .filter(({ id }) => frame?.links[id]?.late)
+    .sort((a, b) => frame.links[b.id].late - frame.links[a.id].late);
   const more = late.length > MOST_LINKS ? [{ text: `${late.length - MOST_LINKS} other links are late` }] : [];
-  return [...late.slice(0, MOST_LINKS).map((link) => ({ item: `link:${link.id}`, text: `${cut(link.source, 40)} – ${cut(link.target, 40)} is late by ${seconds(frame.links[link.id].late)}` })), ...more];
+  return [
+    ...late
+      .slice(0, MOST_LINKS)
+      .map((link) => ({
+        item: `link:${link.id}`,
+        text: `${cut(link.source, 40)} – ${cut(link.target, 40)} is late by ${seconds(frame.links[link.id].late)}`,
+      })),
+    ...more,
+  ];
 }

@@ -12,10 +12,21 @@ export class TimeBar {
   constructor(root, goTo) {
     this.goTo = goTo;
     this.play = el("button", { type: "button", class: "play", on: { click: () => this.toggle() } }, "Play");
-    this.slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, "aria-label": "Moment of the run", on: { input: () => this.onInput(), keydown: (event) => this.onKey(event) } });
+    this.slider = el("input", {
+      type: "range",
+      min: 0,
+      max: STEPS,
+      step: 1,
+      "aria-label": "Moment of the run",
+      on: { input: () => this.onInput(), keydown: (event) => this.onKey(event) },
+    });
     this.marks = svg("svg", { class: "ticks", "aria-hidden": "true", preserveAspectRatio: "none" });
     this.label = el("span", { class: "moment" });
-    this.speed = el("select", { "aria-label": "Speed of the replay" }, SPEEDS.map((speed) => el("option", { value: speed, selected: speed === 4 }, `${speed}×`)));
+    this.speed = el(
+      "select",
+      { "aria-label": "Speed of the replay" },
+      SPEEDS.map((speed) => el("option", { value: speed, selected: speed === 4 }, `${speed}×`)),
+    );
     this.live = el("button", { type: "button", on: { click: () => this.pause() || goTo(null) } }, "Live");
     root.append(this.play, el("div", { class: "track" }, this.marks, this.slider), this.label, this.speed, this.live);
   }
@@ -25,10 +36,18 @@ export class TimeBar {
     this.time = time;
     this.goes = history.is_live && !isEmbedded;
     const shown = time ?? latest;
-    if (document.activeElement !== this.slider || time === null || this.timer) this.slider.value = latest ? Math.round((shown / latest) * STEPS) : STEPS;
+    if (document.activeElement !== this.slider || time === null || this.timer)
+      this.slider.value = latest ? Math.round((shown / latest) * STEPS) : STEPS;
     const closed = history.rounds.filter((round) => round.closed <= shown).length;
     attribute(this.slider, "aria-valuetext", `${duration(shown)} of ${duration(latest)}, ${closed} rounds closed`);
-    say(this.label, time === null ? (this.goes ? `live, ${duration(latest)}` : `end, ${duration(latest)}`) : `${duration(shown)} of ${duration(latest)}`);
+    say(
+      this.label,
+      time === null
+        ? this.goes
+          ? `live, ${duration(latest)}`
+          : `end, ${duration(latest)}`
+        : `${duration(shown)} of ${duration(latest)}`,
+    );
     say(this.live, this.goes ? "Live" : "End");
     attribute(this.live, "aria-label", this.goes ? "Back to live" : "To the end of the run");
     attribute(this.live, "aria-pressed", time === null);
@@ -47,7 +66,13 @@ export class TimeBar {
       const at = Math.round((mark.time / latest) * 500) * 2;
       if (seen.has(`${at} ${tone}`)) continue; // no more ticks than pixels
       seen.add(`${at} ${tone}`);
-      ticks.push(svg("line", { x1: at, x2: at, y1: tone === "bad" ? 0 : 5, y2: 10, class: `stroke-${tone}` }, svg("title", {}, cut(mark.text, 80))));
+      ticks.push(
+        svg(
+          "line",
+          { x1: at, x2: at, y1: tone === "bad" ? 0 : 5, y2: 10, class: `stroke-${tone}` },
+          svg("title", {}, cut(mark.text, 80)),
+        ),
+      );
     }
     this.marks.setAttribute("viewBox", `0 0 ${STEPS} 10`);
     this.marks.replaceChildren(...ticks);
@@ -89,4 +114,3 @@ export class TimeBar {
     say(this.play, "Play");
   }
 }
-

@@ -2,8 +2,10 @@
 
 import { attribute, behind, cut, el, say, svg, table } from "./dom.js";
 import { count, duration, loss, percent, rate, seconds } from "./format.js";
-import { between, place } from "./layout.js";
-import { eventsList } from "./rounds.js";
+import { eventsList } from "./events.js";
+import { place } from "./layout.js";
+import { lanesLayer, linksLayer, toExchange } from "./links.js";
+import { button, rect, text } from "./shapes.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp, path } from "./states.js";
 import { ZoomedPicture } from "./zoom.js";
 
@@ -33,11 +35,14 @@ export class TopologyView {
   }
 
   resize() {
-    if (this.history && this.holder.clientWidth > 100 && Math.abs(this.holder.clientWidth - this.room) > 20) this.build();
+    if (this.history && this.holder.clientWidth > 100 && Math.abs(this.holder.clientWidth - this.room) > 20)
+      this.build();
   }
 
   update({ history, frame, select, time }) {
-    const isSame = this.history && JSON.stringify(this.history.topology) === JSON.stringify(history.topology);
+    const isSame =
+      this.history?.topology === history.topology ||
+      (this.history && JSON.stringify(this.history.topology) === JSON.stringify(history.topology));
     this.history = history;
     this.frame = frame;
     if (!isSame || !this.picture) this.build();
@@ -59,7 +64,14 @@ export class TopologyView {
     this.room = this.holder.clientWidth > 100 ? this.holder.clientWidth : 900;
     this.picture = place(topology, this.room - 8, Math.max(480, window.innerHeight - 330));
     this.updates = [];
-    const layers = [framesLayer(this), sitesLayer(this), lanesLayer(this), linksLayer(this), hubLayer(this), membersLayer(this)];
+    const layers = [
+      framesLayer(this),
+      sitesLayer(this),
+      lanesLayer(this),
+      linksLayer(this),
+      hubLayer(this),
+      membersLayer(this),
+    ];
     this.zoomed.show(this.picture.width, this.picture.height, [patterns(), ...layers]);
     if (this.frame) this.draw();
   }
@@ -71,48 +83,98 @@ export class TopologyView {
 }
 
 function patterns() {
-  const hatch = svg("pattern", { id: "hatch", width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, svg("rect", { width: 2.5, height: 8, class: "hatch" }));
+  const hatch = svg(
+    "pattern",
+    { id: "hatch", width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    svg("rect", { width: 2.5, height: 8, class: "hatch" }),
+  );
   const arrow = (id, name) =>
-    svg("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, orient: "auto-start-reverse", markerUnits: "userSpaceOnUse" }, svg("path", { d: "M0 .8 8 4 0 7.2z", class: name }));
+    svg(
+      "marker",
+      {
+        id,
+        viewBox: "0 0 8 8",
+        refX: 7,
+        refY: 4,
+        markerWidth: 8,
+        markerHeight: 8,
+        orient: "auto-start-reverse",
+        markerUnits: "userSpaceOnUse",
+      },
+      svg("path", { d: "M0 .8 8 4 0 7.2z", class: name }),
+    );
   return svg("defs", {}, hatch, arrow("arrow", "arrow"), arrow("arrow-late", "arrow late"));
 }
 
-const rect = (box, name, radius = 8) => svg("rect", { x: box.x, y: box.y, width: box.width, height: box.height, rx: radius, class: name });
-const text = (x, y, name, words = "", anchor = "start") => svg("text", { x, y, class: name, "text-anchor": anchor }, words);
-const button = (item, label) => ({ role: "button", tabindex: -1, "data-item": item, "aria-label": label, class: "item" });
-
 function sitesLayer({ picture, history }) {
   const label = new Map(history.topology.sites.map((site) => [site.id, site.label]));
-  return svg("g", {}, picture.sites.map((box) => svg("g", {}, rect(box, "site"), text(box.x + 8, box.y + 13, "small muted", `site ${cut(label.get(box.site) ?? box.site, 24)}`))));
+  return svg(
+    "g",
+    {},
+    picture.sites.map((box) =>
+      svg(
+        "g",
+        {},
+        rect(box, "site"),
+        text(box.x + 8, box.y + 13, "small muted", `site ${cut(label.get(box.site) ?? box.site, 24)}`),
+      ),
+    ),
+  );
 }
 
 function framesLayer({ picture, updates, history }) {
   const { name: size } = picture.size;
   const base = size === "small" ? 17 : 20;
-  return svg("g", {}, picture.replicas.map((frame) => {
-    const { replica } = frame;
-    const kind = replica.kind === "datacenter" ? "datacenter" : `group of ${replica.members.length}`;
-    const box = rect(frame, "frame", 12);
-    const symbol = svg("path", { transform: `translate(${frame.x + 10} ${frame.y + base - 10}) scale(.72)`, "fill-rule": "evenodd" });
-    const title = text(frame.x + 26, frame.y + base, "strong", cut(replica.id, 18));
-    const nextTo = svg("tspan", { class: "muted plain", dx: 6 }, size === "small" ? "" : kind);
-    title.append(nextTo);
-    const facts = size === "small" ? text(frame.x + frame.width - 8, frame.y + base, "small muted", "", "end") : text(frame.x + 26, frame.y + base + 16, "small muted");
-    const outer = picture.isNarrow && size === "full" ? text(frame.x + frame.width - 10, frame.y + base, "small muted", "", "end") : null;
-    const group = svg("g", button(`replica:${replica.id}`, ""), box, symbol, title, facts, outer);
-    updates.push((now) => {
-      const own = now?.replicas[replica.id] ?? {};
-      const form = lookUp(REPLICA_STATES, own.state ?? "absent");
-      const isBad = form.tone === "bad";
-      attribute(box, "class", `frame${isBad ? " troubled" : ""}`);
-      attribute(symbol, "d", path(form.icon));
-      attribute(symbol, "class", `tone-${form.tone}`);
-      say(facts, size === "small" ? (isBad ? form.word : own.loss == null ? "" : `loss ${own.loss.toFixed(3)}`) : replicaLine(form, own));
-      if (outer) say(outer, isBad ? "" : toExchange(history, replica, now));
-      attribute(group, "aria-label", `${replica.id}, ${kind}: ${form.word}, loss ${loss(own.loss)}, ${count(own.tokens_per_second)} tokens a second`);
-    });
-    return group;
-  }));
+  return svg(
+    "g",
+    {},
+    picture.replicas.map((frame) => {
+      const { replica } = frame;
+      const kind = replica.kind === "datacenter" ? "datacenter" : `group of ${replica.members.length}`;
+      const box = rect(frame, "frame", 12);
+      const symbol = svg("path", {
+        transform: `translate(${frame.x + 10} ${frame.y + base - 10}) scale(.72)`,
+        "fill-rule": "evenodd",
+      });
+      const title = text(frame.x + 26, frame.y + base, "strong", cut(replica.id, 18));
+      const nextTo = svg("tspan", { class: "muted plain", dx: 6 }, size === "small" ? "" : kind);
+      title.append(nextTo);
+      const facts =
+        size === "small"
+          ? text(frame.x + frame.width - 8, frame.y + base, "small muted", "", "end")
+          : text(frame.x + 26, frame.y + base + 16, "small muted");
+      const outer =
+        picture.isNarrow && size === "full"
+          ? text(frame.x + frame.width - 10, frame.y + base, "small muted", "", "end")
+          : null;
+      const group = svg("g", button(`replica:${replica.id}`, ""), box, symbol, title, facts, outer);
+      updates.push((now) => {
+        const own = now?.replicas[replica.id] ?? {};
+        const form = lookUp(REPLICA_STATES, own.state ?? "absent");
+        const isBad = form.tone === "bad";
+        attribute(box, "class", `frame${isBad ? " troubled" : ""}`);
+        attribute(symbol, "d", path(form.icon));
+        attribute(symbol, "class", `tone-${form.tone}`);
+        say(
+          facts,
+          size === "small"
+            ? isBad
+              ? form.word
+              : own.loss == null
+                ? ""
+                : `loss ${own.loss.toFixed(3)}`
+            : replicaLine(form, own),
+        );
+        if (outer) say(outer, isBad ? "" : toExchange(history, replica, now));
+        attribute(
+          group,
+          "aria-label",
+          `${replica.id}, ${kind}: ${form.word}, loss ${loss(own.loss)}, ${count(own.tokens_per_second)} tokens a second`,
+        );
+      });
+      return group;
+    }),
+  );
 }
 
 function replicaLine(form, own) {
@@ -121,129 +183,41 @@ function replicaLine(form, own) {
   return [own.loss == null ? form.word : `loss ${loss(own.loss)}`, speed].filter(Boolean).join(" · ");
 }
 
-// Width of a line that is busy for this share of the time.
-const stroke = (busy, size) => (size === "small" ? 1 : 1.5) + (size === "small" ? 2.5 : 5) * Math.min(1, busy ?? 0);
-
-// Draws both ways of a connection and its words; returns [node, update(there, back, late)].
-function connection(ends, size, item, limits) {
-  const { x1, y1, x2, y2, isHorizontal } = ends;
-  const off = size === "full" ? 6 : size === "medium" ? 5 : 3;
-  const [dx, dy] = isHorizontal ? [0, off] : [off, 0];
-  const there = svg("line", { x1: x1 - dx, y1: y1 - dy, x2: x2 - dx, y2: y2 - dy, class: "way", "marker-end": "url(#arrow)" });
-  const back = svg("line", { x1: x2 + dx, y1: y2 + dy, x2: x1 + dx, y2: y1 + dy, class: "way", "marker-end": "url(#arrow)" });
-  const hit = svg("line", { x1, y1, x2, y2, class: "hit" });
-  const [x, y] = [(x1 + x2) / 2, (y1 + y2) / 2];
-  const room = Math.hypot(x2 - x1, y2 - y1);
-  const lines = room > 100 ? 2 : room > 30 ? 1 : 0;
-  const words = isHorizontal
-    ? [text(x, y - 13, "small halo", "", "middle"), text(x, y - 26, "small halo", "", "middle"), text(x, y + 22, "small halo", "", "middle"), text(x, y + 35, "small halo", "", "middle")]
-    : size === "small halo" ? [] : [text(x - 14, y - 3, "small halo", "", "end"), text(x - 14, y + 11, "small muted halo", "", "end"), text(x + 14, y - 3, "small halo"), text(x + 14, y + 11, "small muted halo")];
-  const lateness = lines ? text(isHorizontal ? x : x + 14, isHorizontal ? y + 48 : y + 25, "small late halo", "", isHorizontal ? "middle" : "start") : null;
-  const node = svg("g", button(item, ""), hit, there, back, words.filter(Boolean), lateness);
-  const update = (ways, late, label) => {
-    [there, back].forEach((line, n) => {
-      attribute(line, "stroke-width", stroke(ways[n]?.busy, size).toFixed(1));
-      attribute(line, "class", `way${late ? " late" : ""}`);
-      attribute(line, "marker-end", late ? "url(#arrow-late)" : "url(#arrow)");
-      const share = ways[n]?.busy == null ? "" : percent(ways[n].busy);
-      const speed = [ways[n]?.rate == null ? "" : rate(ways[n].rate), share].filter(Boolean).join(" · ");
-      const capacity = limits[n] == null ? "" : `of ${rate(limits[n])}`;
-      if (!isHorizontal && words.length) {
-        say(words[2 * n], speed);
-        say(words[2 * n + 1], capacity);
-      } else if (lines === 2 && words.length) {
-        say(words[2 * n], n || !capacity ? speed : capacity);
-        say(words[2 * n + 1], n || !capacity ? capacity : speed);
-        attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted halo");
-      } else if (lines === 1 && words.length) say(words[2 * n], share);
-    });
-    if (lateness) say(lateness, late ? `late ${seconds(late)}` : "");
-    attribute(node, "aria-label", label);
-  };
-  return [node, update];
-}
-
-function describe(link, flow) {
-  const way = (name) => `${rate(flow?.[name]?.rate)} of ${link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name])}`;
-  const late = flow?.late ? `, late ${seconds(flow.late)}` : "";
-  return `link ${link.source} to ${link.target}: there ${way("there")}, back ${way("back")}${late}`;
-}
-
-function linksLayer({ picture, history, updates }) {
-  const links = history.topology.links.filter((link) => picture.members.has(link.source) && picture.members.has(link.target));
-  return svg("g", {}, links.map((link) => {
-    const ends = between(picture.members.get(link.source), picture.members.get(link.target));
-    const [node, update] = connection(ends, picture.size.name, `link:${link.id}`, [link.bandwidth?.there, link.bandwidth?.back]);
-    updates.push((now) => {
-      const flow = now?.links[link.id];
-      update([flow?.there, flow?.back], flow?.late, describe(link, flow));
-    });
-    return node;
-  }));
-}
-
-function exchangeLinks(history, replica) {
-  const ends = history.topology.links.filter(({ source, target }) => source === "exchange" || target === "exchange");
-  return ends.map(({ id, source, target }) => ({ id, isFrom: source !== "exchange", member: source === "exchange" ? target : source })).filter(({ member }) => replica.members.includes(member));
-}
-
-// What flows from a replica to the exchange, and back.
-function flowsOf(links, now) {
-  const flows = links.map(({ id, isFrom }) => [now?.links[id]?.[isFrom ? "there" : "back"], now?.links[id]?.[isFrom ? "back" : "there"]]);
-  return [summed(flows, 0), summed(flows, 1)];
-}
-
-function toExchange(history, replica, now) {
-  const [up, down] = flowsOf(exchangeLinks(history, replica), now);
-  return up || down ? `exchange ↑ ${percent(up?.busy)} ↓ ${percent(down?.busy)}` : "";
-}
-
-// All links of a replica to the exchange are drawn as one: rates are added, the busiest counts.
-function lanesLayer({ picture, history, updates }) {
-  const own = new Map(picture.replicas.map((frame) => [frame.id, exchangeLinks(history, frame.replica)]));
-  const bus = picture.isNarrow ? [svg("line", { x1: 7, y1: picture.hub.height, x2: 7, y2: picture.replicas.at(-1)?.y + 22, class: "bus" })] : [];
-  return svg("g", {}, bus, picture.replicas.map((frame) => {
-    const y = frame.y + frame.height / 2;
-    const [x1, x2] = frame.x < picture.hub.x ? [frame.x + frame.width, picture.hub.x] : [frame.x, picture.hub.x + picture.hub.width];
-    const ends = picture.isNarrow ? { x1: frame.x, y1: frame.y + 22, x2: 7, y2: frame.y + 22, isHorizontal: true } : { x1, y1: y, x2, y2: y, isHorizontal: true };
-    const [node, update] = connection(ends, picture.isNarrow ? "small" : picture.size.name, `replica:${frame.id}`, []);
-    node.removeAttribute("role"); // the frame is the button, this line belongs to it
-    node.removeAttribute("aria-label");
-    node.classList.replace("item", "lane");
-    node.setAttribute("aria-hidden", "true");
-    updates.push((now) => {
-      const links = own.get(frame.id);
-      update(flowsOf(links, now), Math.max(0, ...links.map(({ id }) => now?.links[id]?.late ?? 0)), "");
-    });
-    return node;
-  }));
-}
-
-function summed(flows, way) {
-  const known = flows.map((flow) => flow[way]).filter((flow) => flow?.rate != null);
-  if (!known.length) return null;
-  const shares = known.map((flow) => flow.busy).filter((busy) => busy !== null && busy !== undefined);
-  return { rate: known.reduce((sum, flow) => sum + flow.rate, 0), busy: shares.length ? Math.max(...shares) : null };
-}
-
 function hubLayer({ picture, updates }) {
   const { hub } = picture;
   const x = hub.x + hub.width / 2;
   const y = hub.y + Math.min(hub.height / 2, MIDDLE);
-  const lines = [text(x, picture.isNarrow ? y - 8 : y - 14, "strong", "Exchange", "middle"), text(x, picture.isNarrow ? y + 9 : y + 6, "small muted", "", "middle"), text(x, picture.isNarrow ? y + 24 : y + 24, "small", "", "middle")];
+  const lines = [
+    text(x, picture.isNarrow ? y - 8 : y - 14, "strong", "Exchange", "middle"),
+    text(x, picture.isNarrow ? y + 9 : y + 6, "small muted", "", "middle"),
+    text(x, picture.isNarrow ? y + 24 : y + 24, "small", "", "middle"),
+  ];
   const node = svg("g", button("exchange:", "Exchange"), rect(hub, "hub", 12), lines);
   updates.push((now, history) => {
     const missing = now?.exchange?.missing ?? [];
-    say(lines[1], now ? `round ${Math.min(now.rounds_closed + 1, history.rounds_planned)} of ${history.rounds_planned}` : "");
+    say(
+      lines[1],
+      now ? `round ${Math.min(now.rounds_closed + 1, history.rounds_planned)} of ${history.rounds_planned}` : "",
+    );
     say(lines[2], missing.length ? `${missing.length} missing` : "");
     attribute(lines[2], "class", `small${missing.length ? " late" : ""}`);
-    attribute(node, "aria-label", `Exchange: ${lines[1].textContent}${missing.length ? `, waits for ${cut(missing.join(", "), 120)}` : ""}`);
+    attribute(
+      node,
+      "aria-label",
+      `Exchange: ${lines[1].textContent}${missing.length ? `, waits for ${cut(missing.join(", "), 120)}` : ""}`,
+    );
   });
   return node;
 }
 
 function membersLayer({ picture, history, updates }) {
-  return svg("g", {}, history.topology.members.filter(({ id }) => picture.members.has(id)).map((member) => card(member, picture, history, updates)));
+  return svg(
+    "g",
+    {},
+    history.topology.members
+      .filter(({ id }) => picture.members.has(id))
+      .map((member) => card(member, picture, history, updates)),
+  );
 }
 
 function card(member, picture, history, updates) {
@@ -252,7 +226,10 @@ function card(member, picture, history, updates) {
   const [nameY, stateY] = CARD_TEXT[size];
   const outline = rect(box, "card", 7);
   const stripe = svg("rect", { x: box.x, y: box.y, width: size === "small" ? 4 : 5, height: box.height, rx: 2.5 });
-  const symbol = svg("path", { transform: `translate(${box.x + 10} ${box.y + stateY - 10.5}) scale(.75)`, "fill-rule": "evenodd" });
+  const symbol = svg("path", {
+    transform: `translate(${box.x + 10} ${box.y + stateY - 10.5}) scale(.75)`,
+    "fill-rule": "evenodd",
+  });
   const shortName = size === "small" ? member.id.slice(member.replica.length) || member.id : member.id;
   const name = text(box.x + (size === "small" ? 26 : 11), box.y + nameY, "strong", cut(shortName, WORD[size]));
   const state = text(box.x + 27, box.y + stateY, "");
@@ -285,24 +262,53 @@ const activity = (form, facts) => (facts.detail && facts.state === "waiting" ? f
 
 function legend() {
   const item = (form) => el("li", {}, icon(form), form.word);
-  const ways = "A line is as thick as it is busy; the upper arrow points there, the lower one back. A dashed line has late messages.";
-  return el("details", { class: "legend" }, el("summary", {}, "Symbols"), el("ul", { class: "symbols" }, Object.values(MEMBER_STATES).map(item)), el("p", {}, ways));
+  const ways =
+    "A line is as thick as it is busy; the upper arrow points there, the lower one back. A dashed line has late messages.";
+  return el(
+    "details",
+    { class: "legend" },
+    el("summary", {}, "Symbols"),
+    el("ul", { class: "symbols" }, Object.values(MEMBER_STATES).map(item)),
+    el("p", {}, ways),
+  );
 }
 
 function membersTable(history, frame) {
   const rows = history.topology.members.map((member) => {
     const facts = frame?.members[member.id] ?? {};
     const replica = frame?.replicas[member.replica] ?? {};
-    return [member.id, member.replica, lookUp(MEMBER_STATES, facts.state ?? "absent").word, facts.detail, facts.device, loss(replica.loss), count(replica.tokens_per_second), facts.score?.toFixed(2), facts.heard == null ? "–" : `${duration(Math.max(0, frame.time - facts.heard))} ago`];
+    return [
+      member.id,
+      member.replica,
+      lookUp(MEMBER_STATES, facts.state ?? "absent").word,
+      facts.detail,
+      facts.device,
+      loss(replica.loss),
+      count(replica.tokens_per_second),
+      facts.score?.toFixed(2),
+      facts.heard == null ? "–" : `${duration(Math.max(0, frame.time - facts.heard))} ago`,
+    ];
   });
-  return table("Members", ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Score", "Last report"], rows);
+  return table(
+    "Members",
+    ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Score", "Last report"],
+    rows,
+  );
 }
 
 function linksTable(history, frame) {
   const rows = history.topology.links.map((link) => {
     const flow = frame?.links[link.id] ?? {};
-    const way = (name) => [rate(flow[name]?.rate), link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]), percent(flow[name]?.busy)];
+    const way = (name) => [
+      rate(flow[name]?.rate),
+      link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]),
+      percent(flow[name]?.busy),
+    ];
     return [`${link.source} – ${link.target}`, ...way("there"), ...way("back"), flow.late ? seconds(flow.late) : "no"];
   });
-  return table("Links", ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back", "Late"], rows);
+  return table(
+    "Links",
+    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back", "Late"],
+    rows,
+  );
 }

@@ -11,8 +11,19 @@ const TURNS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowD
 export class ZoomedPicture {
   constructor(holder, choose) {
     this.choose = choose;
-    this.node = svg("svg", { role: "group", "aria-label": "Picture of the topology. Arrow keys go from item to item, Enter opens one, plus and minus zoom, Shift and arrow keys move the picture.", class: "zoomed" });
-    this.buttons = el("div", { class: "buttons" }, this.button("−", "Zoom out", () => this.zoom(1 / STEP)), this.button("+", "Zoom in", () => this.zoom(STEP)), this.button("Fit", "Show the whole picture", () => this.fit()));
+    this.node = svg("svg", {
+      role: "group",
+      "aria-label":
+        "Picture of the topology. Arrow keys go from item to item, Enter opens one, plus and minus zoom, Shift and arrow keys move the picture.",
+      class: "zoomed",
+    });
+    this.buttons = el(
+      "div",
+      { class: "buttons" },
+      this.button("−", "Zoom out", () => this.zoom(1 / STEP)),
+      this.button("+", "Zoom in", () => this.zoom(STEP)),
+      this.button("Fit", "Show the whole picture", () => this.fit()),
+    );
     holder.append(this.node);
     this.node.addEventListener("keydown", (event) => this.onKey(event));
     this.node.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
@@ -57,7 +68,12 @@ export class ZoomedPicture {
   zoom(factor, [across, down] = [0.5, 0.5]) {
     const width = Math.min(Math.max(this.box.width / factor, this.width / DEEPEST), this.width + 2 * MARGIN);
     const height = (width / this.box.width) * this.box.height;
-    this.box = { x: this.box.x + (this.box.width - width) * across, y: this.box.y + (this.box.height - height) * down, width, height };
+    this.box = {
+      x: this.box.x + (this.box.width - width) * across,
+      y: this.box.y + (this.box.height - height) * down,
+      width,
+      height,
+    };
     this.apply();
   }
 
@@ -115,7 +131,10 @@ export class ZoomedPicture {
     if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
     event.preventDefault();
     const box = this.node.getBoundingClientRect();
-    this.zoom(event.deltaY < 0 ? STEP : 1 / STEP, [(event.clientX - box.x) / box.width, (event.clientY - box.y) / box.height]);
+    this.zoom(event.deltaY < 0 ? STEP : 1 / STEP, [
+      (event.clientX - box.x) / box.width,
+      (event.clientY - box.y) / box.height,
+    ]);
   }
 
   onDrag(down) {
@@ -125,7 +144,8 @@ export class ZoomedPicture {
     const move = (event) => {
       this.box.x = start.x - (event.clientX - down.clientX) * scale;
       this.box.y = start.y - (event.clientY - down.clientY) * scale;
-      this.dragged = this.dragged || Math.hypot(event.clientX - down.clientX, event.clientY - down.clientY) > DRAG_PIXELS;
+      this.dragged =
+        this.dragged || Math.hypot(event.clientX - down.clientX, event.clientY - down.clientY) > DRAG_PIXELS;
       this.apply();
     };
     const up = () => {
