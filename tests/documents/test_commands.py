@@ -48,7 +48,15 @@ JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_
 OPERATED = "tests/program/test_operate.py::test_serve_and_join_take_the_options_of_an_operator"
 INSTALLED = "tests/package/test_wheel.py::test_a_shipped_run_trains_over_the_network"
 FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
+SHOWN = "tests/program/test_view_server.py::test_commands_open_a_page_or_write_it_to_a_file"
 RUN_BY = {
+    "hetero-pp launch configs/quickstart.yaml --view": (
+        "tests/program/test_view_server.py::test_a_launched_run_is_shown_until_its_end"
+    ),
+    "hetero-pp view quickstart": SHOWN,
+    "hetero-pp view quickstart quickstart.1": SHOWN,
+    "hetero-pp view quickstart --export quickstart.html": SHOWN,
+    "hetero-pp simulate configs/quickstart.yaml --view": SHOWN,
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
     "make lint": ".ci/run",
