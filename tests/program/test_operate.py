@@ -72,6 +72,7 @@ from hetero_pp.program.operate.operations import Operations, operated
 from hetero_pp.program.operate.traces import traced
 from hetero_pp.program.report.json_lines import printed_as_json
 from hetero_pp.program.report.round_lines import STALL_SECONDS
+from hetero_pp.program.report.spent import PARTS
 from hetero_pp.program.report.standings import Outcome
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -180,10 +181,8 @@ def test_metrics_of_a_whole_run() -> None:
     assert found["link_busy_seconds_total", "forward", "home.0-1"] == 10
     assert found["link_capacity_bytes_per_second", "backward", "home.0-1"] == 500_000
     assert ("link_capacity_bytes_per_second", "forward", "dc-exchange") not in found
-    parts = {
-        part: found["member_round_seconds_total", "home.1", part] for part in ("compute", "wait", "outer", "blocked")
-    }
-    assert parts == {"compute": 5, "wait": 2, "outer": 2.5, "blocked": 0}
+    parts = {part: found["member_round_seconds_total", "home.1", part] for part in PARTS}
+    assert parts == {"compute": 5, "wait": 2, "outer": 1.5, "blocked": 1, "evaluation": 0.5}
 
 
 def test_every_outcome_of_a_contribution_is_counted_once() -> None:
