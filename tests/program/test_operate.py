@@ -373,6 +373,19 @@ def test_a_collector_that_is_away_is_one_line() -> None:
     ]
 
 
+def test_a_follower_that_fails_is_one_line_and_gets_no_more() -> None:
+    seen, lines = list[Report](), list[str]()
+
+    def fails(report: Report) -> None:
+        seen.append(report)
+        raise ValueError("a bug")
+
+    operations = Operations(followers=[fails], complain=lines.append)
+    for _ in range(2):
+        operations.on_report(STEP)
+    assert (len(seen), lines) == (1, ["traces end here, but the run continues: ValueError: a bug"])
+
+
 # ---- a launched run ----
 
 
