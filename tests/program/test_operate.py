@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -427,6 +429,9 @@ def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
 
+    # The options override this environment.
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_SAMPLER": "always_off"}
+
     def look() -> None:
         url = printed.getvalue().split("metrics: ")[1].split("/metrics")[0]
         found.scraped.append(samples(text_string_to_metric_families(get(f"{url}/metrics")[1])))
@@ -441,6 +446,7 @@ def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched
         launch(spec, folder, looked_at, resume)
 
     with (
+        patch.dict(os.environ, environment),
         redirect_stdout(printed),
         redirect_stderr(printed),
         printed_as_json(),
