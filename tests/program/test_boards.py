@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from test_recorder import made_up_reports, made_up_spec
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.sinks.sink import MakeSink, Scalar, makers_of
 from hetero_pp.program.report.state import RunState
@@ -37,12 +38,12 @@ class Kept:
             raise RuntimeError("the service\nis gone")
 
 
-def record(folder: Path, boards: dict[str, MakeSink]) -> list[str]:
-    """Record made-up reports; return the complaints."""
+def record(folder: Path, boards: dict[str, MakeSink], reports: Sequence[Report] = ()) -> list[str]:
+    """Record reports, by default made-up ones; return the complaints."""
     complaints: list[str] = []
     state = RunState(made_up_spec())
     recorder = Recorder(made_up_spec(), RunFolder(folder), state, complain=complaints.append, boards=boards)
-    for report in made_up_reports():
+    for report in reports or made_up_reports():
         state.apply(report)
         recorder.on_report(report)
     recorder.close()
@@ -75,6 +76,13 @@ def test_every_sink_gets_what_tensorboard_gets(tmp_path: Path) -> None:
     assert kept.is_closed
     assert {one.axis for one in kept.scalars if one.tag.startswith("training_loss/")} == {"inner_step"}
     assert {one.axis for one in kept.scalars if one.tag.startswith("validation_loss/")} == {"round"}
+
+
+def test_a_step_that_is_trained_again_is_one_point(tmp_path: Path) -> None:
+    kept = Kept()
+    record(tmp_path, {"kept": lambda state: kept}, [*made_up_reports(), *made_up_reports()])
+    assert curves(kept.scalars) == expected(tmp_path)
+    assert [step for step, _ in curves(kept.scalars)["training_loss/dc"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -72,6 +74,7 @@ from hetero_pp.program.operate.operations import Operations, operated
 from hetero_pp.program.operate.traces import traced
 from hetero_pp.program.report.json_lines import printed_as_json
 from hetero_pp.program.report.round_lines import STALL_SECONDS
+from hetero_pp.program.report.spent import PARTS
 from hetero_pp.program.report.standings import Outcome
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -180,10 +183,8 @@ def test_metrics_of_a_whole_run() -> None:
     assert found["link_busy_seconds_total", "forward", "home.0-1"] == 10
     assert found["link_capacity_bytes_per_second", "backward", "home.0-1"] == 500_000
     assert ("link_capacity_bytes_per_second", "forward", "dc-exchange") not in found
-    parts = {
-        part: found["member_round_seconds_total", "home.1", part] for part in ("compute", "wait", "outer", "blocked")
-    }
-    assert parts == {"compute": 5, "wait": 2, "outer": 2.5, "blocked": 0}
+    parts = {part: found["member_round_seconds_total", "home.1", part] for part in PARTS}
+    assert parts == {"compute": 5, "wait": 2, "outer": 1.5, "blocked": 1, "evaluation": 0.5}
 
 
 def test_every_outcome_of_a_contribution_is_counted_once() -> None:
@@ -374,6 +375,19 @@ def test_a_collector_that_is_away_is_one_line() -> None:
     ]
 
 
+def test_a_follower_that_fails_is_one_line_and_gets_no_more() -> None:
+    seen, lines = list[Report](), list[str]()
+
+    def fails(report: Report) -> None:
+        seen.append(report)
+        raise ValueError("a bug")
+
+    operations = Operations(followers=[fails], complain=lines.append)
+    for _ in range(2):
+        operations.on_report(STEP)
+    assert (len(seen), lines) == (1, ["traces end here, but the run continues: ValueError: a bug"])
+
+
 # ---- a launched run ----
 
 
@@ -415,6 +429,9 @@ def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
 
+    # The options override this environment.
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_SAMPLER": "always_off"}
+
     def look() -> None:
         url = printed.getvalue().split("metrics: ")[1].split("/metrics")[0]
         found.scraped.append(samples(text_string_to_metric_families(get(f"{url}/metrics")[1])))
@@ -429,6 +446,7 @@ def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched
         launch(spec, folder, looked_at, resume)
 
     with (
+        patch.dict(os.environ, environment),
         redirect_stdout(printed),
         redirect_stderr(printed),
         printed_as_json(),

@@ -70,10 +70,7 @@ def run_and_record(
     state, operations = RunState(spec), operations or Operations()
     operations.follow(state)
     recorder = Recorder(spec, folder, state, resume, say, operations.boards)
-
-    refuse, happenings = _teller_of_refusals(say), Happenings(spec)
-
-    begun = Beginnings(resume)
+    refuse, happenings, begun = _teller_of_refusals(say), Happenings(spec), Beginnings(resume)
 
     def take(report: Report) -> None:
         if state.apply(report):

@@ -31,8 +31,9 @@ class Operations:
     boards: Mapping[str, MakeSink] = field(default_factory=dict)
     """Further sinks of the scalars that TensorBoard gets, by name."""
     observed: Observed = field(default_factory=Observed)
-    followers: Sequence[Callable[[Report], None]] = ()
-    """Functions that get each report of this start of the run."""
+    followers: list[Callable[[Report], None]] = field(default_factory=list)
+    """Functions that get each report of this start of the run. One that fails gets no more."""
+    complain: Callable[[str], None] = print
     page: Page = without_page
 
     @property
@@ -47,8 +48,12 @@ class Operations:
     def on_report(self, report: Report) -> None:
         """Take in a report, after the state has."""
         self.observed.on_report(report)
-        for follower in self.followers:
-            follower(report)
+        for follower in [*self.followers]:
+            try:
+                follower(report)
+            except Exception as error:  # noqa: BLE001 (a bug in it must not fail the run)
+                self.followers.remove(follower)
+                self.complain(f"traces end here, but the run continues: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -76,4 +81,4 @@ def operated(
                 needed = "install it with: pip install 'hetero-pp[otel]'"
                 raise ConfigError((), f"--otlp: {error.name} is not installed; {needed}") from None
             followers.append(stack.enter_context(traced(otlp, observed, say)))
-        yield Operations(makers, observed, followers, page)
+        yield Operations(makers, observed, followers, say, page)
