@@ -437,9 +437,20 @@ def test_an_exchange_that_does_not_answer(ticket_of_nobody: str, host: Path, mon
     monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.5)
     found = doctor(ticket_of_nobody, host)
     assert found["exchange"].state is State.FAIL
-    assert "did not answer within 500 ms; it is over, not served now" in found["exchange"].line
+    assert "did not answer within 500 ms; the run homes is over, is not served now" in found["exchange"].line
     unknown = Finding(State.SKIP, "the exchange did not answer, or refused this host")
     assert {found[name] for name in ("settings", "clock", "neighbours")} == {unknown}
+
+
+def test_an_address_that_is_silent(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program accepts the connection and says nothing, so a handshake would take longer than the checks."""
+    monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.1)
+    monkeypatch.setattr(subject, "_SECONDS_TO_EXPLAIN", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ticket = make_ticket("homes", address, Secret("s").authority, "0" * 16, time.time() + HOUR).to_text()
+        found = doctor(ticket, host)["exchange"]
+    assert (found.state, "did not answer within 500 ms" in found.line) == (State.FAIL, True)
 
 
 def test_exchanges_of_other_versions(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_duration, format_names
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
+from hetero_pp.program.doctor.side_by_side import in_background
 from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.join.membership import unanswered
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.rpc.certificates import CLOCKS_DIFFER
 
@@ -25,8 +29,10 @@ def check_exchange(subject: Subject) -> Finding:
     try:
         answer = subject.answer_.result()
     except LinkTimeout as error:
-        ask = "it is over, not served now, or has another address; ask the operator of the run"
-        return fail(f"{error}; {ask if not subject.peer.is_here else 'see its log in runs/'}")
+        is_here = subject.peer.is_here
+        return fail(
+            f"{error}: see its log in {subject.folder.path}/logs" if is_here else unanswered(error, subject.name)
+        )
     if answer is None:
         return warn(f"{address} answers, but is of an earlier version, which other checks cannot ask; `join` may work")
     return ok(f"{address} answers and admits this host, with the same version of the protocol")
@@ -61,7 +67,8 @@ def check_neighbours(subject: Subject) -> Finding:
             raise NotChecked("the YAML names no address on another host")
     if not found:
         return ok(_without_listeners(subject.part))
-    silent = {name: address for name, address in found.items() if not _answers(address)}
+    dialled = {name: in_background(partial(_answers, address)) for name, address in found.items()}
+    silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
     if silent:
         shown = format_names([f"{name} at {address}" for name, address in silent.items()], _SHOWN)
         return warn(

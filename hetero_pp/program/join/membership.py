@@ -91,6 +91,12 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
     return read_membership(folder)
 
 
+def unanswered(error: LinkTimeout, run: str) -> str:
+    """Return what an exchange that does not answer may mean for a host that has only a ticket."""
+    found = f"{error}; the run {run} is over, is not served now, or has another address"
+    return f"{found}; ask the operator of the run"
+
+
 def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str], None]) -> EnrolReply:
     """Enrol with the ticket, and wait for a group to form if no slot is free. Raises the errors of `take_place`."""
 
