@@ -501,8 +501,8 @@ def test_the_verdict_on_a_line(served: Served) -> None:
     spec = served.spec
     assert step_bytes(spec, "home.0") == dict(zip(("down", "up"), step_bytes(spec, "home.1").values(), strict=True))
     fast, slow = Rate(9.5e6, True), Rate(8.5e6, True)
-    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(49e6, False)}).state is State.OK
-    found = line_verdict(spec, "home.0", {"up": slow, "down": Rate(49e6, False)})
+    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(40e6, False)}).state is State.OK
+    found = line_verdict(spec, "home.0", {"up": slow, "down": Rate(40e6, False)})
     assert (found.state, "expects 10 Mbit/s up of home.0" in found.line) == (State.WARN, True)
-    found = line_verdict(spec, "dc", {"up": slow, "down": Rate(49e6, False)})
-    assert found == ok("8.5 Mbit/s up, at least 49 Mbit/s down")
+    found = line_verdict(spec, "dc", {"up": slow, "down": Rate(40e6, False)})
+    assert found == ok("8.5 Mbit/s up, at least 40 Mbit/s down")
