@@ -26,6 +26,7 @@ from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.doctor import disk, leftovers, packages, proxy, subject, text
@@ -41,6 +42,7 @@ from hetero_pp.program.join.membership import Membership, take_place
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.unfinished import Unfinished
 from hetero_pp.rpc import probe
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.rpc.tickets import Ticket, make_ticket
@@ -477,6 +479,30 @@ def test_neighbours_that_listen(served: Served, host: Path) -> None:
     found = doctor(served.ticket(), host)["neighbours"]
     assert (found.state, "the exchange relays instead" in found.line) == (State.WARN, True)
     served.exchange.died("home.1", "the test is over")
+
+
+def test_a_hostile_exchange_is_one_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = {
+        "settings": pb.PreviewReply(version=PROTOCOL_VERSION, configuration="[]", slots=["home.0"]),
+        "slots": pb.PreviewReply(
+            version=PROTOCOL_VERSION, configuration=served.house.told.configuration, slots=["away"], vocabulary=256
+        ),
+        "neighbours": pb.PreviewReply(
+            version=PROTOCOL_VERSION,
+            configuration=served.house.told.configuration,
+            slots=["home.0"],
+            vocabulary=256,
+            neighbours={"home.1": "nowhere:x", "other": "127.0.0.1:1"},
+        ),
+    }
+    found = {}
+    for what, reply in replies.items():
+        monkeypatch.setattr(admission.Admission, "Preview", lambda *_, reply=reply: reply)
+        with ExitStack() as stack:
+            found[what] = doctor(served.ticket(address=served.serve(stack, served.house)), host)
+    assert found["settings"]["settings"].line.endswith("this version of hetero-pp cannot read")
+    assert found["slots"]["settings"].line == "the exchange offers slots that its run does not have"
+    assert found["neighbours"]["neighbours"].line.startswith("home.1 at nowhere:x cannot be dialled")
 
 
 def test_another_text_than_the_run(served: Served, host: Path, tmp_path: Path) -> None:

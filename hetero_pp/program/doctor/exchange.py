@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 
 from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import route_to
@@ -18,6 +19,8 @@ CLOCK_WARNING_SECONDS = 60.0
 """Difference of clocks from which logs and expiry dates mislead."""
 
 _SECONDS_TO_DIAL = 1.5
+_MOST_DIALLED = 16
+"""Neighbours that are dialled, each in a thread. A group rarely has more stages."""
 _SHOWN = 4
 
 
@@ -59,7 +62,8 @@ def clock_verdict(ahead: float, within: float) -> Finding:
 def check_neighbours(subject: Subject) -> Finding:
     """Dial the neighbouring stages that listen. Those that are not reached are reached through the exchange."""
     if subject.peer is not None:
-        found = dict(subject.answer.reply.neighbours)
+        told = subject.answer.reply.neighbours  # of names that the run does not have, nothing is dialled
+        found = {name: told[name] for name in subject.part.spec.members if name in told}
     else:
         part = subject.part
         found = {one.member: one.address for one in fixed_addresses(part.spec.config) if not one.is_of_this_host}
@@ -67,6 +71,7 @@ def check_neighbours(subject: Subject) -> Finding:
             raise NotChecked("the YAML names no address on another host")
     if not found:
         return ok(_without_listeners(subject.part))
+    found = dict(islice(found.items(), _MOST_DIALLED))
     dialled = {name: in_background(partial(_answers, address)) for name, address in found.items()}
     silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
     if silent:
@@ -87,5 +92,5 @@ def _answers(address: str) -> bool:
     try:
         with route_to(address).connect(address, _SECONDS_TO_DIAL):
             return True
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # it cannot be reached, or is no address
         return False

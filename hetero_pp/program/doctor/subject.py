@@ -17,7 +17,7 @@ from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.doctor.finding import NotChecked
 from hetero_pp.program.doctor.side_by_side import in_background
-from hetero_pp.program.join.membership import Membership, has_joined, memberships_in, read_membership
+from hetero_pp.program.join.membership import Membership, has_joined, is_name, memberships_in, read_membership
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.join.status import known_run, run_folder
 from hetero_pp.program.launch.inputs import settled
@@ -163,7 +163,7 @@ def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
 
 
 def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
-    name = ticket.run if Path(ticket.run).name == ticket.run else ""  # no ticket decides which folder is read
+    name = ticket.run if is_name(ticket.run) else ""  # no ticket decides which folder is read
     earlier = RunFolder(runs.absolute() / name).identity(ticket.id)
     if name and has_joined(earlier):
         return _of_membership(read_membership(earlier), runs.absolute())
@@ -246,5 +246,7 @@ def _part_of_guest(asked: Future[Answer | None], data: str | None) -> Part:
         told["data"]["tokenizer"], told["model"]["vocabulary"] = "bytes", reply.vocabulary
     except (ValueError, KeyError, TypeError):
         raise Refused("the exchange sent settings that this version of hetero-pp cannot read") from None
-    config = own_configuration(json.dumps(told), reply.slots[0], data, None, None)
-    return Part(RunSpec(config, reply.vocabulary), [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)
+    spec = RunSpec(own_configuration(json.dumps(told), reply.slots[0], data, None, None), reply.vocabulary)
+    if not spec.members.keys() >= set(reply.slots):
+        raise Refused("the exchange offers slots that its run does not have")
+    return Part(spec, [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)

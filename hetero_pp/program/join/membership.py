@@ -183,9 +183,14 @@ def waits_in(folder: RunFolder) -> list[Wait]:
     return found
 
 
+def is_name(name: str) -> bool:
+    """Return whether a text is the name of a folder, and not a path to another one."""
+    return Path(name).name == name and name not in ("", ".", "..")
+
+
 def _require_name(name: str, of: str) -> None:
     """Raise Refused for a name that is a path, so that no ticket and no exchange decides where this host writes."""
-    if Path(name).name != name or name in ("", ".", ".."):
+    if not is_name(name):
         raise Refused(f"found {name!r}, expected the name of a {of}")
 
 
