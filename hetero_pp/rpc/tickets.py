@@ -20,6 +20,7 @@ PREFIX = "hpp1."
 """Prefix of every ticket, with the version of its content."""
 _CHECK_BYTES = 4
 MOST_CHARACTERS = 20_000
+MOST_PORT = 65535
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
 """Prefixes of addresses that gRPC does not take as HOST:PORT."""
 _NAME = "ticket."
@@ -79,7 +80,7 @@ class Ticket:
             raise TypeError
         run, address, *pem = texts
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or host in _SCHEMES or "/" in host:
+        if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
             raise ValueError
         return cls(run, address, Identity(*pem), str(found.get("good_for", "")), str(found.get("store", "")))
 

@@ -173,7 +173,7 @@ def test_a_ticket_is_decompressed_to_a_bounded_size(served: Served) -> None:
         Ticket.from_text(_sealed(b" " * 100_000 + content))
 
 
-@pytest.mark.parametrize("address", ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1"])
+@pytest.mark.parametrize("address", ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1", "a:65536"])
 def test_a_ticket_names_only_host_and_port(served: Served, address: object) -> None:
     with pytest.raises(Refused, match="the ticket is incomplete"):
         Ticket.from_text(_sealed(json.dumps(asdict(served.ticket()) | {"address": address}).encode()))

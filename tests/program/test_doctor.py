@@ -26,6 +26,7 @@ from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.doctor import disk, leftovers, packages, proxy, subject, text
@@ -41,6 +42,7 @@ from hetero_pp.program.join.membership import Membership, take_place
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.unfinished import Unfinished
 from hetero_pp.rpc import probe
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.rpc.tickets import Ticket, make_ticket
@@ -437,9 +439,20 @@ def test_an_exchange_that_does_not_answer(ticket_of_nobody: str, host: Path, mon
     monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.5)
     found = doctor(ticket_of_nobody, host)
     assert found["exchange"].state is State.FAIL
-    assert "did not answer within 500 ms; it is over, not served now" in found["exchange"].line
+    assert "did not answer within 500 ms; the run homes is over, is not served now" in found["exchange"].line
     unknown = Finding(State.SKIP, "the exchange did not answer, or refused this host")
     assert {found[name] for name in ("settings", "clock", "neighbours")} == {unknown}
+
+
+def test_an_address_that_is_silent(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program accepts the connection and says nothing, so a handshake would take longer than the checks."""
+    monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.1)
+    monkeypatch.setattr(subject, "_SECONDS_TO_EXPLAIN", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ticket = make_ticket("homes", address, Secret("s").authority, "0" * 16, time.time() + HOUR).to_text()
+        found = doctor(ticket, host)["exchange"]
+    assert (found.state, "did not answer within 500 ms" in found.line) == (State.FAIL, True)
 
 
 def test_exchanges_of_other_versions(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,6 +481,30 @@ def test_neighbours_that_listen(served: Served, host: Path) -> None:
     served.exchange.died("home.1", "the test is over")
 
 
+def test_a_hostile_exchange_is_one_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = {
+        "settings": pb.PreviewReply(version=PROTOCOL_VERSION, configuration="[]", slots=["home.0"]),
+        "slots": pb.PreviewReply(
+            version=PROTOCOL_VERSION, configuration=served.house.told.configuration, slots=["away"], vocabulary=256
+        ),
+        "neighbours": pb.PreviewReply(
+            version=PROTOCOL_VERSION,
+            configuration=served.house.told.configuration,
+            slots=["home.0"],
+            vocabulary=256,
+            neighbours={"home.1": "nowhere:x", "other": "127.0.0.1:1"},
+        ),
+    }
+    found = {}
+    for what, reply in replies.items():
+        monkeypatch.setattr(admission.Admission, "Preview", lambda *_, reply=reply: reply)
+        with ExitStack() as stack:
+            found[what] = doctor(served.ticket(address=served.serve(stack, served.house)), host)
+    assert found["settings"]["settings"].line.endswith("this version of hetero-pp cannot read")
+    assert found["slots"]["settings"].line == "the exchange offers slots that its run does not have"
+    assert found["neighbours"]["neighbours"].line.startswith("home.1 at nowhere:x cannot be dialled")
+
+
 def test_another_text_than_the_run(served: Served, host: Path, tmp_path: Path) -> None:
     assert "give the path of the text on this host with --data" in doctor(served.ticket("home.0"), host)["text"].line
     other = tmp_path / "other.txt"
@@ -490,8 +527,8 @@ def test_the_verdict_on_a_line(served: Served) -> None:
     spec = served.spec
     assert step_bytes(spec, "home.0") == dict(zip(("down", "up"), step_bytes(spec, "home.1").values(), strict=True))
     fast, slow = Rate(9.5e6, True), Rate(8.5e6, True)
-    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(49e6, False)}).state is State.OK
-    found = line_verdict(spec, "home.0", {"up": slow, "down": Rate(49e6, False)})
+    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(40e6, False)}).state is State.OK
+    found = line_verdict(spec, "home.0", {"up": slow, "down": Rate(40e6, False)})
     assert (found.state, "expects 10 Mbit/s up of home.0" in found.line) == (State.WARN, True)
-    found = line_verdict(spec, "dc", {"up": slow, "down": Rate(49e6, False)})
-    assert found == ok("8.5 Mbit/s up, at least 49 Mbit/s down")
+    found = line_verdict(spec, "dc", {"up": slow, "down": Rate(40e6, False)})
+    assert found == ok("8.5 Mbit/s up, at least 40 Mbit/s down")

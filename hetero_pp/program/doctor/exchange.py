@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import islice
+
 from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_duration, format_names
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
+from hetero_pp.program.doctor.side_by_side import in_background
 from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.join.membership import unanswered
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.rpc.certificates import CLOCKS_DIFFER
 
@@ -14,6 +19,8 @@ CLOCK_WARNING_SECONDS = 60.0
 """Difference of clocks from which logs and expiry dates mislead."""
 
 _SECONDS_TO_DIAL = 1.5
+_MOST_DIALLED = 16
+"""Neighbours that are dialled, each in a thread. A group rarely has more stages."""
 _SHOWN = 4
 
 
@@ -25,8 +32,10 @@ def check_exchange(subject: Subject) -> Finding:
     try:
         answer = subject.answer_.result()
     except LinkTimeout as error:
-        ask = "it is over, not served now, or has another address; ask the operator of the run"
-        return fail(f"{error}; {ask if not subject.peer.is_here else 'see its log in runs/'}")
+        is_here = subject.peer.is_here
+        return fail(
+            f"{error}: see its log in {subject.folder.path}/logs" if is_here else unanswered(error, subject.name)
+        )
     if answer is None:
         return warn(f"{address} answers, but is of an earlier version, which other checks cannot ask; `join` may work")
     return ok(f"{address} answers and admits this host, with the same version of the protocol")
@@ -53,7 +62,8 @@ def clock_verdict(ahead: float, within: float) -> Finding:
 def check_neighbours(subject: Subject) -> Finding:
     """Dial the neighbouring stages that listen. Those that are not reached are reached through the exchange."""
     if subject.peer is not None:
-        found = dict(subject.answer.reply.neighbours)
+        told = subject.answer.reply.neighbours  # of names that the run does not have, nothing is dialled
+        found = {name: told[name] for name in subject.part.spec.members if name in told}
     else:
         part = subject.part
         found = {one.member: one.address for one in fixed_addresses(part.spec.config) if not one.is_of_this_host}
@@ -61,7 +71,9 @@ def check_neighbours(subject: Subject) -> Finding:
             raise NotChecked("the YAML names no address on another host")
     if not found:
         return ok(_without_listeners(subject.part))
-    silent = {name: address for name, address in found.items() if not _answers(address)}
+    found = dict(islice(found.items(), _MOST_DIALLED))
+    dialled = {name: in_background(partial(_answers, address)) for name, address in found.items()}
+    silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
     if silent:
         shown = format_names([f"{name} at {address}" for name, address in silent.items()], _SHOWN)
         return warn(
@@ -80,5 +92,5 @@ def _answers(address: str) -> bool:
     try:
         with route_to(address).connect(address, _SECONDS_TO_DIAL):
             return True
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # it cannot be reached, or is no address
         return False

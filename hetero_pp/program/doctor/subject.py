@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.bounded import parse_json
-from hetero_pp.core.errors import ConfigError, HeteroPPError, Refused
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.doctor.finding import NotChecked
 from hetero_pp.program.doctor.side_by_side import in_background
-from hetero_pp.program.join.membership import Membership, has_joined, memberships_in, read_membership
+from hetero_pp.program.join.membership import Membership, has_joined, is_name, memberships_in, read_membership
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.join.status import known_run, run_folder
 from hetero_pp.program.launch.inputs import settled
@@ -31,6 +32,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 SECONDS_TO_ASK = 3.0
 """Seconds within which the exchange has to answer."""
+_SECONDS_TO_EXPLAIN = 1.0
 
 _YAML = (".yaml", ".yml")
 
@@ -161,7 +163,7 @@ def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
 
 
 def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
-    name = ticket.run if Path(ticket.run).name == ticket.run else ""  # no ticket decides which folder is read
+    name = ticket.run if is_name(ticket.run) else ""  # no ticket decides which folder is read
     earlier = RunFolder(runs.absolute() / name).identity(ticket.id)
     if name and has_joined(earlier):
         return _of_membership(read_membership(earlier), runs.absolute())
@@ -215,9 +217,16 @@ def _of_membership(own: Membership, runs: Path) -> Subject:
 
 
 def _asked(address: str, identity: Identity) -> Answer | None:
-    """Return the exchange's answer. Raises Refused for an exchange with another protocol."""
-    begun = time.time()
-    reply, took = preview(address, identity, SECONDS_TO_ASK), time.time() - begun
+    """Return the exchange's answer. Raises Refused for an exchange with another protocol, LinkTimeout without one.
+
+    To learn why an address is silent may take longer than the checks, so it is not waited for.
+    """
+    begun, limit = time.time(), SECONDS_TO_ASK + _SECONDS_TO_EXPLAIN
+    try:
+        reply = in_background(lambda: preview(address, identity, SECONDS_TO_ASK)).result(limit)
+    except TimeoutError:
+        raise LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(limit)}") from None
+    took = time.time() - begun
     if reply is None:
         return None
     if complaint := version_complaint(PROTOCOL_VERSION, reply.version):
@@ -237,5 +246,7 @@ def _part_of_guest(asked: Future[Answer | None], data: str | None) -> Part:
         told["data"]["tokenizer"], told["model"]["vocabulary"] = "bytes", reply.vocabulary
     except (ValueError, KeyError, TypeError):
         raise Refused("the exchange sent settings that this version of hetero-pp cannot read") from None
-    config = own_configuration(json.dumps(told), reply.slots[0], data, None, None)
-    return Part(RunSpec(config, reply.vocabulary), [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)
+    spec = RunSpec(own_configuration(json.dumps(told), reply.slots[0], data, None, None), reply.vocabulary)
+    if not spec.members.keys() >= set(reply.slots):
+        raise Refused("the exchange offers slots that its run does not have")
+    return Part(spec, [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)

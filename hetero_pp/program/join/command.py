@@ -22,7 +22,7 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.program.join.leave import leavable
-from hetero_pp.program.join.membership import Membership, renewed, take_place
+from hetero_pp.program.join.membership import Membership, renewed, take_place, unanswered
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
@@ -75,8 +75,7 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
         name_run(ticket.run)
         membership = take_place(ticket, here.runs.absolute(), say)
     except LinkTimeout as error:
-        found = f"{error}; the run {ticket.run} is over, is not served now, or has another address"
-        raise ConfigError((), f"{found}; ask the operator of the run") from None
+        raise ConfigError((), unanswered(error, ticket.run)) from None
     except (Refused, TooMuch) as error:
         raise ConfigError((), str(error)) from None
     except RunOver as error:

@@ -91,6 +91,12 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
     return read_membership(folder)
 
 
+def unanswered(error: LinkTimeout, run: str) -> str:
+    """Return what an exchange that does not answer may mean for a host that has only a ticket."""
+    found = f"{error}; the run {run} is over, is not served now, or has another address"
+    return f"{found}; ask the operator of the run"
+
+
 def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str], None]) -> EnrolReply:
     """Enrol with the ticket, and wait for a group to form if no slot is free. Raises the errors of `take_place`."""
 
@@ -177,9 +183,14 @@ def waits_in(folder: RunFolder) -> list[Wait]:
     return found
 
 
+def is_name(name: str) -> bool:
+    """Return whether a text is the name of a folder, and not a path to another one."""
+    return Path(name).name == name and name not in ("", ".", "..")
+
+
 def _require_name(name: str, of: str) -> None:
     """Raise Refused for a name that is a path, so that no ticket and no exchange decides where this host writes."""
-    if Path(name).name != name or name in ("", ".", ".."):
+    if not is_name(name):
         raise Refused(f"found {name!r}, expected the name of a {of}")
 
 
