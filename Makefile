@@ -47,7 +47,7 @@ types: $(READY)
 
 # Builds the site in build/site. A warning, such as a link that leads nowhere, is an error.
 docs: $(READY)
-	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going --conf-dir docs . build/site
+	$(BIN)/python -m sphinx -q --fresh-env --fail-on-warning --keep-going --conf-dir docs . build/site
 	@echo "The site is build/site/index.html."
 
 # torch is installed first, pinned, so that TORCH_ARGS can select its index. Sizes are those on Linux x86-64 with Python

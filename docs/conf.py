@@ -27,6 +27,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["html_image"]
 highlight_language = "none"
 nitpicky = True
+smartquotes = False  # it makes one dash of `--`
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]

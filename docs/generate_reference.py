@@ -43,7 +43,12 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str
 
 
 def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
+    return _escaped(" ".join((text or "").split()))
+
+
+def _escaped(text: str) -> str:
+    """Return the text with `<` outside of code escaped. Otherwise `runs/<name>` contains an unknown HTML tag."""
+    return re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "\\<", text)
 
 
 # ---- commands ----
@@ -57,7 +62,7 @@ def _commands() -> Iterator[str]:
         arguments = [one for one in command.params if one.param_type_name == "argument"]
         options = [one for one in command.params if one.param_type_name == "option"]
         yield f"\n## {name}\n"
-        yield inspect.cleandoc(command.help).replace("\f", "")
+        yield _escaped(inspect.cleandoc(command.help).replace("\f", ""))
         shown = [_argument(one) for one in arguments]
         yield f"\n```text\nhetero-pp {' '.join([name, *(['[OPTIONS]'] if options else []), *shown])}\n```\n"
         rows = [(f"`{words}`", _one_line(one.help)) for one, words in zip(arguments, shown, strict=True)]
