@@ -20,6 +20,9 @@ from hetero_pp.research.experiments.verdict import Values, holm, judge, p_value,
 FIRST_ROUNDS = 20
 """Rounds over which cosines with the reference momentum are averaged: SparseLoCo, A.1."""
 
+_NO_SEED = 0
+"""Seed of predictions, which have none: a claim about them has a verdict without an interval, and is in no family."""
+
 
 def claim_results(
     experiment: Experiment, outcomes: Outcomes, hours: Mapping[str, float] = MappingProxyType({})
@@ -31,7 +34,7 @@ def claim_results(
     equal for claims of different tables that state the same about the same rows.
     """
     at_the_end = known_values(outcomes)
-    at_the_end["hours"] = {row: dict.fromkeys(outcomes.get(row, {}), one) for row, one in hours.items()}
+    at_the_end["hours"] = {row: {_NO_SEED: one} for row, one in hours.items()}
     known = [_early_values(claim, outcomes, hours) or at_the_end for claim in experiment.claims]
     each = [
         (claim, values, shares_of(claim, experiment)) for claim, values in zip(experiment.claims, known, strict=True)
