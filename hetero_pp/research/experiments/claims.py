@@ -13,7 +13,15 @@ from typing import Any
 
 from hetero_pp.outer.volume import Volume
 from hetero_pp.research.experiments.clock import loss_at
-from hetero_pp.research.experiments.definition import FORWARDS, KINDS, WAYS, Claim, Experiment, Forward
+from hetero_pp.research.experiments.definition import (
+    FORWARDS,
+    KINDS,
+    OF_OUTER_GRADIENTS,
+    WAYS,
+    Claim,
+    Experiment,
+    Forward,
+)
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.verdict import Values, holm, judge, p_value, slices_interval
 
@@ -69,7 +77,7 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
         values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
     for way in WAYS:
         values[way] = {row: _megabytes(seeds, way) for row, seeds in outcomes.items()}
-    for place, measured in enumerate(("norm", "uncorrelated", "momentum", "kept_momentum"), start=1):
+    for place, measured in enumerate(OF_OUTER_GRADIENTS, start=1):
         rounds = FIRST_ROUNDS if "momentum" in measured else math.inf
         values[measured] = {row: _of_outer_gradients(seeds, place, rounds) for row, seeds in outcomes.items()}
     return values
