@@ -156,6 +156,10 @@ WRONG = {
         SMALLEST.replace("{name: none}", "{name: none, timed: one}"),
         "found `timed` in row `none` without `clock`, expected the file that predicts it",
     ),
+    "a clock that is not there": (
+        SMALLEST + "clock: {run: away.yaml}\n",
+        "tables/away.yaml",
+    ),
     "a loss of another forward by a time": (
         SMALLEST + "claims: [{text: a, of: compressed, by: all, lower: [none, all]}]\n",
         "found `by` with `of: compressed`, expected `own`, the loss of every round",

@@ -13,12 +13,23 @@ from typing import Any
 
 from hetero_pp.outer.volume import Volume
 from hetero_pp.research.experiments.clock import loss_at
-from hetero_pp.research.experiments.definition import FORWARDS, KINDS, WAYS, Claim, Experiment, Forward
+from hetero_pp.research.experiments.definition import (
+    FORWARDS,
+    KINDS,
+    OF_OUTER_GRADIENTS,
+    WAYS,
+    Claim,
+    Experiment,
+    Forward,
+)
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.verdict import Values, holm, judge, p_value, slices_interval
 
 FIRST_ROUNDS = 20
 """Rounds over which cosines with the reference momentum are averaged: SparseLoCo, A.1."""
+
+_NO_SEED = 0
+"""Seed of predictions, which have none: a claim about them has a verdict without an interval, and is in no family."""
 
 
 def claim_results(
@@ -31,7 +42,7 @@ def claim_results(
     equal for claims of different tables that state the same about the same rows.
     """
     at_the_end = known_values(outcomes)
-    at_the_end["hours"] = {row: dict.fromkeys(outcomes.get(row, {}), one) for row, one in hours.items()}
+    at_the_end["hours"] = {row: {_NO_SEED: one} for row, one in hours.items()}
     known = [_early_values(claim, outcomes, hours) or at_the_end for claim in experiment.claims]
     each = [
         (claim, values, shares_of(claim, experiment)) for claim, values in zip(experiment.claims, known, strict=True)
@@ -66,7 +77,7 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
         values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
     for way in WAYS:
         values[way] = {row: _megabytes(seeds, way) for row, seeds in outcomes.items()}
-    for place, measured in enumerate(("norm", "uncorrelated", "momentum", "kept_momentum"), start=1):
+    for place, measured in enumerate(OF_OUTER_GRADIENTS, start=1):
         rounds = FIRST_ROUNDS if "momentum" in measured else math.inf
         values[measured] = {row: _of_outer_gradients(seeds, place, rounds) for row, seeds in outcomes.items()}
     return values

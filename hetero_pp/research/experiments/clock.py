@@ -22,23 +22,33 @@ from hetero_pp.simulator.sweep import Sweep
 def predicted_hours(experiment: Experiment) -> dict[str, float]:
     """Return the predicted hours of all rounds of each row that is `timed`; empty without a clock.
 
-    Raises ConfigError for a file that is not a valid deployment, and for an unknown row of it.
+    Raises ConfigError as `deployments_of` does.
     """
     clock = experiment.clock
     if clock is None:
         return {}
-    path = experiment.beside(clock.run)
-    deployments = ConfigFile(path).config.simulate.rows
-    changes = Sweep.of_rows({"clock": clock.cells}).overrides("clock")
-    hours: dict[str, float] = {}
+    deployments, changes = deployments_of(experiment), Sweep.of_rows({"clock": clock.cells}).overrides("clock")
+    return {
+        row.name: 24 * _days([*changes, *deployments.overrides(row.timed)], experiment.beside(clock.run))
+        for row in experiment.rows
+        if row.timed is not None
+    }
+
+
+def deployments_of(experiment: Experiment) -> Sweep:
+    """Return the deployments of an experiment's clock, without predicting them.
+
+    Raises ConfigError for a file that is not a valid run, and for a row that names an unknown deployment.
+    """
+    if experiment.clock is None:
+        return Sweep.of_rows({})
+    path = experiment.beside(experiment.clock.run)
+    known = ConfigFile(path).config.simulate.rows
     for number, row in enumerate(experiment.rows):
-        if row.timed is None:
-            continue
-        if row.timed not in deployments:
-            told = f"found `{row.timed}`, expected a row of `simulate.rows` in {path}: {', '.join(deployments)}"
+        if row.timed is not None and row.timed not in known:
+            told = f"found `{row.timed}`, expected a row of `simulate.rows` in {path}: {', '.join(known)}"
             raise experiment.located(ConfigError(("rows", number, "timed"), told))
-        hours[row.name] = _days([*changes, *Sweep.of_rows(deployments).overrides(row.timed)], path) * 24
-    return hours
+    return Sweep.of_rows(known)
 
 
 def _days(overrides: Sequence[Override], path: Path) -> float:

@@ -146,11 +146,14 @@ Measurement = Literal[
 WAYS = ("gather", "ring", "sparse_ring")
 """Collectives for which the size of contributions is measured."""
 
+OF_OUTER_GRADIENTS = ("norm", "uncorrelated", "momentum", "kept_momentum")
+"""Measurements of outer gradients, in the order of OuterGradient."""
+
 EVERY: dict[str, str] = {
     "bias": "bias_every",
     "similarity": "similarity_every",
     **dict.fromkeys(WAYS, "volume_every"),
-    **dict.fromkeys(("norm", "uncorrelated", "momentum", "kept_momentum"), "outer_every"),
+    **dict.fromkeys(OF_OUTER_GRADIENTS, "outer_every"),
 }
 """Key of an experiment that sets how often each quantity is measured."""
 

@@ -14,6 +14,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.shipped import is_installed, shipped
 from hetero_pp.data.settings import STREAMED
 from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.clock import deployments_of
 from hetero_pp.research.experiments.corpus import with_tokenizer
 from hetero_pp.research.experiments.jobs import Training
 from hetero_pp.research.experiments.rows import Setting
@@ -80,6 +81,7 @@ class Request:
             raise ConfigError((), f"--scale {scale.name}: {name} is only defined for {experiment.scale}")
         command = self._command(experiment.name)
         setting = Setting(scale, experiment, self.can_train, self.corpus, self.repeat, command)
+        deployments_of(experiment)
         for row in experiment.rows:
             if setting.not_representable(row) is None:
                 setting.config(row)

@@ -60,6 +60,7 @@ class FastResult:
     """Volume of contributions in measured rounds: (round, bytes that a replica sends with each collective of Volume).
     """
     outer_gradients: list[OuterGradient] = field(default_factory=list)
+    """Outer gradients in measured rounds: norms, and cosines with a reference momentum."""
     compiled: bool = False
     """Whether layers were compiled."""
     stacked: bool = False
