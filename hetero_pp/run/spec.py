@@ -119,10 +119,6 @@ class RunSpec:
         self._since: dict[int, RunConfig] = {}
         """First round of a configuration -> the configuration; not one for each round, because runs may be long."""
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.agreed = json.dumps(meaning(self.at(1), NotPartOf.RUN), sort_keys=True)
-        """Settings that all hosts agree on, as JSON."""
-        self.run = hashlib.sha256(self.agreed.encode()).hexdigest()[:32]
-        """Run id in contributions: the same on all hosts, regardless of where they keep their files."""
         self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
         """Inner steps of each replica; None if a round lasts a given time."""
         own_lines = lines_of_members(config.replicas, config.exchange)
@@ -138,6 +134,16 @@ class RunSpec:
         }
         self.needed = {name: member for name, member in self.members.items() if not member.replica.optional}
         """Members that must join before the run begins."""
+
+    @cached_property
+    def agreed(self) -> str:
+        """Settings that all hosts agree on, as JSON."""
+        return json.dumps(meaning(self.at(1), NotPartOf.RUN), sort_keys=True)
+
+    @cached_property
+    def run(self) -> str:
+        """Run id in contributions: the same on all hosts, regardless of where they keep their files."""
+        return hashlib.sha256(self.agreed.encode()).hexdigest()[:32]
 
     @property
     def inner_steps(self) -> int:

@@ -27,7 +27,7 @@ ADAM = (
     "learning_rate: 0.01, final_learning_rate_share: 0.1}"
 )
 RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
-    "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=4", "data.validation_sequences=8"]),
+    "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=2", "data.validation_sequences=8"]),
     "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2}"]),
     "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2}"]),
     "inner Muon": (HERE / "mixed.yaml", ["inner.optimizer=muon", "outer.compression.value_bits=2"]),

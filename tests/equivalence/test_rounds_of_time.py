@@ -39,11 +39,11 @@ def over_grpc(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     The group's larger batch makes it take fewer steps. Contributions are weighted by tokens.
     """
     folder = tmp_path_factory.mktemp("runs")
-    changes = ["inner={seconds: 2}", f"data.corpus={corpus}", "replicas.1.batch_size=16"]
+    changes = ["inner={seconds: 0.4}", f"data.corpus={corpus}", "replicas.1.batch_size=16"]
     changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}", "outer.weights=tokens", "snapshots.every=1"]
     done = run_program("launch", str(YAML), "--runs", str(folder), *(f"--set={change}" for change in changes))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 outer rounds of as many inner steps as fit into 2 s" in done.stdout
+    assert "3 outer rounds of as many inner steps as fit into 400 ms" in done.stdout
     return folder / "mixed"
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from catalogs import SHIPPED
 from matplotlib.figure import Figure
-from scipy.stats import t as students_t
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
@@ -116,6 +115,8 @@ def _rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean of differences, from scipy's distribution."""
+    from scipy.stats import t as students_t  # takes half a second
+
     half = float(students_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
     return fmean(differences) - half, fmean(differences) + half
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from catalogs import SHIPPED
-from scipy.stats import t as students_t
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment, Row, Trend
@@ -36,6 +35,8 @@ def test_the_law_is_a_regression_of_logarithms() -> None:
     assert law.at(64) == pytest.approx(math.exp(level + slope * (math.log(64) - widths.mean())))
     squares = ((widths - widths.mean()) ** 2).sum()
     rest = gaps - level - slope * (widths - widths.mean())
+    from scipy.stats import t as students_t  # takes half a second
+
     error = students_t.ppf(0.975, len(POINTS) - 2) * math.sqrt(rest @ rest / (len(POINTS) - 2))
     half = error / math.sqrt(squares)
     assert law.exponent_interval == pytest.approx((slope - half, slope + half))

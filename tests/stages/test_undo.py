@@ -110,7 +110,7 @@ def _break_off(group: StageMembers, breaker: _Breaker, event: int, round_: int) 
 
 
 def test_broken_off_at_any_event_of_any_stage(spec: RunSpec, tmp_path: Path) -> None:
-    """Interrupt every stage at every seventh of its events, in rounds 1 and 2.
+    """Interrupt every stage at every eleventh of its events, in rounds 1 and 2.
 
     Round 1 starts without moments. A round has three steps and an evaluation.
 
@@ -127,7 +127,7 @@ def test_broken_off_at_any_event_of_any_stage(spec: RunSpec, tmp_path: Path) -> 
         start, theta, moments = batches.state(), group.parameters(), group.moments()
         expected = _trained(untouched, round_)
         _assert_equal(_trained(group, round_), expected)
-        breaks = [(breaker, event) for breaker in breakers for event in range(round_, breaker.seen, 7)]
+        breaks = [(breaker, event) for breaker in breakers for event in range(round_, breaker.seen, 11)]
         group.undo(_fresh(spec))
         for number, (breaker, event) in enumerate(breaks):
             _break_off(group, breaker, event, round_)

@@ -69,7 +69,7 @@ def _entry(setting: Setting, request: Request) -> dict[str, Any]:
     done = sum(row["ours"] is not None for row in known["rows"])
     verdicts = {claim["text"]: claim["verdict"] for claim in known["claims"]}
     representable = [row for row in experiment.rows if setting.not_representable(row) is None]
-    hours = sum(Cost.of(setting, row).hours for row in representable) * request.seeds
+    hours = sum(_hours(setting, _spec(setting, row)) for row in representable) * request.seeds
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -94,12 +94,21 @@ class Cost:
     @classmethod
     def of(cls, setting: Setting, row: Row) -> Cost:
         """Return a row's cost by the usual estimate of 6 FLOPs per parameter and token."""
-        spec = RunSpec(setting.config(row), setting.scale.vocabulary)
-        parameters, tokens = parameter_count(spec), token_count(spec)
-        flops = 6.0 * parameters * tokens
+        spec = _spec(setting, row)
         sent = contribution_bytes(spec, spec.config.outer.rounds)
-        hours = flops * SECONDS_PER_FLOP[setting.scale.hardware] / 3600
-        return cls(parameters, tokens, flops, sent, hours)
+        return cls(parameter_count(spec), token_count(spec), _flops(spec), sent, _hours(setting, spec))
+
+
+def _spec(setting: Setting, row: Row) -> RunSpec:
+    return RunSpec(setting.config(row), setting.scale.vocabulary)
+
+
+def _flops(spec: RunSpec) -> float:
+    return 6.0 * parameter_count(spec) * token_count(spec)
+
+
+def _hours(setting: Setting, spec: RunSpec) -> float:
+    return _flops(spec) * SECONDS_PER_FLOP[setting.scale.hardware] / 3600
 
 
 def dry_run(request: Request) -> None:
