@@ -46,6 +46,10 @@ PRINTED = {
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
     "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n"],
     "mutants": [r"296 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "object_store_round": [
+        r"2 bits +2 +store( +\d+\.\d{3}){6}\n.*2 +exchange( +\d+\.\d{3}){6}\n",
+        r"appendix C: 8B, 20 replicas: .* 12 s\n",
+    ],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
     "real_size": [
         r"\ndc( +\d+\.\d\d){6}",
