@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import resource
@@ -39,7 +40,7 @@ from hetero_pp.program.doctor.proxy import check_proxy
 from hetero_pp.program.doctor.side_by_side import make_checks
 from hetero_pp.program.doctor.subject import Peer, Subject
 from hetero_pp.program.join.membership import Membership, take_place
-from hetero_pp.program.launch.claim import claim
+from hetero_pp.program.launch.claim import LOCKS, claim
 from hetero_pp.program.launch.unfinished import Unfinished
 from hetero_pp.rpc import probe
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
@@ -283,6 +284,9 @@ def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
     with claim(runs, "homes", ["dc"]):
         found = doctor(path)["leftovers"]
         assert (found.state, "a launch on this host runs dc" in found.line) == (State.FAIL, True)
+    with (runs / LOCKS / "homes" / "dc").open("rb") as asked:
+        fcntl.flock(asked, fcntl.LOCK_SH)  # another check or command asks at the same moment
+        assert doctor(path)["leftovers"].state is State.OK
     (runs / "homes").mkdir()
     with (runs / "homes" / "dc.log").open("w"):
         found = doctor(path)["leftovers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -65,15 +66,19 @@ def held_parts(runs: Path, name: str) -> list[str]:
 
 
 def is_held(runs: Path, name: str, part: str) -> bool:
-    """Return whether a launch on this host runs this part of runs/<name>."""
+    """Return whether a launch on this host runs this part of runs/<name>.
+
+    The lock that tries it is shared, so that two processes or threads that ask at the same time do not see each other.
+    """
     path = runs / LOCKS / name / part
     if not path.exists():
         return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
 
 
 def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> None:
