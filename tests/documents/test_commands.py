@@ -46,7 +46,15 @@ BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_token
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
 FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
+SHOWN = "tests/program/test_view_server.py::test_commands_open_a_page_or_write_it_to_a_file"
 RUN_BY = {
+    "hetero-pp launch configs/quickstart.yaml --view": (
+        "tests/program/test_view_server.py::test_a_launched_run_is_shown_until_its_end"
+    ),
+    "hetero-pp view quickstart": SHOWN,
+    "hetero-pp view quickstart quickstart.1": SHOWN,
+    "hetero-pp view quickstart --export quickstart.html": SHOWN,
+    "hetero-pp simulate configs/quickstart.yaml --view": SHOWN,
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
     "make lint": ".ci/run",

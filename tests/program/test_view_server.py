@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import itertools
 import json
 import re
@@ -14,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
-from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import broadcast, launched, watched
@@ -75,7 +74,7 @@ def served(source: Any, **values: Any) -> Iterator[str]:
         yield page.url
 
 
-def get(url: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+def get(url: str, **headers: str) -> tuple[int, Message, bytes]:
     request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -108,7 +107,7 @@ def over() -> Iterator[str]:
 
 def test_runs_history_and_frames_are_json(over: str) -> None:
     assert json.loads(get(over + "api/runs")[2])["runs"] == [
-        {"id": "a b", "name": "made-up", "kind": "run", "is_live": False}
+        {"id": "a b", "name": "made-up", "kind": "run", "is_live": False, "has_prediction": False}
     ]
     history = json.loads(get(over + "api/runs/a%20b/history")[2])
     assert (history["id"], len(history["rounds"]), history["outcome"]) == ("a b", 2, "over")
@@ -178,7 +177,6 @@ def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: p
             source.view.version += 1
             await anext(reading)
             heard += 1
-        await reading.aclose()
         return heard, len([one async for one in silent])
 
     heard, unread = asyncio.run(both())
@@ -247,10 +245,17 @@ def test_hostile_texts_stay_data_in_the_exported_file() -> None:
     assert data["frames"][HOSTILE][-1]["members"]["home.1"]["detail"] == HOSTILE
 
 
-def test_a_run_is_exported_by_the_command(tmp_path: Path) -> None:
-    run_folder(tmp_path / "x", recorded(made_up_reports()))
-    found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--export", str(tmp_path / "x.html")])
-    assert found.exit_code == 0, found.output
+def test_commands_open_a_page_or_write_it_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(Served, "run", lambda self: opened.append(self.url))
+    runs = ["--runs", str(tmp_path)]
+    for name in ("x", "y"):
+        run_folder(tmp_path / name, recorded(made_up_reports()))
+    for words in (["view", "x", "y", *runs], ["simulate", str(MIXED), "--view", *runs]):
+        found = CliRunner().invoke(app, words)
+        assert found.exit_code == 0 and opened[-1] in found.output, found.output
+    found = CliRunner().invoke(app, ["view", "x", *runs, "--export", str(tmp_path / "x.html")])
+    assert found.exit_code == 0 and len(opened) == 2, found.output
     assert '"rounds_closed":2' in (tmp_path / "x.html").read_text()
 
 
@@ -310,9 +315,7 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
 # ---- launch --view ----
 
 
-def test_a_launched_run_is_shown_until_its_end(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launched_run_is_shown_until_its_end(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, data, viewers = list[str](), list[Any](), list[threading.Thread]()
 
     class Watched(Served):
@@ -328,9 +331,10 @@ def test_a_launched_run_is_shown_until_its_end(
                 yield
 
     monkeypatch.setattr(launched, "Served", Watched)
-    run_topology(MIXED, [f"data.corpus={corpus}", "outer.rounds=2"], tmp_path, in_process=True, page=on_a_page)
+    settings = ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=2", "--runs", str(tmp_path)]
+    found = CliRunner().invoke(app, ["launch", str(MIXED), "--in-process", "--view", *settings])
+    assert found.exit_code == 0 and "the run is shown at http://127.0.0.1:" in found.output, found.output
     viewers[0].join(60)
-    assert "the run is shown at http://127.0.0.1:" in capsys.readouterr().out
     folder = RunFolder(tmp_path / "mixed")
     told = json.loads(folder.summary.read_text())
     changes, frames = (
