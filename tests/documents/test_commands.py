@@ -128,6 +128,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest tests/method tests/stages": TESTS,
     ".venv/bin/python -m pytest tests/documents": TESTS,
     "make quick": TESTS,
+    "make page-test": TESTS,
     "make benchmarks-smoke": TESTS,
 }
 """Reason why no test runs a command as it is shown."""
