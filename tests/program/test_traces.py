@@ -38,6 +38,10 @@ def spans_of(*reports: Report) -> list[ReadableSpan]:
     return list(exporter.get_finished_spans())
 
 
+def _round(span: ReadableSpan) -> object:
+    return (span.attributes or {})["hetero_pp.round"]
+
+
 def test_a_trace_is_of_one_round_and_has_its_events() -> None:
     late = standing(START + 3, LATE, replica="home")
     fails = failure(START + 14, "dc", "out of memory")
@@ -47,7 +51,7 @@ def test_a_trace_is_of_one_round_and_has_its_events() -> None:
     assert [(one.name, one.attributes) for one in first.events] == [
         ("late", {"place": "", "replica": "home", "cause": "why"})
     ]
-    assert (first.status.status_code, first.attributes["hetero_pp.round"]) == (StatusCode.UNSET, 1)
+    assert (first.status.status_code, _round(first)) == (StatusCode.UNSET, 1)
     assert (open_one.start_time, open_one.status.description) == (1e9 * (START + 10), "dc: out of memory")
     assert first.context.trace_id != open_one.context.trace_id
 
@@ -57,7 +61,7 @@ def test_a_round_that_is_reported_again_has_one_trace() -> None:
     closed = round_closed(START + 10, 4)
     again = [begun(START + 11, 4), round_closed(START + 11, 3), closed]
     found = spans_of(begun(START, 3), inner_step(START + 1, "dc", "dc", 4, 0), closed, *again, member_round("dc", 4))
-    assert [one.attributes["hetero_pp.round"] for one in found if one.name == "round"] == [4]
+    assert [_round(one) for one in found if one.name == "round"] == [4]
     assert [one.name for one in found[1:]] == ["inner loop", "outer step", "evaluation", "member round"]
     assert spans_of(begun(START, 3), member_round("dc", 2)) == []
 
