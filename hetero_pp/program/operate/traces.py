@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
@@ -87,7 +87,7 @@ class _First(logging.Handler):
 class RoundTraces:
     """Makes the spans of a run. It takes the reports of one start of the run, in order."""
 
-    def __init__(self, observed: Observed, processor: BatchSpanProcessor) -> None:
+    def __init__(self, observed: Observed, processor: SpanProcessor) -> None:
         self._observed = observed
         resource = Resource({"service.name": "hetero-pp"})  # without those that the environment sets
         self._provider = TracerProvider(
@@ -113,7 +113,7 @@ class RoundTraces:
                 self._event(report)
             case "round_closed":
                 self._close(report.time, report.round_closed)
-            case "failure":
+            case "failure" if not report.failure.consequence:
                 for span in self._rounds.values():
                     if span.is_recording():
                         span.set_status(Status(StatusCode.ERROR, f"{report.member}: {report.failure.cause}"))
