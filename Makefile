@@ -72,4 +72,4 @@ schema: $(READY)
 	$(BIN)/python docs/generate_reference.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build docs/results .pytest_cache .hypothesis .mypy_cache .ruff_cache
