@@ -35,11 +35,11 @@ _WORDS |= dict.fromkeys(("", "~", "null", "Null", "NULL"))
 _INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,17})")
 _FLOAT = re.compile(r"[-+]?[0-9]{1,20}(\.[0-9]{0,20}([eE][-+]?[0-9]{1,3})?|[eE][-+]?[0-9]{1,3})")
 _OTHERS = [pattern for versions, _, pattern, _ in implicit_resolvers if (1, 2) in versions]
-"""What YAML 1.2 reads as something else than text."""
+"""Patterns of all that YAML 1.2 does not read as text."""
 _MERGE = object()
 """The key `<<`."""
 _READ_OTHERWISE = re.compile("[\t\x85\u2028\u2029\ufeff]|[|>][-+0-9]*#")
-"""Tabs and comments that libyaml allows at more places, and what ends a line in YAML 1.1 but not in YAML 1.2."""
+"""Tabs and comments that libyaml allows at more places, and line breaks of YAML 1.1 that YAML 1.2 does not have."""
 
 
 class NotOrdinary(Exception):
@@ -69,7 +69,7 @@ class _Content:
         self._levels: list[list[Any]] = [self.document]
         """Open lists and mappings. A mapping is a list of its keys and values in turn."""
         self._begun: list[tuple[str | None, int]] = []
-        """Of each of them, the anchor, and how many values were before it."""
+        """The anchor of each of them, and the number of values before it."""
         self._anchors: dict[str, tuple[Any, int]] = {}
         """Values with an anchor, and how many values each holds with aliases expanded."""
         self._values = 0
@@ -94,8 +94,9 @@ class _Content:
             if event.anchor not in self._anchors:
                 raise NotOrdinary
             value, count = self._anchors[event.anchor]
-            self._levels[-1].append(deepcopy(value))
             self._values += count
+            if self._values <= self._values_max:
+                self._levels[-1].append(deepcopy(value))
         elif isinstance(event, DocumentStartEvent) and (self.document or event.version or event.tags):
             raise NotOrdinary
         if len(self._begun) > self._depth_max or self._values > self._values_max:
