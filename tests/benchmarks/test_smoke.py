@@ -45,7 +45,7 @@ PRINTED = {
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
     "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n"],
-    "mutants": [r"258 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "mutants": [r"273 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
     "real_size": [
         r"\ndc( +\d+\.\d\d){6}",
