@@ -57,11 +57,11 @@ Metrics = Annotated[
 ]
 Otlp = Annotated[
     str | None,
-    typer.Option("--otlp", metavar="URL", help="Send traces of rounds to this OTLP collector, over gRPC."),
+    typer.Option("--otlp", metavar="URL", help="Export traces of rounds to this OTLP collector, over gRPC."),
 ]
 Boards = Annotated[
     list[str],
-    typer.Option("--board", metavar="NAME", help="Send the curves of TensorBoard to `wandb` or `trackio`, too."),
+    typer.Option("--board", metavar="NAME", help="Write the curves of TensorBoard to `wandb` or `trackio`, too."),
 ]
 LogFormat = Annotated[
     str, typer.Option("--log-format", metavar="FORMAT", help="Print each line as `text` or as a `json` object.")
