@@ -1,7 +1,7 @@
 """Write the pages of results that the site adds: one page a paper, made from the same files as docs/results.md.
 
 The numbers and the tables are those of `hetero-pp reproduce --no-train`. These pages have bars beside them, and
-docs/_static/results.js makes their tables sortable and filters verdicts. Without scripts they stay plain tables.
+docs/_static/site.js makes their tables sortable and filters verdicts. Without scripts they stay plain tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Makes the tables of the pages of results sortable, and filters claims by their verdict.
+// Mends what the theme lacks for keyboards and screen readers. Makes the tables of the pages of results sortable, and filters claims by their verdict.
 // A row without a first cell belongs to the row above it: both move and hide together.
 "use strict";
 
@@ -68,6 +68,9 @@ function addFilter(tables, before) {
   });
   before.before(set);
 }
+
+for (const caption of document.querySelectorAll(".caption[role=heading]")) caption.setAttribute("aria-level", "2");
+for (const block of document.querySelectorAll("pre")) block.tabIndex = 0;
 
 const isOfResults = /\/results\/[\w-]+(\.html|\/)?$/.test(location.pathname);
 const tables = Array.from(document.querySelectorAll("article table.docutils"));
