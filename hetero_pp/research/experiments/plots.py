@@ -154,7 +154,7 @@ def _draw_norm(axes: Axes, result: Mapping[str, Any]) -> None:
         axes.plot(counts, formula, color="gray", linestyle="--", label="the baseline's / sqrt(k)")
     orthogonal = sorted((count, row["uncorrelated"]["mean"]) for count, _, row in known)
     axes.plot(*zip(*orthogonal, strict=True), color="gray", linestyle=":", label="if contributions were uncorrelated")
-    axes.set(yscale="log", xlabel="replicas (k)", ylabel="norm of the outer gradient, mean over rounds")
+    axes.set(ylim=(0, None), xlabel="replicas (k)", ylabel="norm of the outer gradient, mean over rounds")
     lay_out(axes, [Place(count, str(count)) for count, *_ in known])
     _name_lines(axes)
 
