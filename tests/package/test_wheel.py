@@ -128,3 +128,5 @@ def test_a_shipped_run_trains_over_the_network(environment: Path, home: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All replicas hold the same weights" in done.stdout
     assert (home / "runs" / "quickstart" / "summary.json").is_file()
+    subprocess.run([command[0], "view", "quickstart", "--export", "page.html"], check=True)
+    assert 'id="data"' in (home / "page.html").read_text()
