@@ -24,13 +24,13 @@ def _lines(draft: Draft, path: str) -> Iterator[str]:
     yield f"#   hetero-pp launch {path}"
     yield _key(f"name: {found['name']}", "The run writes its files to the folder of this name in runs/.")
     if found["threads"] > 1:
-        yield _key(f"threads: {found['threads']}", "Each process computes with so many cores.")
+        yield _key(f"threads: {found['threads']}", "Each process computes with this many cores.")
     yield ""
     yield _key(f"model: {_flow(found['model'])}", f"This model has {draft.parameters:,} parameters.")
     yield "data:"
     yield _key(f"  corpus: {_quoted(found['data']['corpus'])}", "This text is trained on; a path is your own text.")
     yield _key("  tokenizer: bytes", "A token is a byte; a path to a tokenizer.json is another tokenizer.")
-    yield _key(f"  sequence_length: {found['data']['sequence_length']}", "A sequence has so many tokens.")
+    yield _key(f"  sequence_length: {found['data']['sequence_length']}", "A sequence has this many tokens.")
     if "validation_share" in found["data"]:
         yield _key(
             f"  validation_share: {found['data']['validation_share']:g}", "This share is held out: the text is small."
@@ -40,9 +40,9 @@ def _lines(draft: Draft, path: str) -> Iterator[str]:
             "The validation loss is computed on these.",
         )
     yield "inner:"
-    yield _key(f"  steps: {found['inner']['steps']}", "A round has so many steps; then replicas exchange changes.")
+    yield _key(f"  steps: {found['inner']['steps']}", "A round has this many steps; then replicas exchange changes.")
     yield _key(f"  learning_rate: {found['inner']['learning_rate']:g}", "This is the peak of the cosine.")
-    yield _key(f"  warmup_steps: {found['inner']['warmup_steps']}", "The learning rate rises for so many steps.")
+    yield _key(f"  warmup_steps: {found['inner']['warmup_steps']}", "The learning rate rises for this many steps.")
     yield "outer:"
     seconds = format_seconds(draft.prediction.round_seconds)
     yield _key(f"  rounds: {rounds}", f"A round is predicted to take {seconds}, and the run {total}.")
@@ -62,14 +62,14 @@ def _replica(replica: Mapping[str, Any], draft: Draft) -> Iterator[str]:
     if replica["kind"] == "datacenter":
         yield _key(f"  - name: {replica['name']}", "This replica holds the whole model on one machine.")
         yield "    kind: datacenter"
-        yield _key(f"    batch_size: {replica['batch_size']}", "A step has so many sequences.")
+        yield _key(f"    batch_size: {replica['batch_size']}", "A step has this many sequences.")
         return
     yield _key(f"  - name: {replica['name']}", "The homes of a group hold one replica together.")
     yield "    kind: participants"
     if "count" in replica:
-        yield _key(f"    count: {replica['count']}", "There are so many groups.")
+        yield _key(f"    count: {replica['count']}", "There are this many groups.")
     yield _key(f"    stages: {_flow(replica['stages'])}", "Each home of a group computes some layers.")
-    yield _key(f"    batch_size: {replica['batch_size']}", "A step has so many sequences.")
+    yield _key(f"    batch_size: {replica['batch_size']}", "A step has this many sequences.")
     if "boundary" in replica:
         yield _key(
             f"    micro_batches: {replica['micro_batches']}", "Homes work on parts of the batch at the same time."
