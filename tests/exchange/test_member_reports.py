@@ -275,7 +275,9 @@ def test_a_reporter_samples_what_its_member_does_and_repeats_nothing(monkeypatch
     monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 1e-3)
     exchange, now = _Heard(), [pb.FORWARD]
     reporter = Reporter(exchange, "a", interval=0.0)  # type: ignore[arg-type]
-    reporter.does(lambda: now[0])
+    asked = threading.Semaphore(0)
+    reporter.does(lambda: asked.release() or now[0])  # type: ignore[func-returns-value]
+    assert all(asked.acquire(timeout=60) for _ in range(4))
     assert exchange.wait_for([pb.FORWARD])
     now[0] = pb.WAITING_FOR_NEXT
     assert exchange.wait_for([pb.FORWARD, pb.WAITING_FOR_NEXT])

@@ -167,7 +167,7 @@ def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Calla
     record = followed(folder)
     before = record.view
     part = tmp_path / "metrics.jsonl.part"
-    part.write_bytes(b"".join(recorded([*there(), begun(START, 1)])))
+    part.write_bytes(b"".join(recorded([*there() * 50, begun(START, 1)])))
     part.replace(folder.metrics)
     wait_until(lambda: record.view is not before and bool(record.view.marks()))
     assert not record.view.state.closed
