@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,12 @@ _LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 Gloo and NCCL take it in no other way, and by default choose a public interface.
 """
 
+_SECONDS_FOR_THE_CAUSE = 1.0
+"""Seconds that a rank waits before it fails with an error that another rank's death may have caused.
+
+torchrun's agent looks ten times as often, and reports only one failed rank: the killed rank, while this one waits.
+"""
+
 _STOP = signal.SIGUSR2
 """Signal that a rank sends to itself. SIGTERM is taken: torchrun's agent sends it when another rank has failed."""
 
@@ -67,6 +74,16 @@ def rank_main(job: RankJob, lifeline: Connection) -> None:
     stopping = Stopping(_STOP, _leave)
     threading.Thread(target=_follow_member, args=[lifeline, stopping], name="lifeline", daemon=True).start()
     os.environ |= dict.fromkeys(_LISTENING, job.interface)
+    try:
+        _train(job, stopping)
+    except HeteroPPError:
+        raise
+    except Exception:
+        time.sleep(_SECONDS_FOR_THE_CAUSE)
+        raise
+
+
+def _train(job: RankJob, stopping: Stopping) -> None:
     folder = job.folder
     spec = read_run(folder)
     torch.set_num_threads(spec.config.threads)
