@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import resource
 import shutil
 import socket
@@ -189,10 +190,14 @@ def test_a_check_that_hangs_delays_no_other() -> None:
     def breaks() -> Finding:
         raise LinkTimeout("made up")
 
-    found = make_checks({"hangs": hangs, "breaks": breaks, "other": lambda: ok("fine")}, 0.5)
+    def errs() -> Finding:
+        raise KeyError("made up")
+
+    found = make_checks({"hangs": hangs, "breaks": breaks, "errs": errs, "other": lambda: ok("fine")}, 0.5)
     over.set()
     assert found["other"] == ok("fine")
     assert found["breaks"] == Finding(State.FAIL, "made up")
+    assert found["errs"] == Finding(State.FAIL, "this check failed (KeyError: 'made up')")
     assert (found["hangs"].state, "no result within 0.5 s" in found["hangs"].line) == (State.WARN, True)
 
 
@@ -498,7 +503,9 @@ def test_a_hostile_exchange_is_one_line(served: Served, host: Path, monkeypatch:
             vocabulary=256,
             neighbours={"home.1": "nowhere:x", "other": "127.0.0.1:1"},
         ),
+        "clock": pb.PreviewReply(version=PROTOCOL_VERSION, clock=math.nan),
     }
+    replies["neighbours"].clock = replies["slots"].clock = replies["settings"].clock = time.time()
     found = {}
     for what, reply in replies.items():
         monkeypatch.setattr(admission.Admission, "Preview", lambda *_, reply=reply: reply)
@@ -506,6 +513,7 @@ def test_a_hostile_exchange_is_one_line(served: Served, host: Path, monkeypatch:
             found[what] = doctor(served.ticket(address=served.serve(stack, served.house)), host)
     assert found["settings"]["settings"].line.endswith("this version of hetero-pp cannot read")
     assert found["slots"]["settings"].line == "the exchange offers slots that its run does not have"
+    assert "sent nan as its time" in found["clock"]["exchange"].line
     assert found["neighbours"]["neighbours"].line.startswith("home.1 at nowhere:x cannot be dialled")
 
 

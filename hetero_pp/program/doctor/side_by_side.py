@@ -46,3 +46,5 @@ def _finding(future: Future[Finding], deadline: float, seconds: float) -> Findin
         return Finding(State.SKIP, str(error))
     except (HeteroPPError, OSError, ImportError, RuntimeError) as error:
         return fail(str(error) or type(error).__name__)
+    except Exception as error:  # noqa: BLE001 (no answer of an exchange or of a machine hides what other checks found)
+        return fail(f"this check failed ({type(error).__name__}: {error})")
