@@ -355,7 +355,8 @@ def test_what_members_may_make_up_changes_nothing() -> None:
         Report(time=START, member="nobody", activity=pb.Activity(doing=pb.FORWARD)),
         Report(time=float("nan"), member="dc", computes=pb.Computes(device="x")),
     ]
-    view = view_of([*there(), *lies])
+    view = view_of([*there(), *lies, standing(START, 999, cause="of a later version")])  # type: ignore[arg-type]
+    assert view.marks()[-1]["kind"] == "standing"
     assert view.history("x")["steps"] == {}
     assert {one["device"] for one in frame(view)["members"].values()} == {None}
     assert frame(view)["members"].keys() == {"dc", "home.0", "home.1"}

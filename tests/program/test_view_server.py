@@ -284,7 +284,7 @@ def test_commands_open_a_page_or_write_it_to_a_file(tmp_path: Path, monkeypatch:
 
 
 class _Exchange:
-    """The exchange of a run elsewhere, as a watcher sees it: it disconnects once."""
+    """The exchange of a run elsewhere, as a watcher sees it: it disconnects once, then says nonsense."""
 
     connections = 0
 
@@ -295,6 +295,8 @@ class _Exchange:
         if _Exchange.connections == 1:
             yield from made_up_reports()[:10]
             raise LinkClosed("the exchange does not answer")
+        if _Exchange.connections == 2:
+            raise KeyError("made up")
         yield from made_up_reports()
 
     def close(self) -> None: ...
