@@ -53,7 +53,7 @@ class Served:
         self._socket = _listen(host, int(port), address)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
-        app = page_app(sources, list(LOOPBACK_NAMES) if is_local else ["*"])
+        app = page_app(sources, [*LOOPBACK_NAMES, host] if is_local else ["*"])
         config = uvicorn.Config(
             app,
             log_config=None,
