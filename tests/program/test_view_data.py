@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -210,6 +211,8 @@ def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
     folder.summary.write_text("{")
     problems = followed(folder).view.problems
     assert "metrics.jsonl is missing" in problems[0] and "summary.json was skipped" in problems[1]
+    os.mkfifo(folder.metrics)
+    assert "found a pipe or a device" in followed(folder).view.problems[0]
 
 
 # ---- history and frames ----

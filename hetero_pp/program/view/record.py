@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -151,6 +152,9 @@ class Record:
         except FileNotFoundError:
             if self._file is None:
                 self.view.complain(f"{path.name} is missing: nothing is known of the run but its configuration")
+            return
+        if not stat.S_ISREG(found.st_mode):  # a pipe without a writer would never open
+            self.view.complain(f"{path.name} was skipped: found a pipe or a device, expected a file")
             return
         if self._file is not None:
             own = os.fstat(self._file.fileno())
