@@ -29,6 +29,9 @@ from replica_groups.exchange.memberships import Holder, Memberships
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
 
+PREVIEWS_A_MINUTE, PREVIEWS_AT_ONCE = 20.0, 20
+"""Calls of `Preview` that one caller may make: each has the whole configuration."""
+
 MEASUREMENTS_A_MINUTE, MEASUREMENTS_AT_ONCE = 4.0, 4
 """Calls of `Measure` that one caller may make: two for each measurement of its line."""
 
@@ -73,6 +76,7 @@ class Admission:
         self._seating = threading.Lock()
         """Held from the choice of a free slot until it is taken."""
         self._measuring = threading.Lock()
+        self._previews = Pace(PREVIEWS_A_MINUTE / 60, PREVIEWS_AT_ONCE)
         self._measurements = Pace(MEASUREMENTS_A_MINUTE / 60, MEASUREMENTS_AT_ONCE)
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
@@ -151,7 +155,10 @@ class Admission:
 
     def Preview(self, request: pb.PreviewRequest, context: grpc.ServicerContext) -> pb.PreviewReply:
         self._exchange.require_going_on()
-        slots, refusal = self._slots_of(self._callers.of(context))
+        caller = self._callers.of(context)
+        if (seconds := self._previews.refused_for(caller.name)) > 0:
+            raise Refused(f"this host has asked too often; it may again in {max(1.0, seconds):.0f} s")
+        slots, refusal = self._slots_of(caller)
         status = self._exchange.status()
         groups = {place.replica for place in status.places if place.name in slots}
         return pb.PreviewReply(
@@ -173,11 +180,9 @@ class Admission:
         """Return the caller's slot, or the slots that its ticket may take now, and why there are none."""
         if caller.ticket is None:
             return ([caller.name] if caller.is_member else []), ""
-        own = self._host.slot_of(caller.ticket)
-        if own is not None:
-            return [own], ""
         try:
-            return self._open_to_all(self._exchange.vacant()), ""
+            own = self._host.slot_of(caller.ticket)
+            return (self._open_to_all(self._exchange.vacant()) if own is None else [own]), ""
         except Refused as error:
             return [], str(error)
 
@@ -187,8 +192,8 @@ class Admission:
         if not self._measuring.acquire(timeout=MEASURE_SECONDS / 3):  # the caller's call before may be about to end
             raise AskAgain(BUSY)
         over = threading.Timer(MEASURE_SECONDS, context.cancel)
-        over.start()
         try:
+            over.start()
             if (seconds := self._measurements.refused_for(caller)) > 0:
                 raise AskAgain(f"this line was measured a moment ago; it can be measured again in {seconds:.0f} s")
             yield from answer_measurement(frames)

@@ -43,6 +43,7 @@ RENEWED_SHARE = 1e-3
 """Share of a certificate's time within which a second renewal writes nothing. Honest members renew at its half."""
 
 _ID_BYTES = 8
+_USED = "the ticket was used already: it admits one process"
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,12 @@ class Memberships:
             return self._good_for(ticket, key) is None and not self._has_place(ticket)
 
     def slot_of(self, ticket: str) -> str | None:
-        """Return the slot that a ticket holds or names; None if it admits to any. Raises Refused for an unknown one."""
+        """Return the slot that a ticket names; None if it admits to any. Raises Refused if it admits to none."""
         with self._reading():
-            held = self._of_ticket(ticket)
-            return held.place if held is not None and self._is_in(held) else self._ticket(ticket)[0]
+            place, _, used, _ = self._ticket(ticket)
+            if used is not None:
+                raise Refused(_USED)
+            return None if place is None else self._place_for(place, ())
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
         """Return the slot that a ticket names. Raises as `enrol`."""
@@ -146,7 +149,7 @@ class Memberships:
         if revoked:
             raise Forbidden("the ticket was revoked")
         if used not in (None, key):
-            raise Forbidden("the ticket was used already: it admits one process")
+            raise Forbidden(_USED)
         if used is None and self._clock() > until:
             raise Forbidden("the ticket has expired: ask for another")
         return place

@@ -592,8 +592,23 @@ def test_a_preview_takes_no_slot(served: Served) -> None:
     assert abs(found.clock - time.time()) < TIMEOUT
     assert preview(served.address, served.ticket().identity, TIMEOUT).slots == ["a", "b"]  # type: ignore[union-attr]
     assert [one.is_used for one in served.memberships.tickets()] == [False, False, False]
+    other = served.ticket("b")
     member = served.takes(ticket)
     assert preview(served.address, member.identity, TIMEOUT).slots == ["b"]  # type: ignore[union-attr]
+    for refused, said in ((ticket, "the ticket was used already"), (other, "b is taken by another host")):
+        found = preview(served.address, refused.identity, TIMEOUT)
+        assert found is not None
+        assert (found.slots, found.refusal.startswith(said), found.neighbours) == ([], True, {})
+
+
+def test_a_host_looks_a_bounded_number_of_times(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PREVIEWS_AT_ONCE", 2)
+    served.serve_again()
+    ticket = served.ticket()
+    for _ in range(2):
+        preview(served.address, ticket.identity, TIMEOUT)
+    with pytest.raises(Refused, match=r"asked too often; it may again in \d+ s"):
+        preview(served.address, ticket.identity, TIMEOUT)
 
 
 def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
@@ -618,6 +633,9 @@ def test_a_measurement_has_few_bytes_and_no_other_beside_it(served: Served, monk
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
         with pytest.raises(grpc.RpcError) as error:
             list(call(iter([bytes(1 << 20)] * 5), wait_for_ready=True, timeout=TIMEOUT))
+        assert "in a measurement" in str(error.value)
+        with pytest.raises(grpc.RpcError) as error:
+            list(call(iter([b""] * 5000), wait_for_ready=True, timeout=TIMEOUT))
         assert "in a measurement" in str(error.value)
         monkeypatch.setattr(admission, "MEASURE_SECONDS", TIMEOUT)
         over, frames = threading.Event(), [bytes(1)]

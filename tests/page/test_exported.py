@@ -125,6 +125,8 @@ def test_text_of_a_run_stays_text(tmp_path: Path, opened: OpenPage) -> None:
     page.locator('[data-view="rounds"]').click()
     expect(page.locator("#rounds .marks")).to_contain_text([HOSTILE])
     assert page.locator("img").count() == 0
+    page.evaluate("location.hash = '#view=rounds&select=constructor:x'")
+    expect(page.locator("#panel")).to_be_hidden()
 
 
 def test_megabytes_of_labels_do_not_hang_the_page(tmp_path: Path, opened: OpenPage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import resource
 import shutil
 import socket
@@ -34,7 +35,7 @@ from hetero_pp.program.doctor import disk, leftovers, packages, proxy, subject, 
 from hetero_pp.program.doctor.command import find
 from hetero_pp.program.doctor.devices import Gpu, verdict
 from hetero_pp.program.doctor.exchange import clock_verdict
-from hetero_pp.program.doctor.finding import Finding, State, ok
+from hetero_pp.program.doctor.finding import Finding, State, fail, ok
 from hetero_pp.program.doctor.line import line_verdict, step_bytes
 from hetero_pp.program.doctor.proxy import check_proxy
 from hetero_pp.program.doctor.side_by_side import make_checks
@@ -189,10 +190,16 @@ def test_a_check_that_hangs_delays_no_other() -> None:
     def breaks() -> Finding:
         raise LinkTimeout("made up")
 
-    found = make_checks({"hangs": hangs, "breaks": breaks, "other": lambda: ok("fine")}, 0.5)
+    def errs() -> Finding:
+        raise KeyError("made up")
+
+    others = {"other": lambda: ok("fine"), "lies": lambda: fail("no\nOK\x1b[2K")}
+    found = make_checks({"hangs": hangs, "breaks": breaks, "errs": errs, **others}, 0.5)
     over.set()
     assert found["other"] == ok("fine")
     assert found["breaks"] == Finding(State.FAIL, "made up")
+    assert found["lies"] == fail("no OK\\x1b[2K")
+    assert found["errs"] == Finding(State.FAIL, "this check failed (KeyError: 'made up')")
     assert (found["hangs"].state, "no result within 0.5 s" in found["hangs"].line) == (State.WARN, True)
 
 
@@ -498,7 +505,9 @@ def test_a_hostile_exchange_is_one_line(served: Served, host: Path, monkeypatch:
             vocabulary=256,
             neighbours={"home.1": "nowhere:x", "other": "127.0.0.1:1"},
         ),
+        "clock": pb.PreviewReply(version=PROTOCOL_VERSION, clock=math.nan),
     }
+    replies["neighbours"].clock = replies["slots"].clock = replies["settings"].clock = time.time()
     found = {}
     for what, reply in replies.items():
         monkeypatch.setattr(admission.Admission, "Preview", lambda *_, reply=reply: reply)
@@ -506,6 +515,7 @@ def test_a_hostile_exchange_is_one_line(served: Served, host: Path, monkeypatch:
             found[what] = doctor(served.ticket(address=served.serve(stack, served.house)), host)
     assert found["settings"]["settings"].line.endswith("this version of hetero-pp cannot read")
     assert found["slots"]["settings"].line == "the exchange offers slots that its run does not have"
+    assert "sent nan as its time" in found["clock"]["exchange"].line
     assert found["neighbours"]["neighbours"].line.startswith("home.1 at nowhere:x cannot be dialled")
 
 
@@ -525,6 +535,14 @@ def test_a_slow_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch
     found = doctor(served.ticket(), host)["line"]
     stalls.set()
     assert (found.state, "expects 10 Mbit/s up and 50 Mbit/s down of home.0" in found.line) == (State.WARN, True)
+
+
+def test_a_line_that_was_measured_a_moment_ago_is_no_failure(
+    served: Served, host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission.Pace, "refused_for", lambda self, caller: 9.0 * (self._burst == 4))
+    found = doctor(served.ticket(), host)["line"]
+    assert (found.state, "measured again in 9 s" in found.line) == (State.WARN, True)
 
 
 def test_the_verdict_on_a_line(served: Served) -> None:

@@ -158,6 +158,17 @@ def test_a_streamed_text_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "  corpus: 'hf:owner/name'" in Path("first.yaml").read_text()
 
 
+def test_names_that_yaml_reads_otherwise_are_quoted() -> None:
+    for number, text in enumerate(("1e5", "true", "a #b: 'c'", "two\nlines")):
+        Path(text).mkdir()
+        (Path(text) / "a.txt").write_text("some text, " * 3000)
+        path = f"{number}\n.yaml" if number == 3 else f"{number} x.yaml"
+        done = init("--text", text, "--name", "1e5", "--time", "5 s", path)
+        assert done.exit_code == 0, done.output
+        config = ConfigFile(Path(path)).config
+        assert (config.name, config.data.corpus) == ("1e5", text)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -167,6 +178,8 @@ def test_a_streamed_text_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> Non
         (("--model", "huge"), "--model: found `huge`, expected micro, 178m"),
         (("--model", "0"), "--model: found `0`, expected micro, 178m"),
         (("--time", "soon"), "--time: found `soon`, expected a time or a number of tokens"),
+        (("--time", "9" * 400 + " tokens"), "--time: found `999"),
+        (("--machines", "2", "--line", "9" * 400 + "/1"), "--line: found `999"),
         (("--time", "0 s"), "--time: found `0 s`, expected a time or a number of tokens"),
         (("--name", "a b"), "--name: found `a b`, expected letters"),
         (("--hardware", "abacus"), "--hardware: found `abacus`, expected one of h200"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
+import threading
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -46,6 +48,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.cli import app
+from hetero_pp.program.operate import http_server
 from hetero_pp.program.operate.collector import RunCollector
 from hetero_pp.program.operate.health import SILENT_SECONDS, Condition, health_of
 from hetero_pp.program.operate.metrics import METRICS, build_info
@@ -283,6 +286,19 @@ def test_healthz(reports: list[Report], status: int, expected: Mapping[str, Any]
         assert (code, json.loads(text).items() >= expected.items()) == (status, True)
         assert get(url.replace("healthz", "other"))[0] == 404
         assert "hetero_pp_build_info" in get(url.replace("healthz", "metrics"))[1]
+
+
+def test_a_client_that_sends_byte_by_byte_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(http_server, "SECONDS_OF_A_REQUEST", 0.3)
+    with operated("0"):
+        port = int(capsys.readouterr().out.split("http://127.0.0.1:")[1].split("/")[0])
+        over = threading.Event()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow, suppress(OSError):
+            while not select.select([slow], [], [], 0.05)[0]:
+                slow.sendall(b"x")
+            over.set()
+            assert slow.recv(1) == b""
+        assert over.is_set()
 
 
 @pytest.mark.parametrize("command", ["launch", "serve", "join"])

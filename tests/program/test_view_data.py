@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -138,6 +139,35 @@ def test_damaged_and_unknown_lines_are_skipped_and_named() -> None:
     assert "invented" in problems[3] and "another version" in problems[3]
 
 
+def test_lines_that_no_run_has_are_skipped_in_bounded_memory(
+    tmp_path: Path, followed: Callable[[RunFolder], Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = recorded(made_up_reports())
+    closed, sent = (json.loads(line) for line in recorded([round_closed(START, 1)])[:2])
+    hostile = [
+        closed | {"round": 4_000_000_000, "contributions": 0},
+        closed | {"round": 0, "contributions": 0},
+        closed | {"round": 1, "contributions": 1},
+        sent | {"steps": 4_000_000_000},
+        *({"time": START, "member": "dc", "event": f"{'x' * 5000}{number}"} for number in range(300)),
+        {"time": START, "member": "exchange", "event": "begun", "last_round": 0, "changes": "[]"},
+    ]
+    folder = run_folder(tmp_path, [*lines[:5], *(f"{json.dumps(line)}\n".encode() for line in hostile), *lines[5:]])
+    apply = RunState.apply
+
+    def breaks(state: RunState, report: Report) -> bool:
+        if report.HasField("begun"):
+            raise KeyError("made up")
+        return apply(state, report)
+
+    monkeypatch.setattr(RunState, "apply", breaks)
+    view = followed(folder).view
+    assert summary_of(view.state) == summary_of(state_of(made_up_reports()))
+    numbers = [int(problem.split("line ")[1].split()[0].strip(":")) for problem in view.problems]
+    assert numbers == [6, 7, 9, 10, 310]
+    assert max(map(len, view.problems)) < 200
+
+
 def test_a_round_that_was_cut_off_and_one_of_an_earlier_version_are_shown() -> None:
     lines = recorded([round_closed(START, 1), evaluation(START + 1, "dc", 1, 2.0)])
     found, _ = read([lines[0], lines[1], lines[3]])  # the second contribution is missing
@@ -181,6 +211,8 @@ def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
     folder.summary.write_text("{")
     problems = followed(folder).view.problems
     assert "metrics.jsonl is missing" in problems[0] and "summary.json was skipped" in problems[1]
+    os.mkfifo(folder.metrics)
+    assert "found a pipe or a device" in followed(folder).view.problems[0]
 
 
 # ---- history and frames ----
@@ -326,7 +358,8 @@ def test_what_members_may_make_up_changes_nothing() -> None:
         Report(time=START, member="nobody", activity=pb.Activity(doing=pb.FORWARD)),
         Report(time=float("nan"), member="dc", computes=pb.Computes(device="x")),
     ]
-    view = view_of([*there(), *lies])
+    view = view_of([*there(), *lies, standing(START, 999, cause="of a later version")])  # type: ignore[arg-type]
+    assert view.marks()[-1]["kind"] == "standing"
     assert view.history("x")["steps"] == {}
     assert {one["device"] for one in frame(view)["members"].values()} == {None}
     assert frame(view)["members"].keys() == {"dc", "home.0", "home.1"}

@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ from hetero_pp.program.view.server import PAGE
 from hetero_pp.program.view.serving import Served
 from hetero_pp.program.view.watched import Watched
 from hetero_pp.rpc.certificates import Authority, Identity
+from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
@@ -151,6 +153,8 @@ def test_a_page_of_another_name_cannot_read_the_run(over: str) -> None:
     """A foreign page may bind its own name to this machine's address."""
     assert get(over + "api/runs", host="evil.example")[0] == 400
     assert get(over + "api/runs", host=f"localhost:{over.split(':')[2].strip('/')}")[0] == 200
+    with served(Known(made_up_reports()), address="127.0.0.2:0") as url:
+        assert get(url + "api/runs")[0] == 200
 
 
 def test_the_first_load_is_small() -> None:
@@ -181,6 +185,24 @@ def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: p
 
     heard, unread = asyncio.run(both())
     assert heard == 2 * broadcast._MOST_UNREAD and unread < broadcast._MOST_UNREAD
+
+
+def test_viewers_are_let_go_when_the_page_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Known(made_up_reports())
+
+    def breaks(self: RunView, identifier: str) -> dict[str, Any]:
+        if self.version:
+            raise KeyError("made up")
+        return {}
+
+    async def viewed() -> int:
+        return len([event async for event in Broadcast("x", source).events()])
+
+    monkeypatch.setattr(RunView, "take_changes", breaks)
+    monkeypatch.setattr(source.view, "version", 0)
+    monkeypatch.setattr(RunView, "frame", lambda view: setattr(view, "version", 1) or "{}")
+    assert asyncio.run(viewed()) == 1
+    assert source.view.problems == ["the page cannot show what is new: KeyError: 'made up'"]
 
 
 def test_a_viewer_that_takes_no_bytes_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +250,8 @@ def test_beyond_loopback_only_members_of_the_run_are_served(tmp_path: Path) -> N
         address = url.replace("0.0.0.0", "127.0.0.1") + "api/runs"
         with urllib.request.urlopen(address, context=_client(authority.identity("home.1"), own, tmp_path)) as answer:
             assert json.loads(answer.read())["runs"][0]["name"] == "made-up"
-        for other in (None, stranger.identity("home.1")):
+        guest = make_ticket("made-up", "127.0.0.1:1", authority, "0" * 16, time.time() + 600).identity
+        for other in (None, stranger.identity("home.1"), guest):
             with pytest.raises(OSError):
                 urllib.request.urlopen(address, context=_client(other, own, tmp_path), timeout=60)
 
@@ -263,7 +286,7 @@ def test_commands_open_a_page_or_write_it_to_a_file(tmp_path: Path, monkeypatch:
 
 
 class _Exchange:
-    """The exchange of a run elsewhere, as a watcher sees it: it disconnects once."""
+    """The exchange of a run elsewhere, as a watcher sees it: it disconnects once, then says nonsense."""
 
     connections = 0
 
@@ -274,6 +297,8 @@ class _Exchange:
         if _Exchange.connections == 1:
             yield from made_up_reports()[:10]
             raise LinkClosed("the exchange does not answer")
+        if _Exchange.connections == 2:
+            raise KeyError("made up")
         yield from made_up_reports()
 
     def close(self) -> None: ...

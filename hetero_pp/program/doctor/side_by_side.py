@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, TimeoutError
+from dataclasses import replace
 from typing import TypeVar
 
+from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.program.doctor.finding import Finding, NotChecked, State, fail, warn
 
 T = TypeVar("T")
+
+_CHARACTERS_MAX = 2000
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
@@ -32,7 +36,13 @@ def make_checks(checks: Mapping[str, Callable[[], Finding]], seconds: float) -> 
     """Return the finding of each check by its name. A check without a result after `seconds` is a warning."""
     deadline = time.monotonic() + seconds
     futures = {name: in_background(check) for name, check in checks.items()}
-    return {name: _finding(future, deadline, seconds) for name, future in futures.items()}
+    found = {name: _finding(future, deadline, seconds) for name, future in futures.items()}
+    return {name: replace(one, line=_one_line(one.line)) for name, one in found.items()}
+
+
+def _one_line(text: str) -> str:
+    """Return a text, some of which may be a stranger's, as one line that looks like no other finding."""
+    return without_controls(text[:_CHARACTERS_MAX])
 
 
 def _finding(future: Future[Finding], deadline: float, seconds: float) -> Finding:
@@ -46,3 +56,5 @@ def _finding(future: Future[Finding], deadline: float, seconds: float) -> Findin
         return Finding(State.SKIP, str(error))
     except (HeteroPPError, OSError, ImportError, RuntimeError) as error:
         return fail(str(error) or type(error).__name__)
+    except Exception as error:  # noqa: BLE001 (no answer of an exchange or of a machine hides what other checks found)
+        return fail(f"this check failed ({type(error).__name__}: {error})")

@@ -33,6 +33,8 @@ from hetero_pp.run.yaml_file import ConfigFile
 SECONDS_TO_ASK = 3.0
 """Seconds within which the exchange has to answer."""
 _SECONDS_TO_EXPLAIN = 1.0
+MOST_TIME = 1e11
+"""Seconds since 1970: three thousand years."""
 
 _YAML = (".yaml", ".yml")
 
@@ -231,6 +233,8 @@ def _asked(address: str, identity: Identity) -> Answer | None:
         return None
     if complaint := version_complaint(PROTOCOL_VERSION, reply.version):
         raise Refused(complaint)
+    if not 0 < reply.clock < MOST_TIME:
+        raise Refused(f"the exchange at {address} sent {reply.clock:g} as its time, expected seconds since 1970")
     return Answer(reply, reply.clock - (begun + took / 2), took / 2)
 
 

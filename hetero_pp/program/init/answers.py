@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Line:
             up, down = (float(one) for one in found.groups()) if found else (0.0, 0.0)
         except ValueError:
             up = down = 0.0
-        if min(up, down) <= 0:
+        if not 0 < min(up, down) <= max(up, down) < math.inf:
             raise ValueError(f"found `{text}`, expected Mbit/s up and down, such as `20/100`")
         return cls(up, down)
 
@@ -75,7 +76,7 @@ class Length:
             found = cls(tokens=_number(tokens[1])) if tokens else cls(parse_quantity(text, _DURATIONS, "10 min"))
         except ValueError:
             found = cls(0.0)
-        if not (found.seconds or found.tokens):
+        if not 0 < (found.seconds or found.tokens or 0.0) < math.inf:
             raise ValueError(f"found `{text}`, expected a time or a number of tokens, such as `10 min` or `50M tokens`")
         return found
 

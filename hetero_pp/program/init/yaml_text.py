@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hetero_pp.core.bounded import parse_yaml
 from hetero_pp.core.units import format_duration, format_ratio, format_seconds
 from hetero_pp.program.init.draft import Draft
 
@@ -21,8 +24,8 @@ def _lines(draft: Draft, path: str) -> Iterator[str]:
     found, rounds = draft.sections, draft.rounds
     total = format_duration(rounds * draft.prediction.round_seconds)
     yield "# `hetero-pp init` wrote this file. docs/configuration.md explains the keys, docs/reference lists all."
-    yield f"#   hetero-pp launch {path}"
-    yield _key(f"name: {found['name']}", "The run writes its files to the folder of this name in runs/.")
+    yield f"#   hetero-pp launch {shlex.quote(path) if path.isprintable() else 'YAML'}"
+    yield _key(f"name: {_quoted(found['name'])}", "The run writes its files to the folder of this name in runs/.")
     if found["threads"] > 1:
         yield _key(f"threads: {found['threads']}", "Each process computes with this many cores.")
     yield ""
@@ -91,4 +94,6 @@ def _flow(section: Mapping[str, Any]) -> str:
 def _quoted(text: str) -> str:
     """Return a text as YAML: in quotes if it is more than a plain name or path."""
     is_plain = text.replace("/", "").replace("-", "").replace(".", "").replace("_", "").isalnum()
-    return text if is_plain else "'" + text.replace("'", "''") + "'"
+    if is_plain and parse_yaml(text) == text:  # not a number, a date or `true`
+        return text
+    return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -94,10 +94,14 @@ def _answer(start_response: Callable[..., Any], status: str, found: dict[str, An
     return [(json.dumps(found) + "\n").encode()]
 
 
-class _Handler(WSGIRequestHandler):
-    """Logs nothing, and drops a client that sends or reads too slowly."""
+def _cut(request: socket.socket) -> None:
+    """Wake the thread of a client that sends or reads too slowly."""
+    with suppress(OSError):  # it is closed already
+        request.shutdown(socket.SHUT_RDWR)
 
-    timeout = SECONDS_OF_A_REQUEST
+
+class _Handler(WSGIRequestHandler):
+    """Logs nothing."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -124,9 +128,13 @@ def _server(family: socket.AddressFamily, address: tuple[str, int], application:
                 self.shutdown_request(request)
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
+            over = threading.Timer(SECONDS_OF_A_REQUEST, _cut, [request])  # a timeout of the socket is for each byte
+            over.daemon = True
             try:
+                over.start()
                 super().process_request_thread(request, client_address)
             finally:
+                over.cancel()
                 self.room.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:

@@ -106,7 +106,7 @@ def report_of(line: Mapping[str, Any]) -> Report:
     if not math.isfinite(report.time):
         raise ValueError(f"found the time {report.time}, expected a finite one")
     if event not in _EVENTS:
-        raise UnknownEvent(f"found the unknown event {event!r}")
+        raise UnknownEvent(f"found the unknown event {event[:40]!r}")
     told = getattr(report, event)
     told.SetInParent()
     if event == "waiting":

@@ -41,7 +41,9 @@ def about_report(report: Report) -> Iterator[None]:
     """Let the lines of the block be about a report. A membership event has its own name, such as `restarted`."""
     event, member = report.WhichOneof("event") or "", report.member
     if event == "standing":
-        event, member = Happened.Name(report.standing.what).lower(), report.standing.place or report.standing.replica
+        member = report.standing.place or report.standing.replica
+        if report.standing.what in Happened.values():  # a later version may have others
+            event = Happened.Name(report.standing.what).lower()
     with about(event, member):
         yield
 

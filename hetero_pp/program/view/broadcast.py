@@ -58,14 +58,21 @@ class Broadcast:
             self._viewers.discard(queue)
 
     async def _run(self, view: RunView) -> None:
-        """Look for news while there are viewers."""
+        """Tell news while there are viewers. In the end none is left to wait for more: they may come back."""
+        try:
+            await self._tell(view)
+        except Exception as error:  # noqa: BLE001 (viewers see what went wrong, and the run goes on)
+            view.complain(f"the page cannot show what is new: {type(error).__name__}: {error}")
+        finally:
+            for viewer in list(self._viewers):
+                self._drop(viewer)
+
+    async def _tell(self, view: RunView) -> None:
         loop = asyncio.get_running_loop()
         version, told = -1, loop.time()
         while self._viewers:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
             if self.is_closing:
-                for viewer in list(self._viewers):
-                    self._drop(viewer)
                 return
             now = self._source.view
             if now is not None and now is not view:

@@ -27,6 +27,8 @@ _DOINGS: Mapping[Doing, str] = {
     Doing.WAITING_FOR_ROUND: "waiting",
 }
 """Reported activity of a member -> its state on the page."""
+_MOST_RATE = 1e18
+"""Bytes per second: a damaged record may tell any bytes within any time."""
 _HOPS = {Doing.WAITING_FOR_PREVIOUS: -1, Doing.WAITING_FOR_NEXT: 1}
 
 
@@ -184,7 +186,7 @@ def _links(view: Followed, now: float) -> dict[str, Any]:
 def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:
     """Return what passes now. `rate` is in bytes per second, `limit` in bits per second."""
     busy = None if limit is None else round(8 * rate / limit, 4)
-    return {"rate": round(rate), "busy": busy, "bytes": wire_bytes}
+    return {"rate": round(min(rate, _MOST_RATE)), "busy": busy, "bytes": wire_bytes}
 
 
 def _lines(state: RunState, now: float) -> dict[str, Any]:

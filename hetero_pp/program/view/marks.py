@@ -51,7 +51,8 @@ class Marks:
             again = f" again (incarnation {report.joined.term})" if report.joined.term > 1 else ""
             yield self._mark("joined", report.member, "", 0, f"{report.member} has joined{again}")
         elif event == "standing":
-            told, name = report.standing, Happened.Name(report.standing.what)
+            told = report.standing
+            name = Happened.Name(told.what) if told.what in Happened.values() else event  # of a later version
             kind = "left" if told.cause.endswith(_RETURNED) else _KINDS.get(name, name.lower())
             for line in lines or [told.cause]:
                 yield self._mark(kind, told.place, told.replica, told.round, line)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from hetero_pp.core.bounded import parse_json, read_json_object
+from hetero_pp.core.bounded import ROUNDS_GAP_MAX, parse_json, read_json_object
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.join.on_disk import is_running
@@ -29,6 +29,10 @@ _SECONDS_BETWEEN_READS = 0.2
 _SECONDS_BETWEEN_LOOKS = 2.0
 """Interval at which it is checked whether the run's processes are still there."""
 _KEY_FRAMES = 600
+_UNKNOWN_MAX = 100
+"""Kinds of unknown events that are told apart."""
+_STEPS_MAX = 1_000_000
+"""Most inner steps of a round whose number of steps is not known beforehand."""
 _STRANGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
@@ -40,7 +44,7 @@ class Lines:
         self._number = 0
         self._closed: tuple[Report, int] | None = None
         """A closed round, and the number of its contributions that have not been read."""
-        self._unknown: Counter[str] = Counter()
+        self._unknown: set[str] = set()
         self._lacks = False
 
     def reports(self, line: bytes, problems: list[str]) -> Iterator[Report]:
@@ -49,11 +53,11 @@ class Lines:
         try:
             yield from self._parsed(line, problems)
         except UnknownEvent as error:
-            if not self._unknown[str(error)]:
-                problems.append(f"{self._here} was skipped: {error}, which another version wrote")
-            self._unknown[str(error)] += 1
+            if str(error) not in self._unknown and len(self._unknown) < _UNKNOWN_MAX:
+                problems.append(f"{self.here} was skipped: {error}, which another version wrote")
+                self._unknown.add(str(error))
         except _STRANGE:
-            problems.append(f"{self._here} is damaged and was skipped")
+            problems.append(f"{self.here} is damaged and was skipped")
 
     def rest(self) -> Iterator[Report]:
         """Yield a closed round whose contributions are incomplete."""
@@ -62,7 +66,8 @@ class Lines:
             yield report
 
     @property
-    def _here(self) -> str:
+    def here(self) -> str:
+        """The last line that was read, in words."""
         return f"{self._name}: line {self._number}"
 
     def _parsed(self, line: bytes, problems: list[str]) -> Iterator[Report]:
@@ -82,7 +87,7 @@ class Lines:
     def _add(self, entry: object, problems: list[str], has_steps: bool) -> None:
         if not has_steps and not self._lacks:
             self._lacks = True
-            problems.append(f"{self._here}: an earlier version wrote it without the steps and tokens of contributions")
+            problems.append(f"{self.here}: an earlier version wrote it without the steps and tokens of contributions")
         if self._closed is None:
             raise ValueError("found a contribution outside of a closed round")
         report, left = self._closed
@@ -148,6 +153,9 @@ class Record:
             if self._file is None:
                 self.view.complain(f"{path.name} is missing: nothing is known of the run but its configuration")
             return
+        if not stat.S_ISREG(found.st_mode):  # a pipe without a writer would never open
+            self.view.complain(f"{path.name} was skipped: found a pipe or a device, expected a file")
+            return
         if self._file is not None:
             own = os.fstat(self._file.fileno())
             if (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
@@ -169,11 +177,21 @@ class Record:
                     break
                 self._half = b""
                 for report in self._lines.reports(line, problems):
-                    if self.view.state.apply(report):
-                        self.view.take(report)
+                    self._take(report, problems)
             for problem in problems:
                 self.view.complain(problem)
         return not self._half and bool(line)
+
+    def _take(self, report: Report, problems: list[str]) -> None:
+        """Apply one report. One that this run cannot have is skipped: a damaged line may hold any number."""
+        view = self.view
+        try:
+            if not _is_possible(report, view.state):
+                problems.append(f"{self._lines.here} is damaged and was skipped")
+            elif view.state.apply(report):
+                view.take(report)
+        except Exception as error:  # noqa: BLE001 (the page shows what it has)
+            problems.append(f"{self._lines.here} does not fit the run ({type(error).__name__}: {error})")
 
     def _look(self) -> None:
         """Note whether the run still goes on, or how it ended."""
@@ -199,6 +217,15 @@ class Record:
             if self.view.state.is_over:
                 return "over"
             return f"failed: {self.view.state.failed or 'it ended without a summary'}"
+
+
+def _is_possible(report: Report, state: RunState) -> bool:
+    """Return False for a closed round that would take memory and time without bound."""
+    if not report.HasField("round_closed"):
+        return True
+    record, most = report.round_closed, state.inner_steps or _STEPS_MAX
+    last = max(state.rounds, state.rounds_planned) + ROUNDS_GAP_MAX
+    return 1 <= record.round <= last and all(one.steps <= most for one in record.contributions)
 
 
 def _interval(path: Path) -> float:

@@ -12,8 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError
@@ -22,6 +24,7 @@ from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
 from hetero_pp.program.view.server import LOOPBACK_NAMES, page_app
 from hetero_pp.program.view.sources import Source
 from hetero_pp.rpc.certificates import Identity
+from hetero_pp.rpc.tickets import ticket_of
 
 LOOPBACK = "127.0.0.1:0"
 _SECONDS_TO_END = 2.0
@@ -50,7 +53,7 @@ class Served:
         self._socket = _listen(host, int(port), address)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
-        app = page_app(sources, list(LOOPBACK_NAMES) if is_local else ["*"])
+        app = page_app(sources, [*LOOPBACK_NAMES, host] if is_local else ["*"])
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -58,6 +61,7 @@ class Served:
             lifespan="off",
             server_header=False,
             ws="none",
+            http="auto" if is_local else _OfMembers,
             timeout_keep_alive=20,
             timeout_graceful_shutdown=1,
             log_level="critical",  # it would log viewers that it cuts off as errors, between the lines of the run
@@ -88,6 +92,17 @@ class Served:
         """Give viewers, if there are any, time to hear that the run has ended."""
         if any(broadcast.has_viewers for broadcast in self._server.broadcasts):
             time.sleep(2 * SECONDS_BETWEEN_FRAMES)
+
+
+class _OfMembers(H11Protocol):
+    """Connection of a member. One of a ticket's holder, who takes no part in the run yet, is cut."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        shown = transport.get_extra_info("peercert") or {}
+        names = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
+        if any(ticket_of(name) is not None for name in names):
+            transport.abort()
 
 
 class _Server(uvicorn.Server):

@@ -56,6 +56,8 @@ class Watched:
                 complaint = f"the exchange at {self._membership.address} ended the connection; trying again"
             except HeteroPPError as error:
                 complaint = f"{error}; trying again"
+            except Exception as error:  # noqa: BLE001 (the page shows what it has, and says what went wrong)
+                complaint = f"a report does not fit the run ({type(error).__name__}: {error}); trying again"
             finally:
                 with suppress(HeteroPPError):
                     self._client.close()

@@ -11,7 +11,8 @@ const LAST_MARKS = 40;
 // Returns {title, content} for an item such as "member:home.2", or null if there is none of that name.
 export function describeItem(item, view, choose) {
   const [kind, ...rest] = (item ?? "").split(":");
-  const build = { member, replica, link, round, exchange }[kind];
+  const builders = { member, replica, link, round, exchange };
+  const build = Object.hasOwn(builders, kind) ? builders[kind] : null; // anybody may write a fragment
   return build ? build(rest.join(":"), view, choose) : null;
 }
 
