@@ -65,7 +65,6 @@ class Fabricated:
             "kind": "run",
             "is_live": self.is_live,
             "outcome": None if self.is_live else "over",
-            "started_wall": 1_790_000_000,
             "span": self.span,
             "rounds_planned": self.rounds,
             "inner_steps": 10,
@@ -172,7 +171,7 @@ class Fabricated:
             "bytes": 0 if away else 58_000 + dice.randrange(4000),
             "compute_seconds": None if away else 3.2 + 0.3 * dice.random(),
             "wait_seconds": None if away else 1.1,
-            "outer_seconds": None if away else 0.9,
+            "outer_seconds": None if away else 0.8,
             "blocked_seconds": None if away else 0.1,
             "evaluation_seconds": None if away else 0.3,
         }
@@ -208,7 +207,6 @@ class Fabricated:
         share = (time % ROUND_SECONDS) / ROUND_SECONDS
         return {
             "time": time,
-            "wall": 1_790_000_000 + time,
             "phase": "joining" if time < 1 else "over" if is_over else "training",
             "message": "",
             "rounds_closed": closed,
@@ -273,7 +271,6 @@ class Fabricated:
             "incarnation": 2 if time > self.outages.get(member, (0, math.inf))[1] else 1,
             "round": int(time // ROUND_SECONDS) + 1,
             "heard": time,
-            "score": 0.97,
         }
 
 

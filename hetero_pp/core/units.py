@@ -129,6 +129,11 @@ def format_names(names: Collection[str], shown: int, separator: str = ", ") -> s
     return separator.join(islice(names, shown)) + (f" and {more:,} more" if more > 0 else "")
 
 
+def bytes_per_second(bits: float | None) -> float | None:
+    """Return bits per second in bytes per second; None (unlimited) stays None."""
+    return None if bits is None else bits / 8
+
+
 def format_times(count: int) -> str:
     """Format a number of times: 1 -> "once"; 2,000 -> "2,000 times"."""
     return "once" if count == 1 else format_count(count, "time")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from hetero_pp.program.view.self_contained import self_contained
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
 
 VIEWS = ("topology", "rounds", "compare", "prediction")
-MOST_COMPRESSED = 150_000
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -152,9 +149,3 @@ def test_a_prediction_without_a_run_is_shown(tmp_path: Path, opened: OpenPage) -
     chart.focus()
     page.keyboard.press("+")  # fewer bars fit
     assert 0 < chart.locator("rect").count() < bars
-
-
-def test_the_first_load_is_small() -> None:
-    page = files("hetero_pp.program.view") / "page"
-    loaded = [one for one in page.iterdir() if one.name.endswith((".html", ".css", ".js", ".svg"))]
-    assert sum(len(gzip.compress(one.read_bytes())) for one in loaded) <= MOST_COMPRESSED

@@ -25,8 +25,8 @@ class Followed:
     Apply each report to `state` first, then give it to `take`. Readers hold `state.lock`.
     """
 
-    def __init__(self, state: RunState, kind: str = "run") -> None:
-        self.state, self.kind = state, kind
+    def __init__(self, state: RunState) -> None:
+        self.state = state
         self.is_live = True
         self.outcome: str | None = None
         """How the run ended: `over`, or `failed: ` and the cause; None while it is not known to have ended."""
@@ -105,7 +105,6 @@ class Followed:
         elif event == "computes":
             member.device = report.computes.device
         elif event == "finished":
-            member.has_finished = True
             member.since = report.time
         elif event in _BUSY:
             member.is_suspended = False

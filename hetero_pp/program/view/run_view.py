@@ -19,8 +19,8 @@ _SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
 class RunView(Followed):
     """A followed run with its frames. All its methods may be called from any thread."""
 
-    def __init__(self, state: RunState, kind: str = "run") -> None:
-        super().__init__(state, kind)
+    def __init__(self, state: RunState) -> None:
+        super().__init__(state)
         self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER * len(self.members)))
         self._marks_told = 0
         self._told_head: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-// The links of a topology: lines that are as thick as they are busy, with their rates, capacities and lateness.
+// The links of a topology: lines that are as thick as they are busy, with their rates, capacities and waits.
 
 import { attribute, say, svg } from "./dom.js";
 import { percent, rate, seconds } from "./format.js";
@@ -75,7 +75,7 @@ function connection(ends, size, item, limits) {
         attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted halo");
       } else if (lines === 1 && words.length) say(words[2 * n], share);
     });
-    if (lateness) say(lateness, late ? `late ${seconds(late)}` : "");
+    if (lateness) say(lateness, late ? `waits ${seconds(late)}` : "");
     attribute(node, "aria-label", label);
   };
   return [node, update];
@@ -84,7 +84,7 @@ function connection(ends, size, item, limits) {
 function describe(link, flow) {
   const way = (name) =>
     `${rate(flow?.[name]?.rate)} of ${link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name])}`;
-  const late = flow?.late ? `, late ${seconds(flow.late)}` : "";
+  const late = flow?.late ? `, a stage has waited for ${seconds(flow.late)}` : "";
   return `link ${link.source} to ${link.target}: there ${way("there")}, back ${way("back")}${late}`;
 }
 

@@ -235,8 +235,7 @@ function card(member, picture, history, updates) {
   const state = text(box.x + 27, box.y + stateY, "");
   const layers = text(box.x + 11, box.y + 60, "small muted");
   const usage = text(box.x + 11, box.y + 78, "small muted");
-  const score = text(box.x + box.width - 9, box.y + nameY, "small muted", "", "end");
-  const own = size === "full" ? [state, layers, usage, score] : size === "medium" ? [state] : [];
+  const own = size === "full" ? [state, layers, usage] : size === "medium" ? [state] : [];
   const node = svg("g", button(`member:${member.id}`, ""), outline, stripe, symbol, name, own);
   const line = history.topology.lines.find(({ members }) => members.includes(member.id));
   updates.push((now) => {
@@ -251,7 +250,6 @@ function card(member, picture, history, updates) {
     say(layers, cut([member.layers, facts.device].filter(Boolean).join(" · "), 24));
     const flow = line && now?.lines?.[line.id];
     say(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "");
-    say(score, facts.score == null ? "" : `score ${facts.score.toFixed(2)}`);
     attribute(node, "aria-label", `${member.id}: ${form.word}${facts.detail ? `, ${facts.detail}` : ""}`);
   });
   return node;
@@ -263,7 +261,7 @@ const activity = (form, facts) => (facts.detail && facts.state === "waiting" ? f
 function legend() {
   const item = (form) => el("li", {}, icon(form), form.word);
   const ways =
-    "A line is as thick as it is busy; the upper arrow points there, the lower one back. A dashed line has late messages.";
+    "A line is as thick as it is busy; the upper arrow points there, the lower one back. At a dashed line a stage has waited for 2 s.";
   return el(
     "details",
     { class: "legend" },
@@ -285,13 +283,12 @@ function membersTable(history, frame) {
       facts.device,
       loss(replica.loss),
       count(replica.tokens_per_second),
-      facts.score?.toFixed(2),
       facts.heard == null ? "–" : `${duration(Math.max(0, frame.time - facts.heard))} ago`,
     ];
   });
   return table(
     "Members",
-    ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Score", "Last report"],
+    ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Last report"],
     rows,
   );
 }
@@ -304,11 +301,11 @@ function linksTable(history, frame) {
       link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]),
       percent(flow[name]?.busy),
     ];
-    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back"), flow.late ? seconds(flow.late) : "no"];
+    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back"), flow.late ? seconds(flow.late) : "–"];
   });
   return table(
     "Links",
-    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back", "Late"],
+    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back", "A stage waits"],
     rows,
   );
 }
