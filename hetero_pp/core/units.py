@@ -118,9 +118,9 @@ def format_ratio(value: float) -> str:
     return str(Fraction(value).limit_denominator(round(abs(1 / value)) if is_small else 4096))
 
 
-def format_count(count: int, one: str) -> str:
+def format_count(count: int, one: str, several: str = "") -> str:
     """Format a count: (1, "replica") -> "1 replica"; (2000, "replica") -> "2,000 replicas"."""
-    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+    return f"{count:,} {one if count == 1 else several or f'{one}s'}"
 
 
 def format_names(names: Collection[str], shown: int, separator: str = ", ") -> str:

@@ -217,7 +217,7 @@ def test_an_error_of_the_yaml_is_that_of_check_and_other_checks_are_made(write: 
     assert {found[name].state for name in ("python", "disk", "temporary", "proxy")} == {State.OK}
     assert found["memory"] == Finding(State.SKIP, "the argument cannot be used")
     done = runner.invoke(app, ["doctor", path])
-    assert (done.exit_code, "mend what failed first" in done.stdout) == (1, True)
+    assert (done.exit_code, "mend each FAIL before you start" in done.stdout) == (1, True)
 
 
 def test_settings_that_only_launch_finds_wrong(write: Callable[..., Path]) -> None:

@@ -58,7 +58,7 @@ def _print(console: Console, found: Mapping[str, Finding]) -> None:
         tell(console, line, _STYLES[finding.state], hanging=" " * (_NAME_WIDTH + 7))
     counts = Counter(one.state for one in found.values())
     told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
-    tell(console, f"{told}: {'nothing stands in the way' if _has_passed(found) else 'mend what failed first'}")
+    tell(console, f"{told}: {'no check failed' if _has_passed(found) else 'mend each FAIL before you start'}")
 
 
 def _as_json(found: Mapping[str, Finding]) -> str:

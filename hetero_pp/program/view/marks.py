@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hetero_pp.messages.messages_pb2 import Happened, Report
-from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.happenings import Happenings, member_joined
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.memberships import LEFT
 
@@ -47,8 +47,7 @@ class Marks:
         elif event == "failure" and not report.failure.consequence:
             yield self._mark("failed", report.member, "", 0, report.failure.cause)
         elif event == "joined":
-            again = f" again (incarnation {report.joined.term})" if report.joined.term > 1 else ""
-            yield self._mark("joined", report.member, "", 0, f"{report.member} has joined{again}")
+            yield self._mark("joined", report.member, "", 0, member_joined(report))
         elif event == "standing":
             told, name = report.standing, Happened.Name(report.standing.what)
             kind = "left" if told.cause.endswith(LEFT) else _KINDS.get(name, name.lower())
