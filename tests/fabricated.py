@@ -62,7 +62,6 @@ class Fabricated:
         return {
             "id": self.name,
             "name": self.name,
-            "kind": "run",
             "is_live": self.is_live,
             "outcome": None if self.is_live else "over",
             "span": self.span,
@@ -74,7 +73,6 @@ class Fabricated:
             "steps": {name: self.steps(name) for name in self.replicas()},
             "marks": self.marks(),
             "problems": [],
-            "summary": {"final_validation_loss": round(_loss(self.rounds), 4)},
             "cost": {"tokens": 163_840, "training_seconds": self.span, "wire_bytes": 81_000_000},
         }
 
@@ -120,7 +118,7 @@ class Fabricated:
                     {"id": member, "up": up * MEGABIT, "down": down * MEGABIT, "latency": 0.015, "members": [member]}
                 )
         return {
-            "sites": [{"id": site, "label": site, "line": None} for site in self.sites],
+            "sites": [{"id": site, "label": site} for site in self.sites],
             "replicas": [
                 {
                     "id": name,
@@ -194,7 +192,7 @@ class Fabricated:
                 if start < self.span:
                     found.append(_mark(start, "killed", member, replica, f"{member} was killed"))
                 if end < self.span:
-                    found.append(_mark(end, "returned", member, replica, f"{member} returned"))
+                    found.append(_mark(end, "joined", member, replica, f"{member} has joined again (incarnation 2)"))
         return [{"id": n} | mark for n, mark in enumerate(sorted(found, key=lambda mark: mark["time"]))]
 
     def frame(self, time: float) -> Json:
@@ -218,7 +216,7 @@ class Fabricated:
             "replicas": {
                 name: {
                     "state": "suspended"
-                    if any(members[m]["state"] == "away" for m in own)
+                    if any(members[m]["state"] == "vacant" for m in own)
                     else "finished"
                     if is_over
                     else "training",
@@ -239,7 +237,7 @@ class Fabricated:
                 for line in topology["lines"]
             },
             "exchange": {
-                "missing": [m for m, facts in members.items() if facts["state"] == "away"],
+                "missing": [m for m, facts in members.items() if facts["state"] == "vacant"],
                 "obstacle": "",
                 "refusals": 0,
             },
@@ -258,7 +256,7 @@ class Fabricated:
         if state == "waiting":
             detail = f"waits for {own[place - 1]}"
         if away:
-            state, detail = ("away", "") if member in away else ("suspended", f"waits for {away[0]}")
+            state, detail = ("vacant", "") if member in away else ("suspended", f"waits for {away[0]}")
         if time < 0.2 + place * 0.1:
             state, detail = "absent", ""
         if time >= self.span - 1 and not self.is_live:

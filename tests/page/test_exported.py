@@ -61,7 +61,7 @@ def test_axe_finds_nothing_serious(address: str, opened: OpenPage, view: str, da
 def test_a_moment_is_shown_again_and_left_again(address: str, opened: OpenPage) -> None:
     page = opened(f"{address}#view=topology&time=35")
     away = page.locator('[data-item="member:home1.2"]')
-    expect(away).to_have_attribute("data-state", "away")
+    expect(away).to_have_attribute("data-state", "vacant")
     expect(page.locator("#attention")).to_contain_text("home1 is suspended")
     page.get_by_role("button", name="To the end of the run").click()
     expect(away).to_have_attribute("data-state", "finished")

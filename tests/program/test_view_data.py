@@ -300,10 +300,11 @@ def test_changes_are_told_once_and_add_up_to_the_history() -> None:
     changes, history = view.take_changes("x"), view.history("x")
     rounds = {one["round"]: one for one in (*before["rounds"], *changes["rounds"])}
     assert list(rounds.values()) == history["rounds"]
+    assert changes["cost"] == history["cost"] != before["cost"]
     for name, points in history["steps"].items():
         told = [*before["steps"].get(name, []), *changes["steps"].get(name, [])]
         assert list({step: (time, step, loss) for time, step, loss in told}.values()) == [*map(tuple, points)]
-    view.end("over", False, {"rounds": 2})
+    view.end("over", False)
     assert {"outcome": "over", "is_live": False}.items() <= view.take_changes("x").items()
 
 

@@ -30,7 +30,6 @@ class Followed:
         self.is_live = True
         self.outcome: str | None = None
         """How the run ended: `over`, or `failed: ` and the cause; None while it is not known to have ended."""
-        self.summary: dict[str, Any] | None = None
         self.version = 0
         """Changes with everything that the page shows."""
         self.members = {name: MemberDetails() for name in state.spec.members}
@@ -82,11 +81,10 @@ class Followed:
                 self.has_told_the_end = True
         return bool(found)
 
-    def end(self, outcome: str | None, is_live: bool, summary: dict[str, Any] | None) -> None:
+    def end(self, outcome: str | None, is_live: bool) -> None:
         """Note how the run ended, or that it runs."""
-        found = (outcome, is_live, summary)
-        if found != (self.outcome, self.is_live, self.summary):
-            self.outcome, self.is_live, self.summary = found
+        if (outcome, is_live) != (self.outcome, self.is_live):
+            self.outcome, self.is_live = outcome, is_live
             self.version += 1
 
     def complain(self, problem: str) -> None:

@@ -23,7 +23,6 @@ def history_of(view: Followed) -> dict[str, Any]:
     shown = [one for one in sorted(state.closed) if one % every == 0 or one > state.rounds - _ALWAYS]
     return {
         "name": spec.config.name,
-        "kind": "run",
         "is_live": view.is_live,
         "outcome": view.outcome,
         "span": view.since_start(state.latest or 0.0),
@@ -35,7 +34,6 @@ def history_of(view: Followed) -> dict[str, Any]:
         "steps": {name: curve.points for name, curve in view.curves.items()},
         "marks": view.marks(),
         "problems": view.problems,
-        "summary": view.summary,
         "cost": cost_of(view),
     }
 

@@ -188,7 +188,7 @@ class Record:
                     summary = read_json_object(self.folder.summary)
                 except ValueError as error:
                     self.view.complain(f"{self.folder.summary.name} was skipped: {error}")
-        self.view.end(self._outcome(running, summary), running, None if running else summary)
+        self.view.end(self._outcome(running, summary), running)
 
     def _outcome(self, running: bool, summary: dict[str, object] | None) -> str | None:
         if running:

@@ -21,7 +21,7 @@ def topology_of(spec: RunSpec) -> dict[str, Any]:
     sites = {name: members_at(site, names) for name, site in spec.config.sites.items()}
     site_of = {member: name for name, members in sites.items() for member in members}
     return {
-        "sites": [{"id": name, "label": name, "line": name} for name in sites],
+        "sites": [{"id": name, "label": name} for name in sites],
         "replicas": [_replica(replica, spec.shape.width) for replica in spec.replicas_ever],
         "members": [_member(member, site_of) for member in spec.members.values()],
         "links": [_link(link) for link in spec.links.values()],

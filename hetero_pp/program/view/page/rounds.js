@@ -257,7 +257,7 @@ function cell(round, replica, marks, choose) {
     .join("; ");
   const bad =
     marks.find((mark) => markForm(mark.kind).tone === "bad") ??
-    marks.find((mark) => ["joined", "returned"].includes(mark.kind));
+    marks.find((mark) => mark.kind === "joined");
   return el(
     "td",
     { title, class: `cell cell-${form.tone}`, on: { click: () => choose(`round:${round.round}`) } },
