@@ -30,7 +30,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.cli import app
-from hetero_pp.program.doctor import disk, leftovers, packages, proxy, subject, text
+from hetero_pp.program.doctor import command, disk, leftovers, packages, proxy, subject, text
 from hetero_pp.program.doctor.command import find
 from hetero_pp.program.doctor.devices import Gpu, verdict
 from hetero_pp.program.doctor.exchange import clock_verdict
@@ -98,6 +98,7 @@ def write(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def test_without_an_argument_only_the_machine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "SECONDS", SECONDS)
     done = CliRunner().invoke(app, ["doctor", "--json", "-"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["ok"]) == (0, True)
