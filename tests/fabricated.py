@@ -289,7 +289,7 @@ def _mark(time: float, kind: str, member: str, replica: str, text: str) -> Json:
 
 def _flow(link: Json, time: float) -> Json:
     wave = 0.5 + 0.5 * math.sin(time + len(link["id"]))
-    found: Json = {"late": 2.4 if link["kind"] == "stage" and wave > 0.97 else None}
+    found: Json = {}
     for way, limit in link["bandwidth"].items():
         busy = wave * (0.8 if link["kind"] == "stage" else 0.15)
         found[way] = {"rate": busy * limit, "busy": busy, "bytes": int(0.4 * limit * time)}

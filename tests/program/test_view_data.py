@@ -252,7 +252,7 @@ def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
     later = inner_step(START + 4, "dc", "dc", 1, 0, loss=5.0)
     now = frame(view_of([*there(), later, told]))
     assert (now["members"]["home.1"]["state"], now["members"]["home.1"]["detail"]) == (state, detail)
-    assert now["links"]["home.0-1"]["late"] == (3.0 if "home.0" in detail else None)
+    assert now["members"]["home.1"]["since"] is None  # a sample does not tell since when
 
 
 def test_a_member_that_left_was_not_killed() -> None:

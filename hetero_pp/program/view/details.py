@@ -25,12 +25,8 @@ class MemberDetails:
     doing: Doing = Doing.DOING_UNSPECIFIED
     """Its last reported activity."""
     since: float | None = None
+    """Time of the last event that changed whether it takes part."""
     is_suspended: bool = False
-
-    def does(self, time: float, doing: Doing) -> None:
-        """Note what the member does from now on."""
-        if doing != self.doing:
-            self.doing, self.since = doing, time
 
 
 class Curve:

@@ -99,7 +99,7 @@ class Followed:
         if event == "joined":
             self.members[report.member] = MemberDetails(heard=report.time, since=report.time)
         elif event == "activity":
-            member.does(report.time, report.activity.doing)
+            member.doing = report.activity.doing
         elif event == "computes":
             member.device = report.computes.device
         elif event == "finished":

@@ -27,9 +27,9 @@ _DOINGS: Mapping[Doing, str] = {
     Doing.WAITING_FOR_ROUND: "waiting",
 }
 """Reported activity of a member -> its state on the page."""
+_LASTING = ("given_up", "vacant", "suspended", "finished")
+"""States whose start is known. Activities are samples: between two of them a member may do something else."""
 _HOPS = {Doing.WAITING_FOR_PREVIOUS: -1, Doing.WAITING_FOR_NEXT: 1}
-_LATE_SECONDS = 2.0
-"""Seconds for which a stage waits until the link to its neighbour is shown as late."""
 
 
 def frame_of(view: Followed, now: float) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _member(view: Followed, name: str, details: MemberDetails) -> dict[str, Any]
     return {
         "state": what,
         "detail": detail,
-        "since": None if details.since is None else view.since_start(details.since),
+        "since": view.since_start(details.since) if details.since is not None and what in _LASTING else None,
         "device": details.device,
         "incarnation": view.state.standings.places[name].term,
         "round": details.round,
@@ -101,19 +101,19 @@ def _what(state: RunState, name: str, details: MemberDetails) -> tuple[str, str]
     if details.is_suspended:
         return "suspended", "returns to the start of its round"
     if details.doing in _DOINGS:
-        neighbour = _neighbour(state, name, details)
-        what = "the next round" if details.doing == Doing.WAITING_FOR_ROUND else neighbour
-        return _DOINGS[details.doing], f"waits for {what}" if what else ""
+        return _DOINGS[details.doing], _awaited(state, name, details.doing)
     return ("reading", "") if state.first_step is None else ("computing", "")
 
 
-def _neighbour(state: RunState, name: str, details: MemberDetails) -> str | None:
-    """Return the member of a neighbouring stage that a member waits for; None if it waits for none."""
+def _awaited(state: RunState, name: str, doing: Doing) -> str:
+    """Return in words the neighbour or the round that a member waits for; empty if it does not wait."""
     member = state.spec.members[name]
-    if member.stage is None or details.doing not in _HOPS:
-        return None
+    if doing == Doing.WAITING_FOR_ROUND:
+        return "waits for the next round"
+    if member.stage is None or doing not in _HOPS:
+        return ""
     members = member.replica.members
-    return members[(member.stage.index + _HOPS[details.doing]) % len(members)]
+    return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
 
 
 def _replicas(view: Followed, now: float) -> dict[str, Any]:
@@ -152,26 +152,14 @@ def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str])
     return "suspended" if any(member.is_suspended for member in details) else "training"
 
 
-def _late(view: Followed, now: float) -> Mapping[frozenset[str], float]:
-    """Return the two ends of each link that is late, with the seconds for which one of them has waited."""
-    found = {}
-    for name, details in view.members.items():
-        other = None if details.is_suspended else _neighbour(view.state, name, details)
-        seconds = now - (now if details.since is None else details.since)
-        if other is not None and seconds >= _LATE_SECONDS and view.state.presence(name) is Presence.PRESENT:
-            found[frozenset((name, other))] = round(seconds, 1)
-    return found
-
-
 def _links(view: Followed, now: float) -> dict[str, Any]:
-    found, late = {}, _late(view, now)
-    for name, link in view.state.links.items():
-        limits = view.limits[name]
-        found[name] = dict[str, Any](late=late.get(frozenset((link.spec.source, link.spec.target))))
-        for side, way in SIDES.items():
-            direction = link.directions[way]
-            found[name][side] = _flow(direction.recent_bytes_per_second(now), limits[side], direction.wire_bytes)
-    return found
+    return {
+        name: {
+            side: _flow(way.recent_bytes_per_second(now), view.limits[name][side], way.wire_bytes)
+            for side, way in ((side, link.directions[way]) for side, way in SIDES.items())
+        }
+        for name, link in view.state.links.items()
+    }
 
 
 def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:

@@ -112,7 +112,6 @@ function link(id, { history, frame }, choose) {
       facts([
         ["From", jump(itemOf(own.source), own.source, choose)],
         ["To", jump(itemOf(own.target), own.target, choose)],
-        ["Waiting stage", now.late ? `for ${seconds(now.late)}` : "none"],
       ]),
       table(
         "Both ways",
@@ -187,10 +186,9 @@ function linksOf(links, id, frame, choose) {
       rate(now[out]?.rate),
       rate(now[incoming]?.rate),
       percent(Math.max(now[out]?.busy ?? 0, now[incoming]?.busy ?? 0)),
-      now.late ? seconds(now.late) : "–",
     ];
   });
-  return section("Links", table("Links", ["With", "Sends", "Receives", "Busy", "A stage waits"], rows));
+  return section("Links", table("Links", ["With", "Sends", "Receives", "Busy"], rows));
 }
 
 function linesOf(lines, frame) {

@@ -1,7 +1,7 @@
 // The picture of sites, groups, stages, links and the exchange, at one moment.
 
 import { attribute, behind, cut, el, say, svg, table } from "./dom.js";
-import { count, duration, loss, percent, rate, seconds } from "./format.js";
+import { count, duration, loss, percent, rate } from "./format.js";
 import { eventsList } from "./events.js";
 import { place } from "./layout.js";
 import { lanesLayer, linksLayer, toExchange } from "./links.js";
@@ -88,22 +88,21 @@ function patterns() {
     { id: "hatch", width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     svg("rect", { width: 2.5, height: 8, class: "hatch" }),
   );
-  const arrow = (id, name) =>
-    svg(
-      "marker",
-      {
-        id,
-        viewBox: "0 0 8 8",
-        refX: 7,
-        refY: 4,
-        markerWidth: 8,
-        markerHeight: 8,
-        orient: "auto-start-reverse",
-        markerUnits: "userSpaceOnUse",
-      },
-      svg("path", { d: "M0 .8 8 4 0 7.2z", class: name }),
-    );
-  return svg("defs", {}, hatch, arrow("arrow", "arrow"), arrow("arrow-late", "arrow late"));
+  const arrow = svg(
+    "marker",
+    {
+      id: "arrow",
+      viewBox: "0 0 8 8",
+      refX: 7,
+      refY: 4,
+      markerWidth: 8,
+      markerHeight: 8,
+      orient: "auto-start-reverse",
+      markerUnits: "userSpaceOnUse",
+    },
+    svg("path", { d: "M0 .8 8 4 0 7.2z", class: "arrow" }),
+  );
+  return svg("defs", {}, hatch, arrow);
 }
 
 function sitesLayer({ picture, history }) {
@@ -261,7 +260,7 @@ const activity = (form, facts) => (facts.detail && facts.state === "waiting" ? f
 function legend() {
   const item = (form) => el("li", {}, icon(form), form.word);
   const ways =
-    "A line is as thick as it is busy; the upper arrow points there, the lower one back. At a dashed line a stage has waited for 2 s.";
+    "A line is as thick as it is busy; the upper arrow points there, the lower one back.";
   return el(
     "details",
     { class: "legend" },
@@ -301,11 +300,11 @@ function linksTable(history, frame) {
       link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]),
       percent(flow[name]?.busy),
     ];
-    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back"), flow.late ? seconds(flow.late) : "–"];
+    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back")];
   });
   return table(
     "Links",
-    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back", "A stage waits"],
+    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back"],
     rows,
   );
 }
