@@ -201,8 +201,8 @@ def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
     assert (first["round"], first["closed"], first["validation_loss"]) == (1, 10.0, pytest.approx(4.6))
     home = first["cells"]["home"]
     assert (home["state"], home["bytes"], home["training_loss"]) == ("included", 1000, 5.5)
-    times = [home[f"{part}_seconds"] for part in ("compute", "wait", "outer", "blocked")]
-    assert times == [2.0, 3.0, 1.75, 0.25]  # the wait for the exchange is no part of the others
+    parts = [home[f"{part}_seconds"] for part in ("compute", "wait", "outer", "blocked")]
+    assert parts == [2.0, 3.0, 1.75, 0.25]  # the wait for the exchange is no part of the others
     assert first["cells"]["dc"]["compute_seconds"] is None
     assert history["steps"]["dc"] == [[2.0, 0, 5.0], [3.0, 1, 5.0], [12.0, 2, 4.0], [13.0, 3, 4.0]]
     assert history["settings"]["outer.rounds"] == 2 and history["settings"]["replicas.home.boundary.rank"] == 8

@@ -40,7 +40,7 @@ function connection(ends, size, item, limits) {
         text(x, y + 22, "small halo", "", "middle"),
         text(x, y + 35, "small halo", "", "middle"),
       ]
-    : size === "small halo"
+    : size === "small"
       ? []
       : [
           text(x - 14, y - 3, "small halo", "", "end"),
