@@ -62,10 +62,8 @@ class Fabricated:
         return {
             "id": self.name,
             "name": self.name,
-            "kind": "run",
             "is_live": self.is_live,
             "outcome": None if self.is_live else "over",
-            "started_wall": 1_790_000_000,
             "span": self.span,
             "rounds_planned": self.rounds,
             "inner_steps": 10,
@@ -75,7 +73,6 @@ class Fabricated:
             "steps": {name: self.steps(name) for name in self.replicas()},
             "marks": self.marks(),
             "problems": [],
-            "summary": {"final_validation_loss": round(_loss(self.rounds), 4)},
             "cost": {"tokens": 163_840, "training_seconds": self.span, "wire_bytes": 81_000_000},
         }
 
@@ -121,7 +118,7 @@ class Fabricated:
                     {"id": member, "up": up * MEGABIT, "down": down * MEGABIT, "latency": 0.015, "members": [member]}
                 )
         return {
-            "sites": [{"id": site, "label": site, "line": None} for site in self.sites],
+            "sites": [{"id": site, "label": site} for site in self.sites],
             "replicas": [
                 {
                     "id": name,
@@ -172,7 +169,7 @@ class Fabricated:
             "bytes": 0 if away else 58_000 + dice.randrange(4000),
             "compute_seconds": None if away else 3.2 + 0.3 * dice.random(),
             "wait_seconds": None if away else 1.1,
-            "outer_seconds": None if away else 0.9,
+            "outer_seconds": None if away else 0.8,
             "blocked_seconds": None if away else 0.1,
             "evaluation_seconds": None if away else 0.3,
         }
@@ -195,7 +192,7 @@ class Fabricated:
                 if start < self.span:
                     found.append(_mark(start, "killed", member, replica, f"{member} was killed"))
                 if end < self.span:
-                    found.append(_mark(end, "returned", member, replica, f"{member} returned"))
+                    found.append(_mark(end, "joined", member, replica, f"{member} has joined again (incarnation 2)"))
         return [{"id": n} | mark for n, mark in enumerate(sorted(found, key=lambda mark: mark["time"]))]
 
     def frame(self, time: float) -> Json:
@@ -208,7 +205,6 @@ class Fabricated:
         share = (time % ROUND_SECONDS) / ROUND_SECONDS
         return {
             "time": time,
-            "wall": 1_790_000_000 + time,
             "phase": "joining" if time < 1 else "over" if is_over else "training",
             "message": "",
             "rounds_closed": closed,
@@ -220,7 +216,7 @@ class Fabricated:
             "replicas": {
                 name: {
                     "state": "suspended"
-                    if any(members[m]["state"] == "away" for m in own)
+                    if any(members[m]["state"] == "vacant" for m in own)
                     else "finished"
                     if is_over
                     else "training",
@@ -241,7 +237,7 @@ class Fabricated:
                 for line in topology["lines"]
             },
             "exchange": {
-                "missing": [m for m, facts in members.items() if facts["state"] == "away"],
+                "missing": [m for m, facts in members.items() if facts["state"] == "vacant"],
                 "obstacle": "",
                 "refusals": 0,
             },
@@ -260,7 +256,7 @@ class Fabricated:
         if state == "waiting":
             detail = f"waits for {own[place - 1]}"
         if away:
-            state, detail = ("away", "") if member in away else ("suspended", f"waits for {away[0]}")
+            state, detail = ("vacant", "") if member in away else ("suspended", f"waits for {away[0]}")
         if time < 0.2 + place * 0.1:
             state, detail = "absent", ""
         if time >= self.span - 1 and not self.is_live:
@@ -273,7 +269,6 @@ class Fabricated:
             "incarnation": 2 if time > self.outages.get(member, (0, math.inf))[1] else 1,
             "round": int(time // ROUND_SECONDS) + 1,
             "heard": time,
-            "score": 0.97,
         }
 
 
@@ -294,7 +289,7 @@ def _mark(time: float, kind: str, member: str, replica: str, text: str) -> Json:
 
 def _flow(link: Json, time: float) -> Json:
     wave = 0.5 + 0.5 * math.sin(time + len(link["id"]))
-    found: Json = {"late": 2.4 if link["kind"] == "stage" and wave > 0.97 else None}
+    found: Json = {}
     for way, limit in link["bandwidth"].items():
         busy = wave * (0.8 if link["kind"] == "stage" else 0.15)
         found[way] = {"rate": busy * limit, "busy": busy, "bytes": int(0.4 * limit * time)}

@@ -118,15 +118,20 @@ def format_ratio(value: float) -> str:
     return str(Fraction(value).limit_denominator(round(abs(1 / value)) if is_small else 4096))
 
 
-def format_count(count: int, one: str) -> str:
+def format_count(count: int, one: str, several: str = "") -> str:
     """Format a count: (1, "replica") -> "1 replica"; (2000, "replica") -> "2,000 replicas"."""
-    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+    return f"{count:,} {one if count == 1 else several or f'{one}s'}"
 
 
 def format_names(names: Collection[str], shown: int, separator: str = ", ") -> str:
     """List the first `shown` names and count the others: "anna, ben, carla and 2 more"."""
     more = len(names) - shown
     return separator.join(islice(names, shown)) + (f" and {more:,} more" if more > 0 else "")
+
+
+def bytes_per_second(bits: float | None) -> float | None:
+    """Return bits per second in bytes per second; None (unlimited) stays None."""
+    return None if bits is None else bits / 8
 
 
 def format_times(count: int) -> str:

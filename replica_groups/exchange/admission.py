@@ -24,7 +24,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.probe import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.lobby import Lobby
-from replica_groups.exchange.memberships import Holder, Memberships
+from replica_groups.exchange.memberships import LEFT, Holder, Memberships
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
@@ -213,8 +213,8 @@ class Admission:
 
     def Give(self, request: pb.GiveRequest, context: grpc.ServicerContext) -> pb.GiveReply:
         caller = self._callers.of(context)
-        self._host.end(caller.name, caller.holder, "its slot was returned")
-        self._exchange.died(caller.name, "it has left", caller.term)
+        self._host.end(caller.name, caller.holder, LEFT)
+        self._exchange.died(caller.name, LEFT, caller.term)
         return pb.GiveReply()
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:

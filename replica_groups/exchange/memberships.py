@@ -30,6 +30,9 @@ CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NU
 """
 _BUSY_SECONDS = 10.0
 
+LEFT = "it has left"
+"""Cause of the end of a member that freed its slot."""
+
 MOST_BLAMED = 3
 """Malformed messages on the links of a ticket's holder after which the ticket is revoked."""
 

@@ -336,7 +336,7 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
 def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     give(membership.address, membership.identity)
-    with pytest.raises(Refused, match="its slot was returned"):
+    with pytest.raises(Refused, match="it has left"):
         served.client(membership.credentials).agree("b", "{}")
     assert served.takes(served.ticket("b"), "another host").place == "b"
 

@@ -104,7 +104,9 @@ def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
 
 def test_a_sink_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero_pp.program.report.sinks.sink.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^--board wandb: is not installed; install it with: pip install 'hetero-pp"):
+    with pytest.raises(
+        ConfigError, match=r"^--board wandb: the package is not installed; install it with: pip install 'hetero-pp"
+    ):
         makers_of(["wandb"])
 
 

@@ -37,6 +37,7 @@ from hetero_pp.program.view.record import Lines, Record
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
+from replica_groups.exchange.memberships import LEFT
 
 
 def view_of(reports: Sequence[Report], **changes: Any) -> RunView:
@@ -219,7 +220,7 @@ def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
 
 
 def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
-    times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0, outer_seconds=2.0)
+    times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0, outer_seconds=2.0, blocked_seconds=0.5)
     other = pb.MemberRound(round=1, compute_seconds=1.0, wait_seconds=5.0, outer_seconds=2.0)
     reports = [
         *made_up_reports(),
@@ -232,7 +233,8 @@ def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
     assert (first["round"], first["closed"], first["validation_loss"]) == (1, 10.0, pytest.approx(4.6))
     home = first["cells"]["home"]
     assert (home["state"], home["bytes"], home["training_loss"]) == ("included", 1000, 5.5)
-    assert (home["compute_seconds"], home["wait_seconds"], home["outer_seconds"]) == (2.0, 3.0, 2.0)
+    parts = [home[f"{part}_seconds"] for part in ("compute", "wait", "outer", "blocked")]
+    assert parts == [2.0, 3.0, 1.75, 0.25]  # the wait for the exchange is no part of the others
     assert first["cells"]["dc"]["compute_seconds"] is None
     assert history["steps"]["dc"] == [[2.0, 0, 5.0], [3.0, 1, 5.0], [12.0, 2, 4.0], [13.0, 3, 4.0]]
     assert history["settings"]["outer.rounds"] == 2 and history["settings"]["replicas.home.boundary.rank"] == 8
@@ -279,8 +281,15 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
 )
 def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
     told = Report(time=START + 1, member="home.1", activity=pb.Activity(doing=doing))
-    found = frame(view_of([*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0), told]))["members"]["home.1"]
-    assert (found["state"], found["detail"]) == (state, detail)
+    later = inner_step(START + 4, "dc", "dc", 1, 0, loss=5.0)
+    now = frame(view_of([*there(), later, told]))
+    assert (now["members"]["home.1"]["state"], now["members"]["home.1"]["detail"]) == (state, detail)
+    assert now["members"]["home.1"]["since"] is None  # a sample does not tell since when
+
+
+def test_a_member_that_left_was_not_killed() -> None:
+    marks = view_of([*there(), standing(START + 1, pb.TERM_OVER, place="home.1", cause=LEFT)]).marks()
+    assert [(one["kind"], one["text"]) for one in marks[-1:]] == [("left", "home.1: it has left; its slot is vacant")]
 
 
 def test_phases_of_a_run() -> None:
@@ -315,14 +324,19 @@ def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
 def test_changes_are_told_once_and_add_up_to_the_history() -> None:
     view, half = view_of(made_up_reports()[:20]), made_up_reports()[20:]
     view.take_changes("x")
+    before = view.history("x")
     assert view.take_changes("x").keys() == {"id", "span"}
     for report in half:
         assert view.state.apply(report)
         view.take(report)
     changes, history = view.take_changes("x"), view.history("x")
-    assert changes["rounds"] == history["rounds"][1:] or changes["rounds"] == history["rounds"]
-    assert changes["steps"]["dc"] == [point for point in history["steps"]["dc"] if point in changes["steps"]["dc"]]
-    view.end("over", False, {"rounds": 2})
+    rounds = {one["round"]: one for one in (*before["rounds"], *changes["rounds"])}
+    assert list(rounds.values()) == history["rounds"]
+    assert changes["cost"] == history["cost"] != before["cost"]
+    for name, points in history["steps"].items():
+        told = [*before["steps"].get(name, []), *changes["steps"].get(name, [])]
+        assert list({step: (time, step, loss) for time, step, loss in told}.values()) == [*map(tuple, points)]
+    view.end("over", False)
     assert {"outcome": "over", "is_live": False}.items() <= view.take_changes("x").items()
 
 

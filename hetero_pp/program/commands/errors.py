@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 
 import typer
@@ -23,17 +23,16 @@ def readable_errors(log_format: str = "text") -> Iterator[None]:
     `log_format`: how all lines of the block are printed, `text` or `json`. Exit codes: 1 for a failed run, 2 for bad
     input, 130 for an interrupt.
     """
-    if log_format == "text":
-        with _readable():
-            yield
-        return
-    from hetero_pp.core.errors import ConfigError
-    from hetero_pp.program.report.json_lines import printed_as_json
+    with ExitStack() as stack:
+        if log_format == "json":
+            from hetero_pp.program.report.json_lines import printed_as_json
 
-    if log_format != "json":
-        with _readable():
+            stack.enter_context(printed_as_json())
+        stack.enter_context(_readable())
+        if log_format not in ("text", "json"):
+            from hetero_pp.core.errors import ConfigError
+
             raise ConfigError((), f"--log-format: found `{log_format}`, expected `text` or `json`")
-    with printed_as_json(), _readable():
         yield
 
 

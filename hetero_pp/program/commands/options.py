@@ -81,8 +81,6 @@ def parsed_address(option: str, text: str | None) -> str | None:
 
 def parsed(option: str, parse: Callable[[str], str], text: str) -> str:
     """Return the value of an option. Raises ConfigError with the option's name if it is not valid."""
-    from hetero_pp.core.errors import ConfigError
-
     try:
         return parse(text)
     except ValueError as error:

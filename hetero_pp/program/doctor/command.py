@@ -24,9 +24,9 @@ _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", Stat
 _NAME_WIDTH = 12
 
 
-def doctor(named: str | None, runs: Path, data: str | None, json_path: Path | None, seconds: float = SECONDS) -> bool:
+def doctor(named: str | None, runs: Path, data: str | None, json_path: Path | None) -> bool:
     """Make all checks of a YAML, a ticket or a run; print or write what they found. Return whether none failed."""
-    found = find(named, runs, data, seconds)
+    found = find(named, runs, data, SECONDS)
     if json_path == STANDARD_OUTPUT:
         sys.stdout.write(_as_json(found))
     else:
@@ -37,7 +37,7 @@ def doctor(named: str | None, runs: Path, data: str | None, json_path: Path | No
     return _has_passed(found)
 
 
-def find(named: str | None, runs: Path, data: str | None, seconds: float = SECONDS) -> dict[str, Finding]:
+def find(named: str | None, runs: Path, data: str | None, seconds: float) -> dict[str, Finding]:
     """Return the finding of each check by its name.
 
     The packages are checked first. If PyTorch cannot be imported, no other check can be made.
@@ -58,7 +58,7 @@ def _print(console: Console, found: Mapping[str, Finding]) -> None:
         tell(console, line, _STYLES[finding.state], hanging=" " * (_NAME_WIDTH + 7))
     counts = Counter(one.state for one in found.values())
     told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
-    tell(console, f"{told}: {'nothing stands in the way' if _has_passed(found) else 'mend what failed first'}")
+    tell(console, f"{told}: {'no check failed' if _has_passed(found) else 'mend each FAIL before you start'}")
 
 
 def _as_json(found: Mapping[str, Finding]) -> str:

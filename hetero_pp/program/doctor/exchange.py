@@ -37,7 +37,7 @@ def check_exchange(subject: Subject) -> Finding:
             f"{error}: see its log in {subject.folder.path}/logs" if is_here else unanswered(error, subject.name)
         )
     if answer is None:
-        return warn(f"{address} answers, but is of an earlier version, which other checks cannot ask; `join` may work")
+        return warn(f"{address} answers, but its version is too old for the other checks; `join` may work")
     return ok(f"{address} answers and admits this host, with the same version of the protocol")
 
 

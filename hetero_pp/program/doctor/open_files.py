@@ -12,4 +12,4 @@ def check_open_files(subject: Subject) -> Finding:
     """Check that the launcher may open enough files. Raises ConfigError as `launch` does."""
     processes = 1 if subject.part_ is None else len(subject.part.names)
     require_open_files(processes)
-    return ok(f"enough for {format_count(processes, 'process').replace('processs', 'processes')}")
+    return ok(f"enough for {format_count(processes, 'process', 'processes')}")

@@ -17,8 +17,10 @@ _INSTALL = "in the folder of hetero-pp: python -m pip install --editable ."
 
 def check_python() -> Finding:
     """Compare the version of Python with the one that the package asks for."""
-    found, needed = platform.python_version(), _metadata_of(NAME)
-    if needed is None:
+    found = platform.python_version()
+    try:
+        needed = metadata.metadata(NAME)["Requires-Python"]
+    except metadata.PackageNotFoundError:
         return warn(f"Python {found}; {NAME} is not installed, so the version that it needs is not known: {_INSTALL}")
     if not SpecifierSet(needed).contains(found, prereleases=True):
         return fail(f"found Python {found}, expected {needed}: make a virtual environment with a newer Python")
@@ -32,10 +34,10 @@ def check_packages() -> Finding:
     except metadata.PackageNotFoundError:
         return warn(f"{NAME} is not installed, so the versions that it needs are not known: {_INSTALL}")
     own = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    wrong = [complaint for one in own if (complaint := _complaint(one))]
+    wrong = {str(one): complaint for one in own if (complaint := _complaint(one))}
     if wrong:
-        names = " ".join(f"'{one}'" for one in own if _complaint(one))
-        return fail(f"{'; '.join(wrong)}: python -m pip install {names}")
+        names = " ".join(f"'{one}'" for one in wrong)
+        return fail(f"{'; '.join(wrong.values())}: python -m pip install {names}")
     return ok(f"{format_count(len(own), 'package')} as hetero-pp needs them")
 
 
@@ -48,10 +50,3 @@ def _complaint(needed: Requirement) -> str:
     if needed.specifier.contains(found, prereleases=True):
         return ""
     return f"found {needed.name} {found}, expected {needed.specifier}"
-
-
-def _metadata_of(name: str) -> str | None:
-    try:
-        return metadata.metadata(name)["Requires-Python"]
-    except metadata.PackageNotFoundError:
-        return None

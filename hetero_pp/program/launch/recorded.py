@@ -56,8 +56,7 @@ def run_and_record(
 
     Raises RunFailed if the run ended early without a reason.
     """
-    console = standard_output()
-    folder = RunFolder(runs.absolute() / prepared.spec.config.name)
+    console, folder = standard_output(), RunFolder(runs.absolute() / prepared.spec.config.name)
     spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
     if resume:
         save_config(spec.config, folder.config)
@@ -100,11 +99,7 @@ def run_and_record(
     try:
         with operations.page(state, say) as show, LiveDisplay(state, console, since=since):
             start(spec, folder, on_report, changed)
-        if not state.is_over:
-            raise RunFailed(
-                f"the run ended after round {state.rounds} of {state.rounds_planned} without a reason; see the "
-                "members' output in logs/"
-            )
+        _require_over(state)
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or INTERRUPTED)
         is_stopped = isinstance(error, KeyboardInterrupt)
@@ -116,6 +111,13 @@ def run_and_record(
         recorder.close(on_stopped if is_stopped else None)
     with about("result"):
         print_result(console, summary_of(state), folder.path)
+
+
+def _require_over(state: RunState) -> None:
+    """Raise RunFailed for a run that ended early."""
+    if not state.is_over:
+        found = f"the run ended after round {state.rounds} of {state.rounds_planned} without a reason"
+        raise RunFailed(f"{found}; see the members' output in logs/")
 
 
 def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
@@ -65,13 +66,13 @@ def served(listen: str, observed: Observed) -> Iterator[str]:
         server.server_close()
 
 
-def _application(observed: Observed) -> Callable[..., Iterable[bytes]]:
+def _application(observed: Observed) -> WSGIApplication:
     """Return the WSGI application."""
     registry = CollectorRegistry()
     registry.register(RunCollector(observed, METRICS, build_info()))
     metrics = make_wsgi_app(registry)
 
-    def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
             return metrics(environ, start_response)
@@ -89,7 +90,7 @@ def _application(observed: Observed) -> Callable[..., Iterable[bytes]]:
     return application
 
 
-def _answer(start_response: Callable[..., Any], status: str, found: dict[str, Any]) -> Iterable[bytes]:
+def _answer(start_response: StartResponse, status: str, found: dict[str, Any]) -> Iterable[bytes]:
     start_response(status, [("Content-Type", "application/json"), ("X-Content-Type-Options", "nosniff")])
     return [(json.dumps(found) + "\n").encode()]
 
@@ -107,7 +108,7 @@ class _Handler(WSGIRequestHandler):
         pass
 
 
-def _server(family: socket.AddressFamily, address: tuple[str, int], application: Callable[..., Any]) -> WSGIServer:
+def _server(family: socket.AddressFamily, address: tuple[str, int], application: WSGIApplication) -> WSGIServer:
     """Return a server that listens. Raises OSError if it cannot."""
 
     class Server(ThreadingMixIn, WSGIServer):

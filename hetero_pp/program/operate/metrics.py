@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.operate.collector import Described, Samples, View
@@ -23,9 +24,7 @@ from hetero_pp.program.report.carried import DirectionState
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import PARTS
 from hetero_pp.program.report.standings import Outcome
-from hetero_pp.program.report.state import RunState
-
-MEMBER_STATES = ("missing", "present", "vacant", "given_up", "finished")
+from hetero_pp.program.report.state import Presence, RunState
 
 MEMBER, REPLICA, LINK, LINE = ("member",), ("replica",), ("link", "direction"), ("line", "way")
 
@@ -62,20 +61,13 @@ def _is_obstructed(state: RunState) -> float:
 # ---- members ----
 
 
-def _state_of(state: RunState, member: str) -> str:
-    """Return the state of a member, one of MEMBER_STATES."""
-    if member in state.standings.given_up:
-        return "given_up"
-    if member in state.standings.vacant:
-        return "vacant"
-    if member in state.finished:
-        return "finished"
-    return "present" if member in state.joined else "missing"
-
-
 def _members(view: View) -> Samples:
-    found = Counter(_state_of(view.state, name) for name in view.observed.members(view.state))
-    return [((one,), found[one]) for one in MEMBER_STATES]
+    found = Counter(view.state.presence(name) for name in view.observed.members(view.state))
+    return [((one,), found[one]) for one in Presence]
+
+
+def _is_up(state: RunState, member: str) -> float:
+    return float(state.presence(member) in (Presence.PRESENT, Presence.FINISHED))
 
 
 def _of_members(value: Callable[[RunState, str], float], view: View) -> Samples:
@@ -99,11 +91,6 @@ def _of_replicas(value: Callable[[ReplicaState], float | None], view: View) -> S
     return [((one.name,), value(one)) for one in view.observed.replicas(view.state)]
 
 
-def _validation_loss(replica: ReplicaState) -> float | None:
-    known = replica.validation_loss
-    return known[max(known)] if known else None
-
-
 def _contributions(view: View) -> Samples:
     found = view.outcomes.count(view.state.standings)
     names = [one.name for one in view.observed.replicas(view.state)]
@@ -121,10 +108,6 @@ def _of_links(value: Callable[[DirectionState], float | None], view: View) -> Sa
     return [((link, way), value(state)) for link, way, state in view.observed.directions(view.state)]
 
 
-def _capacity(direction: DirectionState) -> float | None:
-    return None if direction.bandwidth is None else direction.bandwidth / 8
-
-
 def _line_bytes(view: View) -> Samples:
     return [((name, way), line.wire_bytes(way)) for name, line in view.state.lines.items() for way in WAYS]
 
@@ -134,8 +117,8 @@ def _line_seconds(view: View) -> Samples:
 
 
 def _line_capacity(view: View) -> Samples:
-    rates = ((name, way, line.spec.bandwidth(way)) for name, line in view.state.lines.items() for way in WAYS)
-    return [((name, way), None if rate is None else rate / 8) for name, way, rate in rates]
+    lines = view.state.lines.items()
+    return [((name, way), bytes_per_second(line.spec.bandwidth(way))) for name, line in lines for way in WAYS]
 
 
 def build_info() -> GaugeMetricFamily:
@@ -178,13 +161,13 @@ METRICS = (
     Described("hetero_pp_included_tokens_total", (), "tokens", "Tokens of contributions that rounds include.",
               partial(_of_state, lambda state: state.standings.counted_tokens), needs_all=True),
     Described("hetero_pp_contribution_bytes_total", (), "bytes", "Size of the contributions that rounds include.",
-              partial(_of_state, lambda state: sum(one.bytes for one in state.closed.values())), needs_all=True),
+              partial(_of_state, lambda state: state.contribution_bytes), needs_all=True),
     Described("hetero_pp_refusals_total", ("kind",), "messages", "Refused messages by kind.", _refusals,
               needs_all=True),
 
     Described("hetero_pp_members", ("state",), "members", "Members by state.", _members),
     Described("hetero_pp_member_up", MEMBER, "", "1 if the member is present or has finished, else 0.",
-              partial(_of_members, lambda state, name: float(_state_of(state, name) in ("present", "finished")))),
+              partial(_of_members, _is_up)),
     Described("hetero_pp_member_round", MEMBER, "rounds", "Last round that the member finished.",
               partial(_of_members, lambda state, name: state.spent[name].last_round)),
     Described("hetero_pp_member_round_seconds_total", (*MEMBER, "part"), "seconds",
@@ -194,7 +177,7 @@ METRICS = (
     Described("hetero_pp_training_loss", REPLICA, "nats a token", "Training loss of the replica's last inner step.",
               partial(_of_replicas, lambda replica: replica.loss)),
     Described("hetero_pp_validation_loss", REPLICA, "nats a token", "Last validation loss, in the replica forward.",
-              partial(_of_replicas, _validation_loss)),
+              partial(_of_replicas, lambda replica: replica.last_validation_loss)),
     Described("hetero_pp_tokens_total", REPLICA, "tokens", "Trained tokens, without those of discarded attempts.",
               partial(_of_replicas, lambda replica: replica.tokens), needs_all=True),
     Described("hetero_pp_contributions_total", (*REPLICA, "outcome"), "contributions",
@@ -206,7 +189,8 @@ METRICS = (
               "Time for which the direction was busy since the first inner step.",
               partial(_of_links, lambda direction: direction.busy_seconds)),
     Described("hetero_pp_link_capacity_bytes_per_second", LINK, "bytes a second",
-              "Configured rate of the direction; no sample without a limit.", partial(_of_links, _capacity)),
+              "Configured rate of the direction; no sample without a limit.",
+              partial(_of_links, lambda direction: bytes_per_second(direction.bandwidth))),
     Described("hetero_pp_line_wire_bytes_total", LINE, "bytes", "Bytes on the wire of all links that share the line.",
               _line_bytes, needs_all=True),
     Described("hetero_pp_line_busy_seconds_total", LINE, "seconds",

@@ -24,9 +24,8 @@ from opentelemetry.util.types import Attributes
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Happened, MemberRound, Report, RoundRecord
 from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.report.replica_state import STILL_TOLD
 
-ROUNDS_OPEN = 8
-"""Rounds for which a member may still report its times."""
 MOST_QUEUED, MOST_AT_ONCE, SECONDS_BETWEEN, SECONDS_TO_SEND = 4096, 512, 5.0, 5.0
 """Spans that wait for the collector, and that one message carries; seconds between messages, and to send one."""
 _DISABLED = "OTEL_SDK_DISABLED"
@@ -133,7 +132,7 @@ class RoundTraces:
             self._rounds[round_] = self._tracer.start_span(
                 "round", Context(), attributes=attributes, start_time=_nanoseconds(start)
             )
-            for old in [one for one in self._rounds if one <= round_ - ROUNDS_OPEN]:
+            for old in [one for one in self._rounds if one <= round_ - STILL_TOLD]:
                 del self._rounds[old]
         return self._rounds[round_]
 

@@ -49,7 +49,7 @@ class Happenings:
                 self._has_begun = True
             case "joined" if self._has_begun and report.member in self._members:
                 self._told_of.pop(report.member, None)
-                yield f"{report.member} has joined{_again(report.joined.term)}"
+                yield member_joined(report)
             case "waiting" if report.waiting.awaited == STORING and not report.waiting.obstacle:
                 seconds = format_seconds(max(1, round(report.waiting.seconds)))
                 yield f"resuming after {seconds}: reads and writes succeed again"
@@ -118,6 +118,7 @@ class Happenings:
         return f"{share}its contribution is restored to its error feedback"
 
 
-def _again(term: int) -> str:
-    """Return the text after `has joined`; empty for the first incarnation (`term`) of a slot's member."""
-    return "" if term <= 1 else f" again (incarnation {term})"
+def member_joined(report: Report) -> str:
+    """Return the line of a member that has joined, with its incarnation (`term`) if it is not the slot's first."""
+    term = report.joined.term
+    return f"{report.member} has joined{f' again (incarnation {term})' if term > 1 else ''}"

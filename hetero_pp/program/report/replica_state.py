@@ -127,6 +127,11 @@ class ReplicaState:
         """Last round with a reported step; 0 if there is none."""
         return max([*self.rounds, *self.settled], default=0)
 
+    @property
+    def last_validation_loss(self) -> float | None:
+        """Last known validation loss."""
+        return self.validation_loss[max(self.validation_loss)] if self.validation_loss else None
+
     def losses(self) -> Iterator[tuple[int, Sequence[float]]]:
         """Yield each round and the training losses of its steps, in order; nan where unknown."""
         for round_ in sorted([*self.rounds, *self.settled]):

@@ -25,7 +25,7 @@ class Spent:
         if told.round <= self.last_round - STILL_TOLD:
             return
         self.last_round = max(self.last_round, told.round)
-        self._recent[told.round] = _split(told)
+        self._recent[told.round] = split(told)
         for round_ in [one for one in self._recent if one <= self.last_round - STILL_TOLD]:
             self._settled.update(self._recent.pop(round_))
 
@@ -34,7 +34,8 @@ class Spent:
         return self._settled[part] + sum(one[part] for one in self._recent.values())
 
 
-def _split(told: MemberRound) -> dict[str, float]:
+def split(told: MemberRound) -> dict[str, float]:
+    """Return the seconds of a round by part."""
     blocked = min(told.blocked_seconds, told.outer_seconds)
     outer = told.outer_seconds - blocked
     parts = (told.compute_seconds, told.wait_seconds, outer, blocked, told.evaluation_seconds)

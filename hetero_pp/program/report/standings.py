@@ -207,10 +207,13 @@ class Standings:
         An optional replica that sent none is left out.
         """
         closed = self.rounds[round_]
-        found = dict.fromkeys(closed.counted, Outcome.INCLUDED)
-        sent = closed.late | closed.left_out
-        others = [one.name for one in self.of_round(round_) if not one.optional or one.name in sent]
-        return found | {name: self._excluded(name, round_)[0] for name in others if name not in found}
+        sent = closed.counted | closed.late | closed.left_out
+        names = [one.name for one in self.of_round(round_) if not one.optional or one.name in sent]
+        return {name: self.outcome(name, round_) for name in {*names, *closed.counted}}
+
+    def outcome(self, replica: str, round_: int) -> Outcome:
+        """Return what became of a replica's contribution to a closed round."""
+        return Outcome.INCLUDED if replica in self.rounds[round_].counted else self._excluded(replica, round_)[0]
 
     def _excluded(self, replica: str, round_: int) -> tuple[Outcome, str]:
         """Return why a closed round excludes a replica, as a kind and in words."""

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import fmean
 
 from hetero_pp.config.changed_keys import Changes
@@ -40,6 +41,19 @@ from hetero_pp.run.spec import RunSpec
 
 _KINDS = frozenset(Kind)
 _ANY = ReportBounds()
+
+
+class Presence(StrEnum):
+    """Presence of a member."""
+
+    MISSING = "missing"
+    """It has not joined yet."""
+    PRESENT = "present"
+    VACANT = "vacant"
+    """It has left or died, and its slot is empty."""
+    GIVEN_UP = "given_up"
+    """It failed too often to be restarted."""
+    FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -274,9 +288,24 @@ class RunState:
         return self._over is not None or self.rounds >= self.rounds_planned
 
     @property
+    def contribution_bytes(self) -> int:
+        """Bytes of all contributions that rounds include."""
+        return sum(closed.bytes for closed in self.closed.values())
+
+    @property
     def finished(self) -> frozenset[str]:
         """Members that have finished all their rounds."""
         return frozenset(self._finished)
+
+    def presence(self, member: str) -> Presence:
+        """Return whether a member takes part now, and if not, why."""
+        if member in self.standings.given_up:
+            return Presence.GIVEN_UP
+        if self.standings.places[member].vacant is not None:
+            return Presence.VACANT
+        if member in self._finished:
+            return Presence.FINISHED
+        return Presence.PRESENT if member in self.joined else Presence.MISSING
 
     @property
     def has_all_needed(self) -> bool:

@@ -73,7 +73,7 @@ def _name(line: LineSpec | None) -> str | None:
 
 def _contributions(state: RunState) -> dict[str, Any]:
     closed = [state.closed[round_] for round_ in sorted(state.closed)]
-    whole = _sizes(sum(one.bytes for one in closed), sum(one.kept_values for one in closed))
+    whole = _sizes(state.contribution_bytes, sum(one.kept_values for one in closed))
     rounds = [{"round": one.round} | _sizes(one.bytes, one.kept_values) for one in closed]
     return whole | {"per_round": rounds}
 

@@ -9,11 +9,10 @@ from statistics import fmean
 
 from hetero_pp.messages.messages_pb2 import Doing, MemberRound
 from hetero_pp.program.report.replica_state import STILL_TOLD
+from hetero_pp.program.report.spent import PARTS, split
 
 MOST_POINTS = 1000
 """Points of a curve, after thinning."""
-
-TIMES = ("compute_seconds", "wait_seconds", "outer_seconds", "blocked_seconds", "evaluation_seconds")
 
 
 @dataclass
@@ -26,13 +25,8 @@ class MemberDetails:
     doing: Doing = Doing.DOING_UNSPECIFIED
     """Its last reported activity."""
     since: float | None = None
+    """Time of the last event that changed whether it takes part."""
     is_suspended: bool = False
-    has_finished: bool = False
-
-    def does(self, time: float, doing: Doing) -> None:
-        """Note what the member does from now on."""
-        if doing != self.doing:
-            self.doing, self.since = doing, time
 
 
 class Curve:
@@ -75,7 +69,7 @@ class RoundTimes:
     def add(self, replica: str, member: str, told: MemberRound) -> None:
         """Take in a member's times of a round. A repeated report replaces the earlier one."""
         if told.round not in self.settled:
-            self.recent[told.round][replica][member] = [getattr(told, name) for name in TIMES]
+            self.recent[told.round][replica][member] = list(split(told).values())
 
     def settle(self, closed: int) -> None:
         """Keep only the means of rounds long before the one that closed."""
@@ -83,13 +77,13 @@ class RoundTimes:
             self.settled[round_] = {replica: _means(found) for replica, found in self.recent.pop(round_).items()}
 
     def of(self, round_: int, replica: str) -> dict[str, float | None]:
-        """Return the mean over a replica's members of each time, in seconds; None if none was reported."""
+        """Return the mean over a replica's members of the seconds of each part; None if none was reported."""
         if round_ in self.settled:
             means = self.settled[round_].get(replica)
         else:
             members = self.recent[round_].get(replica) if round_ in self.recent else None
             means = _means(members) if members else None
-        return dict.fromkeys(TIMES) if means is None else dict(zip(TIMES, means, strict=True))
+        return dict.fromkeys(PARTS) if means is None else dict(zip(PARTS, means, strict=True))
 
 
 def _means(members: dict[str, list[float]]) -> list[float]:

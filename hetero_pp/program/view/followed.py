@@ -25,12 +25,11 @@ class Followed:
     Apply each report to `state` first, then give it to `take`. Readers hold `state.lock`.
     """
 
-    def __init__(self, state: RunState, kind: str = "run") -> None:
-        self.state, self.kind = state, kind
+    def __init__(self, state: RunState) -> None:
+        self.state = state
         self.is_live = True
         self.outcome: str | None = None
         """How the run ended: `over`, or `failed: ` and the cause; None while it is not known to have ended."""
-        self.summary: dict[str, Any] | None = None
         self.version = 0
         """Changes with everything that the page shows."""
         self.members = {name: MemberDetails() for name in state.spec.members}
@@ -82,11 +81,10 @@ class Followed:
                 self.has_told_the_end = True
         return bool(found)
 
-    def end(self, outcome: str | None, is_live: bool, summary: dict[str, Any] | None) -> None:
+    def end(self, outcome: str | None, is_live: bool) -> None:
         """Note how the run ended, or that it runs."""
-        found = (outcome, is_live, summary)
-        if found != (self.outcome, self.is_live, self.summary):
-            self.outcome, self.is_live, self.summary = found
+        if (outcome, is_live) != (self.outcome, self.is_live):
+            self.outcome, self.is_live = outcome, is_live
             self.version += 1
 
     def complain(self, problem: str) -> None:
@@ -101,11 +99,10 @@ class Followed:
         if event == "joined":
             self.members[report.member] = MemberDetails(heard=report.time, since=report.time)
         elif event == "activity":
-            member.does(report.time, report.activity.doing)
+            member.doing = report.activity.doing
         elif event == "computes":
             member.device = report.computes.device
         elif event == "finished":
-            member.has_finished = True
             member.since = report.time
         elif event in _BUSY:
             member.is_suspended = False

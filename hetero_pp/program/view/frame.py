@@ -10,7 +10,7 @@ from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Doing
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.program.view.details import MemberDetails
 from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.topology import SIDES
@@ -29,6 +29,8 @@ _DOINGS: Mapping[Doing, str] = {
 """Reported activity of a member -> its state on the page."""
 _MOST_RATE = 1e18
 """Bytes per second: a damaged record may tell any bytes within any time."""
+_LASTING = ("given_up", "vacant", "suspended", "finished")
+"""States whose start is known. Activities are samples: between two of them a member may do something else."""
 _HOPS = {Doing.WAITING_FOR_PREVIOUS: -1, Doing.WAITING_FOR_NEXT: 1}
 
 
@@ -37,10 +39,8 @@ def frame_of(view: Followed, now: float) -> dict[str, Any]:
     state = view.state
     done, total = state.progress_of_open_round(now)
     left, waiting = state.seconds_left(now), state.waiting
-    members = _Members(view)
     return {
         "time": view.since_start(now),
-        "wall": round(now, 3),
         "phase": _phase(view),
         "message": state.failed or next((line for line, _ in status_lines(state, now)), ""),
         "rounds_closed": state.rounds,
@@ -48,7 +48,7 @@ def frame_of(view: Followed, now: float) -> dict[str, Any]:
         "step_total": total,
         "elapsed": round(state.elapsed(now), 3),
         "seconds_left": None if left is None else round(left, 1),
-        "members": {name: members.one(name, details) for name, details in view.members.items()},
+        "members": {name: _member(view, name, details) for name, details in view.members.items()},
         "replicas": _replicas(view, now),
         "links": _links(view, now),
         "lines": _lines(state, now),
@@ -81,58 +81,41 @@ def _trained(state: RunState) -> bool:
     return done >= total
 
 
-class _Members:
-    """States of members at one moment."""
+def _member(view: Followed, name: str, details: MemberDetails) -> dict[str, Any]:
+    what, detail = _what(view.state, name, details)
+    return {
+        "state": what,
+        "detail": detail,
+        "since": view.since_start(details.since) if details.since is not None and what in _LASTING else None,
+        "device": details.device,
+        "incarnation": view.state.standings.places[name].term,
+        "round": details.round,
+        "heard": None if details.heard is None else view.since_start(details.heard),
+    }
 
-    def __init__(self, view: Followed) -> None:
-        self._view, self._state = view, view.state
-        self._vacant, self._given_up = view.state.standings.vacant, view.state.standings.given_up
-        waiting = view.state.waiting
-        self._silent = {
-            one.member: one.silent_seconds
-            for one in (waiting.missing if waiting is not None else ())
-            if one.HasField("silent_seconds")
-        }
 
-    def one(self, name: str, details: MemberDetails) -> dict[str, Any]:
-        """Return the state of a member."""
-        what, detail = self._what(name, details)
-        view = self._view
-        return {
-            "state": what,
-            "detail": detail,
-            "since": None if details.since is None else view.since_start(details.since),
-            "device": details.device,
-            "incarnation": self._state.standings.places[name].term,
-            "round": details.round,
-            "heard": None if details.heard is None else view.since_start(details.heard),
-            "score": None,
-        }
+def _what(state: RunState, name: str, details: MemberDetails) -> tuple[str, str]:
+    """Return what a member does, and the details in words."""
+    presence, standings = state.presence(name), state.standings
+    if presence is not Presence.PRESENT:
+        cause = standings.given_up.get(name) or standings.places[name].vacant or ""
+        return ("absent" if presence is Presence.MISSING else presence), cause
+    if details.is_suspended:
+        return "suspended", "returns to the start of its round"
+    if details.doing in _DOINGS:
+        return _DOINGS[details.doing], _awaited(state, name, details.doing)
+    return ("reading", "") if state.first_step is None else ("computing", "")
 
-    def _what(self, name: str, details: MemberDetails) -> tuple[str, str]:
-        if name in self._given_up:
-            return "given_up", self._given_up[name]
-        if name in self._vacant:
-            return "vacant", self._vacant[name]
-        if name not in self._state.joined:
-            return "absent", ""
-        if details.has_finished:
-            return "finished", ""
-        if details.is_suspended:
-            return "suspended", "returns to the start of its round"
-        if details.doing in _DOINGS:
-            return _DOINGS[details.doing], self._awaited(name, details.doing)
-        return ("reading", "") if self._state.first_step is None else ("computing", "")
 
-    def _awaited(self, name: str, doing: Doing) -> str:
-        """Return in words the neighbour or the round that a member waits for; empty if it does not wait."""
-        member = self._state.spec.members[name]
-        if doing == Doing.WAITING_FOR_ROUND:
-            return "waits for the next round"
-        if member.stage is None or doing not in _HOPS:
-            return ""
-        members = member.replica.members
-        return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
+def _awaited(state: RunState, name: str, doing: Doing) -> str:
+    """Return in words the neighbour or the round that a member waits for; empty if it does not wait."""
+    member = state.spec.members[name]
+    if doing == Doing.WAITING_FOR_ROUND:
+        return "waits for the next round"
+    if member.stage is None or doing not in _HOPS:
+        return ""
+    members = member.replica.members
+    return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
 
 
 def _replicas(view: Followed, now: float) -> dict[str, Any]:
@@ -148,10 +131,9 @@ _NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_don
 
 
 def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str, float | None]:
-    validation = replica.validation_loss
     return {
         "loss": replica.loss,
-        "validation_loss": validation[max(validation)] if validation else None,
+        "validation_loss": replica.last_validation_loss,
         "tokens_per_second": state.tokens_per_second(replica, now),
         "tokens": replica.tokens,
         "steps_done": replica.steps_done,
@@ -161,7 +143,7 @@ def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str,
 def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str]) -> str:
     members = replica.members
     details = [view.members[member] for member in members if member in view.members]
-    if all(member.has_finished for member in details):
+    if view.state.finished.issuperset(members):
         return "finished"
     if not view.state.joined.issuperset(members):
         return "absent"
@@ -173,14 +155,13 @@ def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str])
 
 
 def _links(view: Followed, now: float) -> dict[str, Any]:
-    found = {}
-    for name, link in view.state.links.items():
-        limits = view.limits[name]
-        found[name] = dict[str, Any](late=None)
-        for side, way in SIDES.items():
-            direction = link.directions[way]
-            found[name][side] = _flow(direction.recent_bytes_per_second(now), limits[side], direction.wire_bytes)
-    return found
+    return {
+        name: {
+            side: _flow(way.recent_bytes_per_second(now), view.limits[name][side], way.wire_bytes)
+            for side, way in ((side, link.directions[way]) for side, way in SIDES.items())
+        }
+        for name, link in view.state.links.items()
+    }
 
 
 def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:

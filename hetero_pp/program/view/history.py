@@ -23,21 +23,17 @@ def history_of(view: Followed) -> dict[str, Any]:
     shown = [one for one in sorted(state.closed) if one % every == 0 or one > state.rounds - _ALWAYS]
     return {
         "name": spec.config.name,
-        "kind": view.kind,
         "is_live": view.is_live,
         "outcome": view.outcome,
-        "started_wall": state.started,
         "span": view.since_start(state.latest or 0.0),
         "rounds_planned": state.rounds_planned,
         "inner_steps": state.inner_steps,
         "topology": topology_of(spec),
         "settings": dict(leaves(spec.latest.model_dump(mode="json", exclude={"name"}))),
         "rounds": [round_of(view, one) for one in shown],
-        "rounds_every": every,
         "steps": {name: curve.points for name, curve in view.curves.items()},
         "marks": view.marks(),
         "problems": view.problems,
-        "summary": view.summary,
         "cost": cost_of(view),
     }
 
@@ -62,7 +58,7 @@ def cost_of(view: Followed) -> dict[str, Any]:
         "goodput": goodput,
         "goodput_share": share,
         "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
-        "contribution_bytes": sum(one.bytes for one in state.closed.values()),
+        "contribution_bytes": state.contribution_bytes,
         "validation_loss": means[max(means)] if means else None,
     }
 
@@ -86,11 +82,11 @@ def round_of(view: Followed, round_: int) -> dict[str, Any]:
 def _cell(view: Followed, round_: int, name: str, cause: str | None) -> dict[str, Any]:
     replica = view.state.replicas.get(name)
     return {
-        "state": _outcome(view, round_, name),
+        "state": view.state.standings.outcome(name, round_),
         "why": cause,
         "bytes": view.contributed.get(round_, {}).get(name),
         **_losses(replica, round_),
-        **view.times.of(round_, name),
+        **{f"{part}_seconds": seconds for part, seconds in view.times.of(round_, name).items()},
     }
 
 
@@ -98,16 +94,3 @@ def _losses(replica: ReplicaState | None, round_: int) -> dict[str, float | None
     if replica is None:
         return {"training_loss": None, "validation_loss": None}
     return {"training_loss": replica.round_loss(round_), "validation_loss": replica.validation_loss.get(round_)}
-
-
-def _outcome(view: Followed, round_: int, name: str) -> str:
-    """Return what became of a replica's contribution to a round."""
-    standings = view.state.standings
-    told, before = standings.rounds[round_], standings.rounds.get(round_ - 1)
-    if name in told.counted:
-        return "included"
-    if name in told.left_out:
-        return "rejected"
-    if standings.gone(name, 0.0 if before is None else before.time, told.time) is not None:
-        return "lost"
-    return "late" if name in told.late else "absent"

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.serving import Served
 
@@ -44,7 +43,7 @@ class Launched:
     def end(self, failed: str | None) -> None:
         """Note that the run has ended. `failed`: why it ended early."""
         cause = failed or self.view.state.failed
-        self.view.end("over" if cause is None else f"failed: {cause}", False, summary_of(self.view.state))
+        self.view.end("over" if cause is None else f"failed: {cause}", False)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hetero_pp.messages.messages_pb2 import Happened, Report
-from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.happenings import Happenings, member_joined
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.memberships import LEFT
 
 _KINDS: Mapping[str, str] = {
     "TERM_OVER": "killed",
@@ -28,8 +29,6 @@ _KINDS: Mapping[str, str] = {
 MARKED = ("begun", "failure", "joined", "standing", "state_saving", "waiting")
 """Events that may have marks."""
 _CHARACTERS_MAX = 1000
-_RETURNED = "its slot was returned"
-"""Cause of the end of a member that left the run."""
 
 
 class Marks:
@@ -48,12 +47,11 @@ class Marks:
         elif event == "failure" and not report.failure.consequence:
             yield self._mark("failed", report.member, "", 0, report.failure.cause)
         elif event == "joined":
-            again = f" again (incarnation {report.joined.term})" if report.joined.term > 1 else ""
-            yield self._mark("joined", report.member, "", 0, f"{report.member} has joined{again}")
+            yield self._mark("joined", report.member, "", 0, member_joined(report))
         elif event == "standing":
             told = report.standing
             name = Happened.Name(told.what) if told.what in Happened.values() else event  # of a later version
-            kind = "left" if told.cause.endswith(_RETURNED) else _KINDS.get(name, name.lower())
+            kind = "left" if told.cause.endswith(LEFT) else _KINDS.get(name, name.lower())
             for line in lines or [told.cause]:
                 yield self._mark(kind, told.place, told.replica, told.round, line)
         else:

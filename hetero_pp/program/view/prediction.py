@@ -145,14 +145,11 @@ def _measured(view: RunView) -> dict[str, float]:
         state = view.state
         if not state.closed:
             return {}
-        times = [
-            {name: [view.times.of(round_, name) for round_ in state.closed] for name in state.replicas}[name]
-            for name in state.replicas
-        ]
+        times = [[view.times.of(round_, name) for round_ in state.closed] for name in state.replicas]
         found = {"round": fmean(state.round_seconds(one) for one in state.closed)}
         found["tokens per second"] = state.tokens_per_second()
-        steps = [_mean(of, "compute_seconds", "wait_seconds") for of in times]
-        outer = [_mean(of, "outer_seconds") for of in times]
+        steps = [_mean(of, "compute", "wait") for of in times]
+        outer = [_mean(of, "outer", "blocked") for of in times]
         if state.inner_steps is not None and any(steps):
             found["step"] = max(steps) / state.inner_steps
         if any(outer):

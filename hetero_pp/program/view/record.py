@@ -13,7 +13,7 @@ from typing import IO
 
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX, parse_json, read_json_object
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
 from hetero_pp.program.report.state import RunState
@@ -84,14 +84,14 @@ class Lines:
         else:
             yield report
 
-    def _add(self, entry: object, problems: list[str], has_steps: bool) -> None:
+    def _add(self, entry: ContributionEntry, problems: list[str], has_steps: bool) -> None:
         if not has_steps and not self._lacks:
             self._lacks = True
             problems.append(f"{self.here}: an earlier version wrote it without the steps and tokens of contributions")
         if self._closed is None:
             raise ValueError("found a contribution outside of a closed round")
         report, left = self._closed
-        report.round_closed.contributions.append(entry)  # type: ignore[arg-type]
+        report.round_closed.contributions.append(entry)
         self._closed = report, left - 1
 
 
@@ -206,7 +206,7 @@ class Record:
                     summary = read_json_object(self.folder.summary)
                 except ValueError as error:
                     self.view.complain(f"{self.folder.summary.name} was skipped: {error}")
-        self.view.end(self._outcome(running, summary), running, None if running else summary)
+        self.view.end(self._outcome(running, summary), running)
 
     def _outcome(self, running: bool, summary: dict[str, object] | None) -> str | None:
         if running:

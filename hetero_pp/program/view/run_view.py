@@ -9,7 +9,7 @@ from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.frame import frame_of
-from hetero_pp.program.view.history import history_of, round_of
+from hetero_pp.program.view.history import cost_of, history_of, round_of
 from hetero_pp.program.view.key_frames import KeyFrames
 
 _SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
@@ -19,8 +19,8 @@ _SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
 class RunView(Followed):
     """A followed run with its frames. All its methods may be called from any thread."""
 
-    def __init__(self, state: RunState, kind: str = "run") -> None:
-        super().__init__(state, kind)
+    def __init__(self, state: RunState) -> None:
+        super().__init__(state)
         self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER * len(self.members)))
         self._marks_told = 0
         self._told_head: dict[str, Any] = {}
@@ -50,12 +50,7 @@ class RunView(Followed):
     def take_changes(self, identifier: str) -> dict[str, Any]:
         """Return what the history has gained since the last call: for each key that changed."""
         with self.state.lock:
-            head = {
-                "outcome": self.outcome,
-                "is_live": self.is_live,
-                "summary": self.summary,
-                "problems": list(self.problems),
-            }
+            head = {"outcome": self.outcome, "is_live": self.is_live, "problems": list(self.problems)}
             changed = {key: value for key, value in head.items() if self._told_head.get(key, ...) != value}
             self._told_head = head
             rounds = [round_of(self, one) for one in sorted(self._changed_rounds) if one in self.state.closed]
@@ -63,6 +58,6 @@ class RunView(Followed):
             marks = self.marks(self._marks_told)
             self._marks_told = self._marked
             points = {name: found for name, curve in self.curves.items() if (found := curve.take_new())}
-            parts = {"rounds": rounds, "marks": marks, "steps": points}
+            parts = {"rounds": rounds, "marks": marks, "steps": points, "cost": cost_of(self) if rounds else None}
             span = {"id": identifier, "span": self.since_start(self.state.latest or 0.0)}
             return span | changed | {key: value for key, value in parts.items() if value}

@@ -90,12 +90,11 @@ def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> S
 
 def run_of(name: str, source: Source) -> dict[str, object]:
     view = source.view
-    kind = "prediction" if view is None else view.kind
     shown = name if view is None else view.state.spec.config.name
     return {
         "id": name,
         "name": shown,
-        "kind": kind,
+        "kind": "prediction" if view is None else "run",
         "is_live": view is not None and view.is_live,
         "has_prediction": source.prediction is not None,
     }

@@ -8,6 +8,7 @@ from typing import Any
 from hetero_pp.config.lines import WAYS, members_at
 from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.units import bytes_per_second
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
 SIDES: Mapping[str, Direction] = {"there": "forward", "back": "backward"}
@@ -20,7 +21,7 @@ def topology_of(spec: RunSpec) -> dict[str, Any]:
     sites = {name: members_at(site, names) for name, site in spec.config.sites.items()}
     site_of = {member: name for name, members in sites.items() for member in members}
     return {
-        "sites": [{"id": name, "label": name, "line": name} for name in sites],
+        "sites": [{"id": name, "label": name} for name in sites],
         "replicas": [_replica(replica, spec.shape.width) for replica in spec.replicas_ever],
         "members": [_member(member, site_of) for member in spec.members.values()],
         "links": [_link(link) for link in spec.links.values()],
@@ -30,11 +31,6 @@ def topology_of(spec: RunSpec) -> dict[str, Any]:
             for line in spec.lines.values()
         ],
     }
-
-
-def bytes_per_second(bits: float | None) -> float | None:
-    """Return bits per second in bytes per second."""
-    return None if bits is None else bits / 8
 
 
 def _replica(replica: ReplicaSettings, width: int) -> dict[str, Any]:

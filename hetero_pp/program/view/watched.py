@@ -78,7 +78,7 @@ class Watched:
             self._heard.set()
         if view is None or not (view.state.is_over or view.state.failed or view.has_told_the_end):
             return False
-        view.end("over" if view.state.failed is None else f"failed: {view.state.failed}", False, None)
+        view.end("over" if view.state.failed is None else f"failed: {view.state.failed}", False)
         return True
 
     def _begun(self, first: Report) -> RunView:

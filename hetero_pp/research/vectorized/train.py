@@ -87,10 +87,10 @@ def train_fast(
 ) -> FastResult:
     """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
 
-        `compiles`: use torch.compile where it works. Losses then differ by rounding.
+    `compiles`: use torch.compile where it works. Losses then differ by rounding.
     `stacks`: replicas of one kind take their inner steps together where they can. Losses then differ by rounding. By
     default they do so on a GPU if a measurement finds it faster.
-        `bias_every`, `similarity_every`, `volume_every`, `outer_every`: rounds between measurements of equation 5's
+    `bias_every`, `similarity_every`, `volume_every`, `outer_every`: rounds between measurements of equation 5's
     bias, of the similarity and the size of contributions, and of the outer gradient.
     `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
     `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
@@ -105,16 +105,7 @@ def train_fast(
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
     group = AllReplicas(
-        spec,
-        source,
-        compiles,
-        bias_every,
-        device,
-        ranks,
-        stacks,
-        similarity_every=similarity_every,
-        volume_every=volume_every,
-        outer_every=outer_every,
+        spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every, outer_every
     )
     losses: list[float] = []
     if saved is not None:

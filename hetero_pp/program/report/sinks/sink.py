@@ -51,7 +51,9 @@ def makers_of(names: Sequence[str]) -> dict[str, MakeSink]:
         if name not in BOARDS:
             raise ConfigError((), f"--board: found `{name}`, expected one of {', '.join(BOARDS)}")
         if find_spec(name) is None:
-            raise ConfigError((), f"--board {name}: is not installed; install it with: pip install 'hetero-pp[{name}]'")
+            raise ConfigError(
+                (), f"--board {name}: the package is not installed; install it with: pip install 'hetero-pp[{name}]'"
+            )
     return {name: import_module(f"hetero_pp.program.report.sinks.{name}_sink").make_sink for name in names}
 
 

@@ -1,14 +1,14 @@
-// The links of a topology: lines that are as thick as they are busy, with their rates, capacities and lateness.
+// The links of a topology: lines that are as thick as they are busy, with their rates and capacities.
 
 import { attribute, say, svg } from "./dom.js";
-import { percent, rate, seconds } from "./format.js";
+import { percent, rate } from "./format.js";
 import { between } from "./layout.js";
 import { button, text } from "./shapes.js";
 
 // Width of a line that is busy for this share of the time.
 const stroke = (busy, size) => (size === "small" ? 1 : 1.5) + (size === "small" ? 2.5 : 5) * Math.min(1, busy ?? 0);
 
-// Draws both ways of a connection and its words; returns [node, update(there, back, late)].
+// Draws both ways of a connection and its words; returns [node, update(ways, label)].
 function connection(ends, size, item, limits) {
   const { x1, y1, x2, y2, isHorizontal } = ends;
   const off = size === "full" ? 6 : size === "medium" ? 5 : 3;
@@ -40,7 +40,7 @@ function connection(ends, size, item, limits) {
         text(x, y + 22, "small halo", "", "middle"),
         text(x, y + 35, "small halo", "", "middle"),
       ]
-    : size === "small halo"
+    : size === "small"
       ? []
       : [
           text(x - 14, y - 3, "small halo", "", "end"),
@@ -48,21 +48,10 @@ function connection(ends, size, item, limits) {
           text(x + 14, y - 3, "small halo"),
           text(x + 14, y + 11, "small muted halo"),
         ];
-  const lateness = lines
-    ? text(
-        isHorizontal ? x : x + 14,
-        isHorizontal ? y + 48 : y + 25,
-        "small late halo",
-        "",
-        isHorizontal ? "middle" : "start",
-      )
-    : null;
-  const node = svg("g", button(item, ""), hit, there, back, words.filter(Boolean), lateness);
-  const update = (ways, late, label) => {
+  const node = svg("g", button(item, ""), hit, there, back, words.filter(Boolean));
+  const update = (ways, label) => {
     [there, back].forEach((line, n) => {
       attribute(line, "stroke-width", stroke(ways[n]?.busy, size).toFixed(1));
-      attribute(line, "class", `way${late ? " late" : ""}`);
-      attribute(line, "marker-end", late ? "url(#arrow-late)" : "url(#arrow)");
       const share = ways[n]?.busy == null ? "" : percent(ways[n].busy);
       const speed = [ways[n]?.rate == null ? "" : rate(ways[n].rate), share].filter(Boolean).join(" · ");
       const capacity = limits[n] == null ? "" : `of ${rate(limits[n])}`;
@@ -75,7 +64,6 @@ function connection(ends, size, item, limits) {
         attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted halo");
       } else if (lines === 1 && words.length) say(words[2 * n], share);
     });
-    if (lateness) say(lateness, late ? `late ${seconds(late)}` : "");
     attribute(node, "aria-label", label);
   };
   return [node, update];
@@ -84,8 +72,7 @@ function connection(ends, size, item, limits) {
 function describe(link, flow) {
   const way = (name) =>
     `${rate(flow?.[name]?.rate)} of ${link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name])}`;
-  const late = flow?.late ? `, late ${seconds(flow.late)}` : "";
-  return `link ${link.source} to ${link.target}: there ${way("there")}, back ${way("back")}${late}`;
+  return `link ${link.source} to ${link.target}: there ${way("there")}, back ${way("back")}`;
 }
 
 export function linksLayer({ picture, history, updates }) {
@@ -103,7 +90,7 @@ export function linksLayer({ picture, history, updates }) {
       ]);
       updates.push((now) => {
         const flow = now?.links[link.id];
-        update([flow?.there, flow?.back], flow?.late, describe(link, flow));
+        update([flow?.there, flow?.back], describe(link, flow));
       });
       return node;
     }),
@@ -164,7 +151,7 @@ export function lanesLayer({ picture, history, updates }) {
       node.setAttribute("aria-hidden", "true");
       updates.push((now) => {
         const links = own.get(frame.id);
-        update(flowsOf(links, now), Math.max(0, ...links.map(({ id }) => now?.links[id]?.late ?? 0)), "");
+        update(flowsOf(links, now), "");
       });
       return node;
     }),

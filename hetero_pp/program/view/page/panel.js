@@ -50,7 +50,6 @@ function member(id, { history, frame }, choose) {
         ["In this state for", now.since == null || !frame ? null : duration(Math.max(0, frame.time - now.since))],
         ["Last report", now.heard == null ? null : `${duration(Math.max(0, frame.time - now.heard))} ago`],
         ["Starts", now.incarnation],
-        ["Score", now.score?.toFixed(3)],
         ["Loss of the replica", replica.loss == null ? null : loss(replica.loss)],
         [
           "Speed of the replica",
@@ -114,7 +113,6 @@ function link(id, { history, frame }, choose) {
       facts([
         ["From", jump(itemOf(own.source), own.source, choose)],
         ["To", jump(itemOf(own.target), own.target, choose)],
-        ["Late", now.late ? seconds(now.late) : "no"],
       ]),
       table(
         "Both ways",
@@ -139,6 +137,7 @@ function round(id, { history }, choose) {
     seconds(cell.compute_seconds),
     seconds(cell.wait_seconds),
     seconds(cell.outer_seconds),
+    seconds(cell.blocked_seconds),
   ]);
   return {
     title: `Round ${id}`,
@@ -151,7 +150,7 @@ function round(id, { history }, choose) {
       ]),
       table(
         "Replicas",
-        ["Replica", "State", "Why", "Training loss", "Validation loss", "Bytes", "Compute", "Waiting", "Outer round"],
+        ["Replica", "State", "Why", "Training loss", "Validation loss", "Bytes", "Compute", "Waiting for links", "Outer round", "Waiting for the exchange"],
         rows,
       ),
       ...marksOf(history, (mark) => mark.round === own.round),
@@ -188,10 +187,9 @@ function linksOf(links, id, frame, choose) {
       rate(now[out]?.rate),
       rate(now[incoming]?.rate),
       percent(Math.max(now[out]?.busy ?? 0, now[incoming]?.busy ?? 0)),
-      now.late ? seconds(now.late) : "no",
     ];
   });
-  return section("Links", table("Links", ["With", "Sends", "Receives", "Busy", "Late"], rows));
+  return section("Links", table("Links", ["With", "Sends", "Receives", "Busy"], rows));
 }
 
 function linesOf(lines, frame) {

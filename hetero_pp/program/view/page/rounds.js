@@ -9,15 +9,10 @@ import { CELL_STATES, icon, lookUp, markForm } from "./states.js";
 const CELL = 28; // pixels of the narrowest column
 const WIDEST = 56;
 const names = (room) => (room < 500 ? 88 : 136); // pixels of the replicas' names
-// Waiting for the exchange is a part of the outer round.
 const PARTS = [
   [(cell) => cell.compute_seconds, "compute", "part-compute"],
   [(cell) => cell.wait_seconds, "waiting for links", "part-wait"],
-  [
-    (cell) => (cell.outer_seconds == null ? null : Math.max(0, cell.outer_seconds - (cell.blocked_seconds ?? 0))),
-    "outer round",
-    "part-outer",
-  ],
+  [(cell) => cell.outer_seconds, "outer round", "part-outer"],
   [(cell) => cell.blocked_seconds, "waiting for the exchange", "part-blocked"],
   [(cell) => cell.evaluation_seconds, "evaluation", "part-evaluation"],
 ];
@@ -262,7 +257,7 @@ function cell(round, replica, marks, choose) {
     .join("; ");
   const bad =
     marks.find((mark) => markForm(mark.kind).tone === "bad") ??
-    marks.find((mark) => ["joined", "returned"].includes(mark.kind));
+    marks.find((mark) => mark.kind === "joined");
   return el(
     "td",
     { title, class: `cell cell-${form.tone}`, on: { click: () => choose(`round:${round.round}`) } },

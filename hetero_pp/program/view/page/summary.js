@@ -1,11 +1,10 @@
 // The run in a few numbers, and what needs attention.
 
 import { attribute, cut, el, say, show } from "./dom.js";
-import { count, duration, loss, seconds } from "./format.js";
+import { count, duration, loss } from "./format.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
 
-const GONE = ["absent", "away", "vacant", "given_up"];
-const MOST_LINKS = 3;
+const GONE = ["absent", "vacant", "given_up"];
 const MOST = 8; // lines of the list of troubles
 
 function tile(root, name) {
@@ -90,12 +89,7 @@ function tally(states) {
 
 // Lists what an operator should look at first; the section is hidden when all is well.
 export function attentionTo(root, { history, frame }, choose) {
-  const troubles = [
-    ...messages(history, frame),
-    ...replicasIn(history, frame),
-    ...membersIn(history, frame),
-    ...linksIn(history, frame),
-  ];
+  const troubles = [...messages(history, frame), ...replicasIn(history, frame), ...membersIn(history, frame)];
   show(root, troubles.length > 0);
   const key = JSON.stringify(troubles);
   if (key === root.known) return;
@@ -134,25 +128,9 @@ function replicasIn(history, frame) {
 
 function membersIn(history, frame) {
   return history.topology.members
-    .filter(({ id }) => ["away", "vacant", "given_up"].includes(frame?.members[id]?.state))
+    .filter(({ id }) => ["vacant", "given_up"].includes(frame?.members[id]?.state))
     .map(({ id }) => ({
       item: `member:${id}`,
       text: `${cut(id, 60)} is ${lookUp(MEMBER_STATES, frame.members[id].state).word} for ${duration(Math.max(0, frame.time - (frame.members[id].since ?? frame.time)))}`,
     }));
-}
-
-function linksIn(history, frame) {
-  const late = history.topology.links
-    .filter(({ id }) => frame?.links[id]?.late)
-    .sort((a, b) => frame.links[b.id].late - frame.links[a.id].late);
-  const more = late.length > MOST_LINKS ? [{ text: `${late.length - MOST_LINKS} other links are late` }] : [];
-  return [
-    ...late
-      .slice(0, MOST_LINKS)
-      .map((link) => ({
-        item: `link:${link.id}`,
-        text: `${cut(link.source, 40)} – ${cut(link.target, 40)} is late by ${seconds(frame.links[link.id].late)}`,
-      })),
-    ...more,
-  ];
 }

@@ -1,7 +1,7 @@
 // The picture of sites, groups, stages, links and the exchange, at one moment.
 
 import { attribute, behind, cut, el, say, svg, table } from "./dom.js";
-import { count, duration, loss, percent, rate, seconds } from "./format.js";
+import { count, duration, loss, percent, rate } from "./format.js";
 import { eventsList } from "./events.js";
 import { place } from "./layout.js";
 import { lanesLayer, linksLayer, toExchange } from "./links.js";
@@ -88,22 +88,21 @@ function patterns() {
     { id: "hatch", width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     svg("rect", { width: 2.5, height: 8, class: "hatch" }),
   );
-  const arrow = (id, name) =>
-    svg(
-      "marker",
-      {
-        id,
-        viewBox: "0 0 8 8",
-        refX: 7,
-        refY: 4,
-        markerWidth: 8,
-        markerHeight: 8,
-        orient: "auto-start-reverse",
-        markerUnits: "userSpaceOnUse",
-      },
-      svg("path", { d: "M0 .8 8 4 0 7.2z", class: name }),
-    );
-  return svg("defs", {}, hatch, arrow("arrow", "arrow"), arrow("arrow-late", "arrow late"));
+  const arrow = svg(
+    "marker",
+    {
+      id: "arrow",
+      viewBox: "0 0 8 8",
+      refX: 7,
+      refY: 4,
+      markerWidth: 8,
+      markerHeight: 8,
+      orient: "auto-start-reverse",
+      markerUnits: "userSpaceOnUse",
+    },
+    svg("path", { d: "M0 .8 8 4 0 7.2z", class: "arrow" }),
+  );
+  return svg("defs", {}, hatch, arrow);
 }
 
 function sitesLayer({ picture, history }) {
@@ -235,8 +234,7 @@ function card(member, picture, history, updates) {
   const state = text(box.x + 27, box.y + stateY, "");
   const layers = text(box.x + 11, box.y + 60, "small muted");
   const usage = text(box.x + 11, box.y + 78, "small muted");
-  const score = text(box.x + box.width - 9, box.y + nameY, "small muted", "", "end");
-  const own = size === "full" ? [state, layers, usage, score] : size === "medium" ? [state] : [];
+  const own = size === "full" ? [state, layers, usage] : size === "medium" ? [state] : [];
   const node = svg("g", button(`member:${member.id}`, ""), outline, stripe, symbol, name, own);
   const line = history.topology.lines.find(({ members }) => members.includes(member.id));
   updates.push((now) => {
@@ -251,7 +249,6 @@ function card(member, picture, history, updates) {
     say(layers, cut([member.layers, facts.device].filter(Boolean).join(" · "), 24));
     const flow = line && now?.lines?.[line.id];
     say(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "");
-    say(score, facts.score == null ? "" : `score ${facts.score.toFixed(2)}`);
     attribute(node, "aria-label", `${member.id}: ${form.word}${facts.detail ? `, ${facts.detail}` : ""}`);
   });
   return node;
@@ -263,7 +260,7 @@ const activity = (form, facts) => (facts.detail && facts.state === "waiting" ? f
 function legend() {
   const item = (form) => el("li", {}, icon(form), form.word);
   const ways =
-    "A line is as thick as it is busy; the upper arrow points there, the lower one back. A dashed line has late messages.";
+    "A line is as thick as it is busy; the upper arrow points there, the lower one back.";
   return el(
     "details",
     { class: "legend" },
@@ -285,13 +282,12 @@ function membersTable(history, frame) {
       facts.device,
       loss(replica.loss),
       count(replica.tokens_per_second),
-      facts.score?.toFixed(2),
       facts.heard == null ? "–" : `${duration(Math.max(0, frame.time - facts.heard))} ago`,
     ];
   });
   return table(
     "Members",
-    ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Score", "Last report"],
+    ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Last report"],
     rows,
   );
 }
@@ -304,11 +300,11 @@ function linksTable(history, frame) {
       link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]),
       percent(flow[name]?.busy),
     ];
-    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back"), flow.late ? seconds(flow.late) : "no"];
+    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back")];
   });
   return table(
     "Links",
-    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back", "Late"],
+    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back"],
     rows,
   );
 }
