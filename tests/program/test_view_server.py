@@ -195,12 +195,16 @@ def test_viewers_are_let_go_when_the_page_fails(monkeypatch: pytest.MonkeyPatch)
             raise KeyError("made up")
         return {}
 
+    def frame(self: RunView) -> str:
+        self.version = 1
+        return "{}"
+
     async def viewed() -> int:
         return len([event async for event in Broadcast("x", source).events()])
 
     monkeypatch.setattr(RunView, "take_changes", breaks)
     monkeypatch.setattr(source.view, "version", 0)
-    monkeypatch.setattr(RunView, "frame", lambda view: setattr(view, "version", 1) or "{}")
+    monkeypatch.setattr(RunView, "frame", frame)
     assert asyncio.run(viewed()) == 1
     assert source.view.problems == ["the page cannot show what is new: KeyError: 'made up'"]
 
