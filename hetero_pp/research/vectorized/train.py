@@ -104,9 +104,8 @@ def train_fast(
     saved = None if kept is None else kept.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
-    group = AllReplicas(
-        spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every, outer_every
-    )
+    every = {"similarity_every": similarity_every, "volume_every": volume_every, "outer_every": outer_every}
+    group = AllReplicas(spec, source, compiles, bias_every, device, ranks, stacks, **every)
     losses: list[float] = []
     if saved is not None:
         losses = saved["losses"]
