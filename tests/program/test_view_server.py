@@ -200,7 +200,12 @@ def test_viewers_are_let_go_when_the_page_fails(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(RunView, "take_changes", breaks)
     monkeypatch.setattr(source.view, "version", 0)
-    monkeypatch.setattr(RunView, "frame", lambda view: setattr(view, "version", 1) or "{}")
+
+    def first(view: RunView) -> str:
+        view.version = 1
+        return "{}"
+
+    monkeypatch.setattr(RunView, "frame", first)
     assert asyncio.run(viewed()) == 1
     assert source.view.problems == ["the page cannot show what is new: KeyError: 'made up'"]
 
