@@ -95,7 +95,7 @@ class Served:
 
 
 class _OfMembers(H11Protocol):
-    """Connection of a member. One of a ticket's holder, who takes no part in the run yet, is cut."""
+    """Connection of a member. It is cut for a ticket: its holder has not joined."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
