@@ -368,7 +368,8 @@ def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_doe
         {path.relative_to(one).as_posix() for path in (one / "log").rglob("*") if path.is_file()}
         for one in (tmp_path / "mixed", undisturbed)
     )
-    assert found - wanted == set()
+    more = {name for name in found - wanted if not name.startswith("log/snapshot-")}
+    assert more == set()  # a snapshot stays if its removal, tried once after each later snapshot, failed
     said = capfd.readouterr()
     assert "retrying" in said.err
     assert "could not save its state after round" in said.out
