@@ -140,7 +140,10 @@ def values_of(found: Prediction, view: RunView | None) -> Iterator[dict[str, Any
 
 
 def _measured(view: RunView) -> dict[str, float]:
-    """Return what a run took so far: the means over its closed rounds, of the slowest replica."""
+    """Return what a run took so far: the means over its closed rounds, of the slowest replica.
+
+    The outer round is that of the replica which waits least in it, because all others also wait for their steps.
+    """
     with view.state.lock:
         state = view.state
         if not state.closed:
@@ -153,7 +156,7 @@ def _measured(view: RunView) -> dict[str, float]:
         if state.inner_steps is not None and any(steps):
             found["step"] = max(steps) / state.inner_steps
         if any(outer):
-            found["outer round"] = max(outer)
+            found["outer round"] = min(filter(None, outer))
         return found
 
 

@@ -1,7 +1,7 @@
 // One predicted step as a Gantt chart: what each member computes, and what each link carries.
 
 import { attribute, behind, cut, el, say, show, svg, table } from "./dom.js";
-import { bytes, count, number, percent, seconds } from "./format.js";
+import { bytes, count, number, percent, seconds, signed } from "./format.js";
 
 const ROW = 30;
 const NAMES = 150;
@@ -288,8 +288,7 @@ function inUnit(value, unit) {
 }
 
 function valuesTable(values) {
-  const difference = ({ predicted, measured }) =>
-    predicted && measured ? `${predicted > measured ? "+" : "−"}${percent(Math.abs(predicted / measured - 1))}` : "–";
+  const difference = ({ predicted, measured }) => (predicted && measured ? signed(predicted / measured - 1) : "–");
   return table(
     "Predicted and measured",
     ["Value", "Predicted", "Measured", "Prediction is off by"],
