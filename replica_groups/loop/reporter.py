@@ -74,9 +74,11 @@ class Reporter:
                 except queue.Empty:
                     break
             reports = [one for one in batch if isinstance(one, Report)]
-            reports += self._sample() if reports else []
+            reports += self._sample() if reports and self._takes_samples else []
             if reports and not self._deliver(reports):
                 return
+            if reports and self._takes_samples is None:
+                self._sample()  # after the reports before it, because the exchange orders a member's reports by arrival
             if isinstance(batch[-1], threading.Event):
                 batch[-1].set()
             over = batch[-1] is None
@@ -105,6 +107,7 @@ class Reporter:
     def _try(self, report: Report) -> list[Report]:
         """Send the first sample alone."""
         try:
+            report.sent = time.time()
             self._exchange.report([report])
             self._takes_samples = True
         except Refused:
