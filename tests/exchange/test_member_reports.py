@@ -288,6 +288,18 @@ def test_a_reporter_samples_what_its_member_does_and_repeats_nothing(monkeypatch
     assert len(exchange.doings) == 3
 
 
+def test_the_first_sample_follows_the_reports_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange moves a report that comes later to no earlier time."""
+    monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 60.0)
+    exchange = _Heard()
+    reporter = Reporter(exchange, "a", interval=0.0)  # type: ignore[arg-type]
+    reporter.does(pb.FORWARD)
+    reporter.send(_step())
+    assert exchange.wait_for([pb.FORWARD])
+    reporter.close()
+    assert [one.WhichOneof("event") for one in exchange.heard] == ["inner_step", "activity"]
+
+
 def test_an_exchange_without_activities_gets_all_other_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 1e-3)
     exchange = _Heard(knows_activities=False)
