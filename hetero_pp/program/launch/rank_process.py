@@ -76,9 +76,7 @@ def rank_main(job: RankJob, lifeline: Connection) -> None:
     os.environ |= dict.fromkeys(_LISTENING, job.interface)
     try:
         _train(job, stopping)
-    except HeteroPPError:
-        raise
-    except Exception:
+    except RuntimeError:  # as torch.distributed and its back ends raise
         time.sleep(_SECONDS_FOR_THE_CAUSE)
         raise
 
