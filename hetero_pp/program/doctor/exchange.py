@@ -48,7 +48,7 @@ def check_clock(subject: Subject) -> Finding:
 
 
 def clock_verdict(ahead: float, within: float) -> Finding:
-    """Return the finding for a clock of the exchange that is `ahead` seconds before this host's, give or take `within`."""
+    """Return the finding for an exchange clock `ahead` seconds before this host's, give or take `within`."""
     apart = max(abs(ahead) - within, 0.0)
     if apart < CLOCK_WARNING_SECONDS:
         return ok(f"differs by less than {format_duration(max(apart, 1.0))} from the clock of the exchange")
