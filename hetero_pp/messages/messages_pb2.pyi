@@ -345,7 +345,7 @@ class BlobEntry(_message.Message):
     def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ..., norm: _Optional[float] = ..., peak: _Optional[float] = ...) -> None: ...
 
 class ContributionEntry(_message.Message):
-    __slots__ = ("replica", "weight", "digest", "blobs", "epoch", "steps", "tokens", "scale")
+    __slots__ = ("replica", "weight", "digest", "blobs", "epoch", "steps", "tokens", "scale", "commitments")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +354,7 @@ class ContributionEntry(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENTS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     weight: float
     digest: bytes
@@ -362,7 +363,116 @@ class ContributionEntry(_message.Message):
     steps: int
     tokens: int
     scale: float
-    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ...) -> None: ...
+    commitments: _containers.RepeatedCompositeFieldContainer[Commitment]
+    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
+
+class Commitment(_message.Message):
+    __slots__ = ("member", "before", "after", "text", "messages")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    before: bytes
+    after: bytes
+    text: bytes
+    messages: bytes
+    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ...) -> None: ...
+
+class Judgement(_message.Message):
+    __slots__ = ("round", "replica", "losses", "recomputed")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    replica: str
+    losses: Losses
+    recomputed: Recomputed
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., losses: _Optional[_Union[Losses, _Mapping]] = ..., recomputed: _Optional[_Union[Recomputed, _Mapping]] = ...) -> None: ...
+
+class Losses(_message.Message):
+    __slots__ = ("assigned_before", "assigned_after", "other_before", "other_after")
+    ASSIGNED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_AFTER_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_AFTER_FIELD_NUMBER: _ClassVar[int]
+    assigned_before: float
+    assigned_after: float
+    other_before: float
+    other_after: float
+    def __init__(self, assigned_before: _Optional[float] = ..., assigned_after: _Optional[float] = ..., other_before: _Optional[float] = ..., other_after: _Optional[float] = ...) -> None: ...
+
+class Recomputed(_message.Message):
+    __slots__ = ("is_equal", "difference", "member", "cause", "evidence")
+    IS_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    is_equal: bool
+    difference: float
+    member: str
+    cause: str
+    evidence: str
+    def __init__(self, is_equal: _Optional[bool] = ..., difference: _Optional[float] = ..., member: _Optional[str] = ..., cause: _Optional[str] = ..., evidence: _Optional[str] = ...) -> None: ...
+
+class ShownFile(_message.Message):
+    __slots__ = ("round", "name", "size", "sha256", "is_last")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    name: str
+    size: int
+    sha256: bytes
+    is_last: bool
+    def __init__(self, round: _Optional[int] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[bytes] = ..., is_last: _Optional[bool] = ...) -> None: ...
+
+class ShownReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JudgeRequest(_message.Message):
+    __slots__ = ("validator", "judgements")
+    VALIDATOR_FIELD_NUMBER: _ClassVar[int]
+    JUDGEMENTS_FIELD_NUMBER: _ClassVar[int]
+    validator: str
+    judgements: _containers.RepeatedCompositeFieldContainer[Judgement]
+    def __init__(self, validator: _Optional[str] = ..., judgements: _Optional[_Iterable[_Union[Judgement, _Mapping]]] = ...) -> None: ...
+
+class JudgeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Scores(_message.Message):
+    __slots__ = ("round", "scores")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, round: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("replica", "rating", "average", "synchronisation", "final", "evaluations", "excluded")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RATING_FIELD_NUMBER: _ClassVar[int]
+    AVERAGE_FIELD_NUMBER: _ClassVar[int]
+    SYNCHRONISATION_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    rating: float
+    average: float
+    synchronisation: float
+    final: float
+    evaluations: int
+    excluded: str
+    def __init__(self, replica: _Optional[str] = ..., rating: _Optional[float] = ..., average: _Optional[float] = ..., synchronisation: _Optional[float] = ..., final: _Optional[float] = ..., evaluations: _Optional[int] = ..., excluded: _Optional[str] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
     __slots__ = ("round", "contributions", "sha256", "late", "left_out")
@@ -433,7 +543,7 @@ class AssignRequest(_message.Message):
     def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder")
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +555,7 @@ class AssignReply(_message.Message):
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
+    SHOWS_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: int
     downstream: str
@@ -456,7 +567,8 @@ class AssignReply(_message.Message):
     changed: int
     upstream_holder: int
     downstream_holder: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ...) -> None: ...
+    shows: int
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[int] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("round", "epoch", "progress", "computes")
@@ -557,7 +669,7 @@ class SnapshotHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size", "epoch", "steps", "stored")
+    __slots__ = ("round", "replica", "block", "size", "epoch", "steps", "stored", "commitment")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +677,7 @@ class BlobHeader(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
@@ -572,7 +685,8 @@ class BlobHeader(_message.Message):
     epoch: int
     steps: int
     stored: StoredBlob
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ...) -> None: ...
+    commitment: Commitment
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ...) -> None: ...
 
 class StoredBlob(_message.Message):
     __slots__ = ("url", "sha256", "size")
@@ -842,7 +956,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ..., computes: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "sent")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "scores", "judged", "sent")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -863,6 +977,8 @@ class Report(_message.Message):
     STATE_SAVING_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    JUDGED_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
@@ -884,8 +1000,10 @@ class Report(_message.Message):
     state_saving: StateSaving
     computes: Computes
     activity: Activity
+    scores: Scores
+    judged: Judgement
     sent: float
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

@@ -40,6 +40,8 @@ CALLS: Mapping[str, Whose] = {
     "Record": Whose.TERM,
     "Fetch": Whose.PLACE,
     "Confirm": Whose.TERM,
+    "Show": Whose.TERM,
+    "Judge": Whose.RUN,
     "Report": Whose.PLACE,
     "Stay": Whose.PLACE,
     "Watch": Whose.RUN,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import LineSettings, SiteSettings
 from hetero_pp.config.links import LinkSettings
 from hetero_pp.config.settings import Duration, NotPartOf, Settings, WhomItConcerns
@@ -110,6 +111,7 @@ class RunConfig(Settings):
         [], description="at least one replica, unless `plan` has participants to group"
     )
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
+    audit: Annotated[AuditSettings, NotPartOf.EITHER] = AuditSettings()
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
     store: Annotated[StoreSettings, NotPartOf.EITHER] = StoreSettings()
     states: Annotated[StateSettings, NotPartOf.EITHER] = StateSettings()

@@ -1,0 +1,1 @@
+"""Audits of contributions: scores by loss (Gauntlet), and recomputation of replicas' rounds."""

@@ -1,0 +1,1 @@
+"""Recomputation of a replica's round from its checkpoint, and its comparison with what the replica contributed."""
