@@ -10,7 +10,7 @@ from statistics import median
 
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.messages.messages_pb2 import Losses, Score
-from replica_groups.audit.gauntlet.ratings import Rating, rated
+from replica_groups.audit.gauntlet.ratings import NEW, Rating, rated
 
 RECENT_ROUNDS = 16
 """Rounds for which a replica that is away still counts as a rival."""
@@ -35,7 +35,7 @@ class RoundFacts:
 class _Entry:
     """What is known of one replica."""
 
-    rating: Rating = Rating()
+    rating: Rating = NEW
     average: float = 0.0
     """Moving average of the indicator."""
     gain: float = 0.0
