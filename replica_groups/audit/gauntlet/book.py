@@ -46,7 +46,7 @@ class _Entry:
 
     rating: Rating = NEW
     average: float = 0.0
-    """Moving average of the indicator."""
+    """Moving average of the indicator, at least 0."""
     gain: float = 0.0
     """Mean of the scores until the grace is over, then their moving average."""
     evaluations: int = 0
@@ -68,7 +68,7 @@ class _Entry:
     @property
     def final(self) -> float:
         """Product of three factors, none of which is negative: two negative ones would make a good score."""
-        return max(0.0, self.rating.ordinal) * max(0.0, self.average) * self.synchronisation
+        return max(0.0, self.rating.ordinal) * self.average * self.synchronisation
 
     @property
     def uptime(self) -> float:
@@ -98,6 +98,7 @@ class ScoreBook:
                 entry = self._evaluated(entry, *_judged(losses[name]))
             self._entries[name] = entry
         self._play()
+        self._readmit()
         self._exclude(here, facts)
 
     def scores(self) -> dict[str, Score]:
@@ -167,10 +168,8 @@ class ScoreBook:
 
     def _present(self, name: str, facts: RoundFacts) -> _Entry:
         entry = self._entries.get(name, _Entry())
-        if entry.cause and facts.round <= entry.until:
-            return replace(entry, last=facts.round)
         if entry.cause:
-            entry = replace(entry, cause="", average=PROBATION * self._settings.threshold)
+            return replace(entry, last=facts.round)
         return replace(
             entry,
             present=entry.present + 1,
@@ -203,6 +202,12 @@ class ScoreBook:
         ratings = {name: self._entries[name].rating for name in scores}
         for name, rating in rated(ratings, scores).items():
             self._entries[name] = replace(self._entries[name], rating=rating, pending=None)
+
+    def _readmit(self) -> None:
+        probation = PROBATION * self._settings.threshold
+        for name, entry in self._entries.items():
+            if entry.cause and entry.until <= self._round:
+                self._entries[name] = replace(entry, cause="", average=probation)
 
     def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
         """Exclude copies, and replicas below the bound unless these are most: then something else is at fault."""

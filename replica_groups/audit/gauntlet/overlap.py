@@ -46,9 +46,9 @@ def copies(contributions: Mapping[str, Contribution], arrived: Sequence[str], li
 
 
 def _cosine(one: DecodedTensor, other: DecodedTensor) -> float:
-    size = int(torch.stack([one.indices.max(), other.indices.max()]).max()) + 1 if len(one.indices) else 0
-    if not size:
+    if not len(one.indices) or not len(other.indices):
         return 0.0
+    size = int(torch.maximum(one.indices.max(), other.indices.max())) + 1
     dense = torch.zeros(size, device=one.values.device).index_copy_(0, one.indices, one.values)
     norms = float(one.values.norm()) * float(other.values.norm())
     return float(dense.index_select(0, other.indices) @ other.values) / norms if norms > 0 else 0.0
