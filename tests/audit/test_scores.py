@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import pytest
 
@@ -197,7 +198,9 @@ def test_a_contribution_that_breaks_the_model_scores_as_badly_as_possible() -> N
     broken = Losses(assigned_before=4, assigned_after=math.nan, other_before=4, other_after=math.nan)
     book.update(_facts(21, "abc"), {"a": _losses(0.02), "b": _losses(0.02), "c": broken})
     scores = book.scores()
-    assert scores["c"].rating < scores["a"].rating and scores["c"].average == pytest.approx(0.95 * (1 - 0.95**20) - 0.05)
+    assert scores["c"].rating < scores["a"].rating and scores["c"].average == pytest.approx(
+        0.95 * (1 - 0.95**20) - 0.05
+    )
 
 
 def test_honest_replicas_are_never_excluded_in_1000_rounds() -> None:
@@ -213,7 +216,7 @@ def test_honest_replicas_are_never_excluded_in_1000_rounds() -> None:
 
 
 def test_of_replicas_without_the_assigned_text_few_are_left_after_20_evaluations() -> None:
-    """With the sign alone of the difference, COUNT are left."""
+    """With the sign alone of the difference, twice as many are left."""
     honest, cheats, chance, left = EIGHT, [f"c{index}" for index in range(8)], random.Random(5), 0
     for _ in range(15):
         book = ScoreBook(GauntletSettings(excluded_rounds=100), [*honest, *cheats])
@@ -223,7 +226,6 @@ def test_of_replicas_without_the_assigned_text_few_are_left_after_20_evaluations
         excluded = book.to_exclude().keys()
         assert not excluded & {*honest}
         left += len({*cheats} - excluded)
-    print(left)
     assert left <= 8
 
 
@@ -245,9 +247,9 @@ def test_all_are_drawn_equally_often_also_those_drawn_before() -> None:
     drawn = [draw(b"secret", index.to_bytes(4, "big"), EIGHT, 2) for index in range(2000)]
     counts = [sum(name in one for one in drawn) for name in EIGHT]
     assert all(430 < count < 570 for count in counts)
-    again = sum("r0" in one and "r0" in then for one, then in zip(drawn, drawn[1:], strict=False))
+    again = sum("r0" in one and "r0" in then for one, then in pairwise(drawn))
     assert 85 < again < 165, "a quarter of the rounds after those in which it was drawn"
-    assert draw(b"other", b"0", EIGHT, 2) != draw(b"secret", b"0", EIGHT, 2) or draw(b"other", b"1", EIGHT, 2)
+    assert [draw(b"other", index.to_bytes(4, "big"), EIGHT, 2) for index in range(20)] != drawn[:20]
     assert draw(b"secret", b"0", EIGHT, 20) == EIGHT
 
 

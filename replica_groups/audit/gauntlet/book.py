@@ -10,6 +10,7 @@ from statistics import median
 
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import DamagedFile
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
 from replica_groups.audit.gauntlet.ratings import NEW, Rating, rated
 
@@ -193,14 +194,15 @@ class ScoreBook:
     def _play(self) -> None:
         """Rate a match between the replicas with a new score, once they are more than half of all rivals.
 
-        In matches of a few, two replicas that meet only each other could raise the rating of one without limit.
+        In matches of a few, two replicas that meet only each other could raise the rating of one without limit. Equal
+        scores are in an order that changes from match to match.
         """
         rivals = [name for name, entry in self._entries.items() if entry.last > self._round - RECENT_ROUNDS]
         scores = {name: score for name in rivals if (score := self._entries[name].pending) is not None}
         if len(scores) < 2 or 2 * len(scores) <= len(rivals):
             return
-        ratings = {name: self._entries[name].rating for name in scores}
-        for name, rating in rated(ratings, scores).items():
+        order = sorted(scores, key=lambda name: (scores[name], seed_of("draw", self._round, name)))
+        for name, rating in rated({name: self._entries[name].rating for name in scores}, order).items():
             self._entries[name] = replace(self._entries[name], rating=rating, pending=None)
 
     def _readmit(self) -> None:
