@@ -13,7 +13,9 @@ class GauntletSettings(Settings):
     """Scores of contributions by the loss before and after each is applied (Gauntlet, arXiv:2505.21684)."""
 
     evaluated: int = Field(2, ge=1, description="number of replicas drawn in each round whose contributions are tried")
-    sequences: int = Field(8, ge=1, description="sequences of assigned, and of other text, on which a contribution is tried")
+    sequences: int = Field(
+        8, ge=2, description="sequences of assigned, and of other text, on which a contribution is tried"
+    )
     step: Ratio = Field(0.2, gt=0, le=1, description="share of the outer learning rate with which it is tried")
     alpha: Ratio = Field(0.05, gt=0, le=1, description="weight of the newest round in the moving average")
     threshold: float = Field(0.1, description="moving average of the indicator below which a replica is excluded")
