@@ -192,7 +192,7 @@ class State:
         return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
 
     def _is_barred(self, replica: str, round_: int) -> bool:
-        """Return whether a replica is barred, because its bits differed again or its links had malformed messages.
+        """Return whether a replica is barred: for differing bits, malformed messages on its links, or by an audit.
 
         Callers let it join if a quorum needs it.
         """
