@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 from torch import Tensor
 
+from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
@@ -32,6 +34,7 @@ from replica_groups.exchange.decided import DecidedRounds
 from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.deposits import Deposits
 from replica_groups.exchange.joining import Joining
+from replica_groups.exchange.judgements import Judgements
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.overview import Overview
@@ -65,6 +68,7 @@ class Exchange(ExchangeService):
         text: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
+        audit: AuditSettings | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
@@ -75,7 +79,7 @@ class Exchange(ExchangeService):
         self.decisions = Decisions(
             rules or Rules(roster.members, roster.blocks),
             log,
-            lambda effect: self.reports.tell_effect(effect),
+            self._on_effect,
             goes_on,
             tokens_a_step,
             magnitudes=magnitudes,
@@ -94,6 +98,9 @@ class Exchange(ExchangeService):
         self.deposits = Deposits(state, log, settings.compression)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
+        weighs = settings.weights == "scores"
+        self.judgements = Judgements(state, log, self.reports, self.assignments, audit or AuditSettings(), weighs)
+        self.decisions.decide_by_audits = self.judgements.decide
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
         # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
@@ -133,8 +140,19 @@ class Exchange(ExchangeService):
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
         self.decisions.tell(e.Began(last_round, state.rounds))
+        self.judgements.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(pb.Report(begun=begun))
+
+    def _on_effect(self, effect: e.Effect) -> None:
+        """Report a decision of the rules, and tell the audits of it."""
+        if isinstance(effect, e.Bounded) and effect.scale == 0:
+            effect = replace(effect, cause=self.judgements.exclusions.why(effect.round, effect.replica))
+        self.reports.tell_effect(effect)
+        if isinstance(effect, e.Closed):
+            self.judgements.closed(effect.record.round)
+        elif isinstance(effect, e.Heal):
+            self.judgements.differed(self.roster.members[effect.place], effect.round)
 
     # ---- requests of members ----
 
@@ -153,6 +171,7 @@ class Exchange(ExchangeService):
             pb.RecordRequest: self.decided.record,
             pb.HashReport: self.confirmations.confirm,
             pb.ReportRequest: self.reports.report,
+            pb.JudgeRequest: self.judgements.judge,
         }
 
     def call(self, request: Message, caller: Caller) -> Any:

@@ -357,6 +357,8 @@ class Bounded:
     replica: str
     round: int
     scale: float
+    cause: str = ""
+    """Why an audit rejected it, which the coordinator does not know; empty if it was too large."""
 
 
 @dataclass(frozen=True)
