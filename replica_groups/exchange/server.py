@@ -85,6 +85,7 @@ def serve_exchange(
     which needs TLS. Raises OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
+    exchange.judgements.exclusions.guests = guests
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
     servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)
@@ -346,6 +347,13 @@ class _Servicer:
         for report in failed:  # a member with a ticket does not end the run, only its own part
             self.exchange.died(caller.name, report.failure.cause, caller.term)
         return pb.ReportReply()
+
+    def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:
+        make_plain(request)
+        return self._answer(request, context)
+
+    def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.ShownReply:
+        raise Refused("no audit of this run asks for files")
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
         yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)
