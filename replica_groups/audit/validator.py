@@ -48,7 +48,9 @@ class RoundCheck(Protocol):
 class ValidatedRun(Protocol):
     """The run that a validator follows."""
 
-    log: ContributionLog
+    @property
+    def log(self) -> ContributionLog:
+        """The run's log."""
 
     def record(self, round_: int) -> RoundRecord:
         """Wait until a round is closed; return its record. Raises RunFailed if it never will be."""
@@ -142,8 +144,12 @@ class ValidatorThread:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
+        make = self._make
+        del self._make  # it holds the first snapshot
         try:
-            self._make().run()
+            validator = make()
+            del make
+            validator.run()
         except RunFailed:
             return
         except Exception as error:  # noqa: BLE001 (a run goes on without its validator)

@@ -52,14 +52,18 @@ class UnderWay(HeteroPPError):
 class Followers:
     """Threads that follow the rounds of a run."""
 
+    exchange: Exchange
     auditor: Auditor
     validator: ValidatorThread | None
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the last round is replayed or the run has failed, for at most `seconds`."""
         self.auditor.join(seconds)
+        seconds = _SECONDS_TO_JUDGE if seconds is None else min(seconds, _SECONDS_TO_JUDGE)
         if self.validator is not None:
-            self.validator.join(_SECONDS_TO_JUDGE if seconds is None else min(seconds, _SECONDS_TO_JUDGE))
+            self.validator.join(seconds)
+        elif self.exchange.coordinator.is_over:
+            self.exchange.judgements.wait_until_judged(self.exchange.coordinator.last_round, seconds)
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ def begin_run(
     limits = contribution_limits(spec)
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, limits=limits)
     exchange.snapshots.kept(start.snapshot.round)
-    return Followers(auditor, _validator(exchange, spec, folder, start, secret or secrets.token_hex(16)))
+    return Followers(exchange, auditor, _validator(exchange, spec, folder, start, secret or secrets.token_hex(16)))
 
 
 def _validator(

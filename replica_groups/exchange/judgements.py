@@ -69,7 +69,7 @@ class Judgements:
         gauntlet = settings.gauntlet
         self._book = None if gauntlet is None else ScoreBook(gauntlet, state.roster.replicas)
         self._weighs = weighs
-        self._taking = threading.Lock()
+        self._taking = threading.Condition()
         """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
         self._lock = threading.Lock()
         """Guards the book for moments."""
@@ -181,6 +181,16 @@ class Judgements:
             while (due := self._due()) is not None:
                 for round_ in range(max(self._judged, due - JUDGED_ROUNDS) + 1, due + 1):
                     self._settle(round_)
+            self._taking.notify_all()
+
+    def wait_until_judged(self, round_: int, seconds: float) -> None:
+        """Wait until the book has a round, if there are validators that judge the newest rounds. At most `seconds`."""
+
+        def is_judged() -> bool:
+            return self._judged >= round_ or max(self._validators.values(), default=0) < round_ - AWAITED_ROUNDS
+
+        with self._taking:
+            self._taking.wait_for(is_judged, seconds)
 
     def _complaint(self, one: pb.Judgement, validator: str, new: set[tuple[int, str, str]]) -> str | None:
         """Return why a judgement is refused; None if it is not. `new`: those of the same request."""

@@ -66,7 +66,9 @@ def run_in_process(
 
 
 def require_threads(spec: RunSpec) -> None:
-    """Raise ConfigError for a replica whose engine starts its own processes."""
+    """Raise ConfigError for a replica whose engine starts its own processes, and for audits by other processes."""
+    if spec.config.audit.by == "validators":
+        raise ConfigError(("audit", "by"), "found `validators`, expected `exchange` with --in-process")
     for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             raise ConfigError(
