@@ -20,6 +20,9 @@ from torch import Tensor
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.tensor_files import save_tensors
 
+BEFORE, MESSAGES = "before.safetensors", "messages"
+"""Files that a member shows: its state before the audited round, and the digests of its messages in that round."""
+
 _REST = "rest"
 
 
@@ -46,6 +49,11 @@ class CommittedState:
         """Write the state to a safetensors file. Raises OSError."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         save_tensors(tensors, path, {_REST: _text(self.rest)})
+
+
+def messages_sha256(digests: bytes) -> bytes:
+    """Return what a member commits to of the digests of its messages; empty without any."""
+    return hashlib.sha256(digests).digest() if digests else b""
 
 
 def load_state(path: Path) -> CommittedState:
