@@ -49,7 +49,7 @@ class Assignments:
         shows = None if self.showing is None else self.showing.asks(member, caller.holder)
         upstream, downstream = self._addresses.to_dial(member)
         with state.changed:
-            before, after = map(self._held_by, state.beside(member))
+            before, after = map(self.held_by, state.beside(member))
             self._formed[member] = _Formed(work.epoch, {one.place: one for one in (own, before, after) if one})
             return pb.AssignReply(
                 round=work.round,
@@ -92,10 +92,10 @@ class Assignments:
     def guests_beside(self, member: str) -> Sequence[HeldBy]:
         """Return the other members of a member's group that have a ticket."""
         with self._state.changed:
-            found = [self._held_by(place) for place in self._state.group_of(member) if place != member]
+            found = [self.held_by(place) for place in self._state.group_of(member) if place != member]
         return [one for one in found if one is not None and one.holder]
 
-    def _held_by(self, place: str) -> HeldBy | None:
+    def held_by(self, place: str) -> HeldBy | None:
         """Return the holder of a slot, if it has asked this exchange for work."""
         found = self._holders.get(place)
         return found if found is not None and self._state.coordinator.holds(place, found.term) else None

@@ -1,7 +1,7 @@
 """Runs the rules: passes events to the coordinator, carries out its effects in the store, and wakes waiting calls.
 
-The coordinator decides; only contributions that are too large are rejected here, before their record is written. The
-coordinator's answers to members are kept for their calls, which wait for them.
+The coordinator decides; only contributions that are too large, or that an audit excludes, are rejected here, before
+their record is written. The coordinator's answers to members are kept for their calls, which wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.outer.exchange_service import IsAsked, always
-from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before
@@ -71,10 +70,10 @@ class Decisions:
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
+        self.decide_by_audits: Callable[[RoundRecord], None] = lambda record: None
+        """Leaves out contributions of a record, sets weights and adds commitments, before it is written."""
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
-        self.commitments: Commitments | None = None
-        """What the members of contributions committed to, if the run is audited by recomputation."""
         self._welcomed: dict[tuple[str, str], int] = {}
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
@@ -167,8 +166,7 @@ class Decisions:
     def _write(self, record: e.Record) -> e.Event:
         try:
             message = to_message(record, self._tokens_a_step)
-            if self.commitments is not None:
-                self.commitments.add_to(message)
+            self.decide_by_audits(message)
             if self._magnitudes is not None:
                 bound(message, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
             with self._writing:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 from torch import Tensor
 
+from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
@@ -33,6 +35,7 @@ from replica_groups.exchange.decided import DecidedRounds
 from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.deposits import Deposits
 from replica_groups.exchange.joining import Joining
+from replica_groups.exchange.judgements import Judgements
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.overview import Overview
@@ -68,17 +71,19 @@ class Exchange(ExchangeService):
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
         shows: Shows | None = None,
+        audit: AuditSettings | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. `shows`: if rounds are computed again, whom to ask for what. `agreement` and `text`: as in Joining.
+        members may report. `shows`: if rounds are computed again, whom to ask for what. `agreement`, `text`: as in
+        Joining.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.decisions = Decisions(
             rules or Rules(roster.members, roster.blocks),
             log,
-            lambda effect: self.reports.tell_effect(effect),
+            self._on_effect,
             goes_on,
             tokens_a_step,
             magnitudes=magnitudes,
@@ -97,10 +102,13 @@ class Exchange(ExchangeService):
         self.deposits = Deposits(state, log, settings.compression)
         self.showing: Showing | None = None
         if shows is not None:
-            self.deposits.commitments = self.decisions.commitments = own = Commitments(roster.members, shows.readers)
+            self.deposits.commitments = own = Commitments(roster.members, shows.readers)
             self.assignments.showing = self.showing = Showing(state, log, shows, own)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
+        weighs = settings.weights == "scores"
+        self.judgements = Judgements(state, log, self.reports, self.assignments, audit or AuditSettings(), weighs)
+        self.decisions.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
         # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
@@ -142,8 +150,25 @@ class Exchange(ExchangeService):
         if self.showing is not None:
             self.showing.begin(last_round)
         self.decisions.tell(e.Began(last_round, state.rounds))
+        self.judgements.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(pb.Report(begun=begun))
+
+    def _decide_by_audits(self, record: pb.RoundRecord) -> None:
+        """Let the audits change a record before it is written."""
+        self.judgements.decide(record)
+        if self.deposits.commitments is not None:
+            self.deposits.commitments.add_to(record)
+
+    def _on_effect(self, effect: e.Effect) -> None:
+        """Report a decision of the rules, and tell the audits of it."""
+        if isinstance(effect, e.Bounded) and effect.scale == 0:
+            effect = replace(effect, cause=self.judgements.exclusions.why(effect.round, effect.replica))
+        self.reports.tell_effect(effect)
+        if isinstance(effect, e.Closed):
+            self.judgements.closed(effect.record.round)
+        elif isinstance(effect, e.Heal):
+            self.judgements.differed(self.roster.members[effect.place], effect.round)
 
     # ---- requests of members ----
 
@@ -162,6 +187,7 @@ class Exchange(ExchangeService):
             pb.RecordRequest: self.decided.record,
             pb.HashReport: self.confirmations.confirm,
             pb.ReportRequest: self.reports.report,
+            pb.JudgeRequest: self.judgements.judge,
         }
 
     def call(self, request: Message, caller: Caller) -> Any:

@@ -88,6 +88,7 @@ def serve_exchange(
     which needs TLS. Raises OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
+    exchange.judgements.exclusions.guests = guests
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
     servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)
@@ -322,9 +323,6 @@ class _Servicer:
             self.exchange.show_file(header, Path(file.name), caller)
         return pb.ShownReply()
 
-    def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:
-        raise Refused("this exchange takes no judgements")
-
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
         return pb.UploadUrlReply(url=self.exchange.upload_url(request, self.callers.of(context)))
 
@@ -367,6 +365,10 @@ class _Servicer:
         for report in failed:  # a member with a ticket does not end the run, only its own part
             self.exchange.died(caller.name, report.failure.cause, caller.term)
         return pb.ReportReply()
+
+    def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:
+        make_plain(request)
+        return self._answer(request, context)
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
         yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)
