@@ -122,6 +122,9 @@ class StageMember:
         if self.batches is not None:
             load_position(self.batches, folder)
 
+    def message_digests(self) -> bytes:
+        return self.worker.transcript.to_bytes()
+
     def activity(self) -> tuple[int, bool]:
         return self.worker.activity.done, self.worker.is_computing
 
