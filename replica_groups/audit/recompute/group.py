@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
@@ -22,16 +21,13 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.member.build_member import Start, build_member
+from replica_groups.member.committed_state import CommittedState
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import Ranks
 
 T = TypeVar("T")
-
-_OTHER_SNAPSHOT = -1
-"""The outer optimizer's state is not needed before a contribution, so it is not read from checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,8 @@ class RoundStart:
     """All parameters before the round, by name."""
     basis: Tensor | None
     """U [D, K'] of the run; None if nothing is compressed."""
-    checkpoints: Mapping[str, Path] = field(default_factory=dict)
-    """Folder of each member's checkpoint before the round; a member without one starts as at the start of the run."""
+    states: Mapping[str, CommittedState] = field(default_factory=dict)
+    """State of each member before the round; a member without one starts as at the start of the run."""
 
 
 class ReplicaHere:
@@ -57,7 +53,7 @@ class ReplicaHere:
 
         `source` is the text of the run; `spec` has the changes of the run up to this round.
 
-        Raises what reading a damaged checkpoint raises: OSError, HeteroPPError, RuntimeError, KeyError or ValueError.
+        Raises ValueError, KeyError, IndexError, TypeError or RuntimeError for states of other members.
         """
         self.spec, self.start = spec, start
         own = [one for one in spec.members.values() if one.replica.name == replica]
@@ -69,9 +65,7 @@ class ReplicaHere:
         self._first = 0
         for one in own:
             self._add(one, source, Ranks(device=device))
-        trained = min(outer.own.beyond(start.round - 1) for outer in self.outers.values())
         for name, member in self.members.items():
-            self.outers[name].start_local(start.round, trained)
             member.start_round(self.outers[name])
 
     def _add(self, member: MemberSpec, source: Source | None, ranks: Ranks) -> None:
@@ -82,14 +76,15 @@ class ReplicaHere:
         outer = OuterRound(
             spec.run, name, self._replica, trainer.parameters, theta, _Kept(self.blobs), spec.config.outer, ranks=ranks
         )
-        steps = StepsTaken(self._replica, spec.config.inner.steps)
-        if (folder := start.checkpoints.get(name)) is not None:
-            trainer.load(folder)
-            outer.load(folder, start.round - 1, _OTHER_SNAPSHOT)
-            steps.load(folder)
+        known = None
+        if (state := start.states.get(name)) is not None:
+            restore(trainer, outer, state)
+            known = state.rest["steps"]
+        self._first, last = (0, None) if known is None else (int(known["first"]), known["last"])
+        if spec.config.inner.steps is not None:
+            self._first = (start.round - 1) * spec.config.inner.steps
         outer.restore()
-        self._first = steps.before(start.round)
-        trainer.follow(spec.rates_in(start.round, self._first, steps.last))
+        trainer.follow(spec.rates_in(start.round, self._first, last))
         trainer.take_share(spec.share_of(self._replica, start.round), self._first)
         self.members[name], self.outers[name] = trainer, outer
 
@@ -131,6 +126,26 @@ class ReplicaHere:
             thread.join()
         if errors:
             raise next((error for error in errors if not isinstance(error, LinkClosed)), errors[0])
+
+
+def restore(member: TrainingMember, outer: OuterRound, state: CommittedState) -> None:
+    """Set moments, error feedback and the position in the data of a member that was just built.
+
+    Raises ValueError, KeyError, IndexError, TypeError or RuntimeError for the state of another member.
+    """
+    of: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("moments", "error")}
+    for key, tensor in state.tensors.items():
+        kind, name = key.split(":", 1)
+        of[kind][name] = tensor
+    member.load_moments(of["moments"])
+    if of["error"].keys() != outer.error.keys():
+        raise ValueError("found error feedback of other parameters")
+    for name, tensor in of["error"].items():
+        if tensor.shape != outer.error[name].shape:
+            raise ValueError(f"found error feedback {list(tensor.shape)}, expected {list(outer.error[name].shape)}")
+        outer.error[name].copy_(tensor)
+    if member.batches is not None:
+        member.batches.load(state.rest["data"])
 
 
 def _linked(members: list[MemberSpec], seed: int) -> dict[str, LinkEnds]:
