@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,7 @@ class CommittedState:
     @property
     def sha256(self) -> bytes:
         """The digest to which the member commits."""
-        digest = hashlib.sha256(_text(self.rest).encode())
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name].detach().cpu().contiguous()
-            digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return digest.digest()
+        return _digest(self.rest, self.tensors, self.tensors.__getitem__)
 
     def save(self, path: Path) -> None:
         """Write the state to a safetensors file. Raises OSError."""
@@ -58,15 +54,35 @@ def messages_sha256(digests: bytes) -> bytes:
 
 def load_state(path: Path) -> CommittedState:
     """Return the state in a file. Raises DamagedFile for a file that is none; the tensors may still have any shape."""
+    with _opened(path) as (file, rest):
+        return CommittedState({name: file.get_tensor(name) for name in file.keys()}, rest)  # noqa: SIM118
+
+
+def sha256_in(path: Path) -> bytes:
+    """Return the digest of the state in a file, with one tensor in memory at a time. Raises DamagedFile."""
+    with _opened(path) as (file, rest):
+        return _digest(rest, file.keys(), file.get_tensor)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
     try:
         with safe_open(path, framework="pt") as file:
             rest = json.loads((file.metadata() or {})[_REST])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    except (SafetensorError, ValueError, KeyError, RecursionError) as error:
+            if not isinstance(rest, dict):
+                raise ValueError("the rest is no object")
+            yield file, rest
+    except (SafetensorError, ValueError, KeyError, RecursionError, RuntimeError, TypeError) as error:
         raise DamagedFile(f"{path.name}: found no member checkpoint ({type(error).__name__})") from None
-    if not isinstance(rest, dict):
-        raise DamagedFile(f"{path.name}: found a {type(rest).__name__} beside the tensors, expected an object")
-    return CommittedState(tensors, rest)
+
+
+def _digest(rest: Mapping[str, Any], names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> bytes:
+    digest = hashlib.sha256(_text(rest).encode())
+    for name in sorted(names):
+        tensor = tensor_of(name).detach().cpu().contiguous()
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _text(rest: Mapping[str, Any]) -> str:

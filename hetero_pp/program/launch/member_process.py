@@ -168,9 +168,9 @@ def _run_exchange(
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, spec.config.exchange.timeout):
-            auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
+            followers = begin_run(exchange, spec, job.folder, job.resume, job.again, message["secret"])
             exchange.wait_until_finished()
-        auditor.join()
+        followers.join()
     except UnderWay as error:
         _send(launcher, failure=str(error))
         server.stop(None).wait()
