@@ -129,7 +129,7 @@ class StageMember:
         self.worker.stage.load_moments(moments)
 
     def message_digests(self) -> bytes:
-        return b""
+        return self.worker.transcript.to_bytes()
 
     def activity(self) -> tuple[int, bool]:
         return self.worker.activity.done, self.worker.is_computing
