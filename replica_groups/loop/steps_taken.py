@@ -53,11 +53,6 @@ class StepsTaken:
         """Return what is known before a round, to commit to it; None if it follows from the round."""
         return None if self._of_each_round is not None else {"first": self.before(round_), "last": self.last}
 
-    def begin(self, known: dict[str, Any] | None) -> None:
-        """Take what `known` returned before a round, to train that round again."""
-        if self._of_each_round is None and known is not None:
-            self._total, self.last = known["first"], known["last"]
-
     def known_after(self, round_: int, steps: int) -> dict[str, Any] | None:
         """Return what is known after a round of this many steps, if its record includes them."""
         known = self.known(round_)
