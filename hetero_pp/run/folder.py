@@ -80,6 +80,10 @@ class RunFolder:
         """Return the path of the member checkpoint, from which a member resumes."""
         return self.path / "state" / member
 
+    def committed(self, member: str) -> Path:
+        """Return the folder of a member's checkpoints that an audit by recomputation may ask for."""
+        return self.path / "committed" / member
+
     def output(self, member: str) -> Path:
         """Return the file that keeps the output of a member's process."""
         return self.path / "logs" / f"{member}.log"

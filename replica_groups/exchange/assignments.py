@@ -10,6 +10,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
 from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.showing import Showing
 from replica_groups.protocol import events as e
 
 
@@ -26,6 +27,8 @@ class Assignments:
 
     def __init__(self, state: RunState, addresses: Addresses) -> None:
         self._state, self._addresses = state, addresses
+        self.showing: Showing | None = None
+        """Draws rounds that are computed again, if the run is audited so."""
         self._holders: dict[str, HeldBy] = {}
         """By slot, the member that asked for work last."""
         self._formed: dict[str, _Formed] = {}
@@ -43,6 +46,7 @@ class Assignments:
         decisions.asks(member, term)
         decisions.tell(e.Asked(member, term, request.holds, request.trained))
         work = decisions.wait_for_work(member, term, caller.is_asked)
+        shows = None if self.showing is None else self.showing.asks(member, caller.holder)
         upstream, downstream = self._addresses.to_dial(member)
         with state.changed:
             before, after = map(self.held_by, state.beside(member))
@@ -59,6 +63,7 @@ class Assignments:
                 upstream_holder=None if before is None else before.holder,
                 downstream_holder=None if after is None else after.holder,
                 changed=state.changes.mark,
+                shows=shows,
             )
 
     def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:

@@ -71,7 +71,7 @@ class Decisions:
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
         self.decide_by_audits: Callable[[RoundRecord], None] = lambda record: None
-        """Leaves out contributions of a record, and sets weights, before it is written."""
+        """Leaves out contributions of a record, sets weights and adds commitments, before it is written."""
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
         self._welcomed: dict[tuple[str, str], int] = {}

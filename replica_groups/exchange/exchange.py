@@ -29,6 +29,7 @@ from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
 from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.assignments import Assignments
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.confirmations import Confirmations
 from replica_groups.exchange.decided import DecidedRounds
 from replica_groups.exchange.decisions import Decisions
@@ -41,6 +42,7 @@ from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.showing import Showing, Shows
 from replica_groups.exchange.snapshots import Snapshots
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
@@ -68,12 +70,14 @@ class Exchange(ExchangeService):
         text: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
+        shows: Shows | None = None,
         audit: AuditSettings | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. `agreement` and `text`: as in Joining.
+        members may report. `shows`: if rounds are computed again, whom to ask for what. `agreement`, `text`: as in
+        Joining.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.decisions = Decisions(
@@ -96,11 +100,15 @@ class Exchange(ExchangeService):
         self.snapshots = Snapshots(state, log)
         self.assignments = Assignments(state, self.addresses)
         self.deposits = Deposits(state, log, settings.compression)
+        self.showing: Showing | None = None
+        if shows is not None:
+            self.deposits.commitments = own = Commitments(roster.members, shows.readers)
+            self.assignments.showing = self.showing = Showing(state, log, shows, own)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
         weighs = settings.weights == "scores"
         self.judgements = Judgements(state, log, self.reports, self.assignments, audit or AuditSettings(), weighs)
-        self.decisions.decide_by_audits = self.judgements.decide
+        self.decisions.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
         # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
@@ -139,10 +147,18 @@ class Exchange(ExchangeService):
                 state.rounds, state.changes = spec.latest.outer.rounds, spec.changes
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
+        if self.showing is not None:
+            self.showing.begin(last_round)
         self.decisions.tell(e.Began(last_round, state.rounds))
         self.judgements.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(pb.Report(begun=begun))
+
+    def _decide_by_audits(self, record: pb.RoundRecord) -> None:
+        """Let the audits change a record before it is written."""
+        self.judgements.decide(record)
+        if self.deposits.commitments is not None:
+            self.deposits.commitments.add_to(record)
 
     def _on_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules, and tell the audits of it."""
@@ -196,6 +212,17 @@ class Exchange(ExchangeService):
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         return self.decided.fetch(request, caller)
+
+    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
+        """Raise Refused for a file that a member was not asked to show, or that is too large."""
+        if self.showing is None:
+            raise self._state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
+        self.showing.expect(header, caller)
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        self.expect_file(header, caller)
+        assert self.showing is not None
+        self.showing.take(header, path, caller)
 
     def _last_round(self, request: pb.LastRoundRequest, caller: Caller) -> pb.LastRoundReply:
         self._state.wait_until_begun(caller.is_asked)

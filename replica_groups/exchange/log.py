@@ -255,6 +255,9 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
         add(struct.pack("<d", entry.scale))
     if any(blob.norm for blob in entry.blobs):
         add(struct.pack(f"<{2 * len(entry.blobs)}f", *(n for b in entry.blobs for n in (b.norm, b.peak))))
+    for one in entry.commitments:
+        for part in (one.member.encode(), one.before, one.after, one.text, one.messages):
+            add(struct.pack("<Q", len(part)) + part)
 
 
 def _text(text: str) -> bytes:

@@ -6,12 +6,15 @@ client raises them again as the errors they were.
 
 from __future__ import annotations
 
+import mmap
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +30,7 @@ from hetero_pp.rpc.caller_limits import Pace
 from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
@@ -305,6 +308,21 @@ class _Servicer:
         self.exchange.deposit_blob(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
 
+    def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.ShownReply:
+        """Take a file by way of the disk: a checkpoint may be larger than the memory of this machine."""
+        caller = self.callers.of(context)
+        with tempfile.NamedTemporaryFile(prefix="hetero-pp-shown-") as file:
+
+            def room_for(header: pb.ShownFile) -> Iterator[memoryview]:
+                header.name = plain(header.name, MOST_OF_A_NAME)
+                self.exchange.expect_file(header, caller)
+                file.truncate(header.size)
+                yield memoryview(mmap.mmap(file.fileno(), header.size))
+
+            header = read_into(self._moving(frames, context), pb.ShownFile, room_for)
+            self.exchange.show_file(header, Path(file.name), caller)
+        return pb.ShownReply()
+
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
         return pb.UploadUrlReply(url=self.exchange.upload_url(request, self.callers.of(context)))
 
@@ -351,9 +369,6 @@ class _Servicer:
     def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:
         make_plain(request)
         return self._answer(request, context)
-
-    def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.ShownReply:
-        raise Refused("no audit of this run asks for files")
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
         yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)
