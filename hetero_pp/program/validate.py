@@ -134,7 +134,7 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
     followed = FollowedRun(name, spec, log, access, say)
     source = open_source(spec.config.data, (folder or RunFolder(runs.absolute() / title)).cache)
     torch.set_num_threads(spec.config.threads)
-    checks = checks_of(spec, source, access.secret, resolved(device))
+    checks = checks_of(spec, log, source, access.secret, resolved(device))
     say(f"{name} judges its rounds for the exchange at {access.address}")
     try:
         _wait_for_snapshot(followed)

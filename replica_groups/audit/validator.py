@@ -20,18 +20,15 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.follower import Follower
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.recompute.recomputation import recomputation_of
+from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
 from replica_groups.outer.apply_round import FetchBlob
 
 MOST_BEHIND = 8
 """Closed rounds after a round from which the round is applied without being checked."""
-
-BESIDE_EXCHANGE = "exchange"
-"""Name of the validator beside the exchange."""
 
 T = TypeVar("T")
 

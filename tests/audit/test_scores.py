@@ -197,7 +197,9 @@ def test_a_contribution_that_breaks_the_model_scores_as_badly_as_possible() -> N
     broken = Losses(assigned_before=4, assigned_after=math.nan, other_before=4, other_after=math.nan)
     book.update(_facts(21, "abc"), {"a": _losses(0.02), "b": _losses(0.02), "c": broken})
     scores = book.scores()
-    assert scores["c"].rating < scores["a"].rating and scores["c"].average == pytest.approx(0.95 * (1 - 0.95**20) - 0.05)
+    assert scores["c"].rating < scores["a"].rating and scores["c"].average == pytest.approx(
+        0.95 * (1 - 0.95**20) - 0.05
+    )
 
 
 def test_honest_replicas_are_never_excluded_in_1000_rounds() -> None:
