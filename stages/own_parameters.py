@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 
+_VALUES = "values."
+
 
 class OwnParameters:
     """Parameters by name, clipped by their own norm. `restore` returns to the values that `remember` kept."""
@@ -55,6 +57,20 @@ class OwnParameters:
         """Return values and moments, as tensors that are still in use."""
         values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         return {"values": values, "optimizer": self.optimizer.state()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return values and moments by name, as tensors that are still in use."""
+        values = {f"{_VALUES}{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        return values | self.optimizer.moments()
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the result of `tensors`. Raises KeyError for a missing value, ValueError for another shape."""
+        self.optimizer.load_moments({name: one for name, one in tensors.items() if not name.startswith(_VALUES)})
+        for name, parameter in self.parameters.items():
+            if (value := tensors[f"{_VALUES}{name}"]).shape != parameter.shape:
+                raise ValueError(f"found {name} {list(value.shape)}, expected {list(parameter.shape)}")
+            parameter.copy_(value)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:

@@ -22,6 +22,9 @@ from hetero_pp.pipeline.coefficients import Symbols
 from stages.anchors import Anchors
 from stages.boundary import Boundary
 
+_ANCHORS = "anchors."
+"""Prefix of the names of anchors' tensors."""
+
 
 @dataclass
 class _InFlight:
@@ -148,6 +151,21 @@ class Stage:
         self.optimizer.load(state["optimizer"])
         if self.anchors is not None:
             self.anchors.load(state["anchors"])
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return moments, and the anchors with theirs, by name, as tensors that are still in use."""
+        anchors = {} if self.anchors is None else self.anchors.tensors()
+        return self.optimizer.moments() | {f"{_ANCHORS}{name}": tensor for name, tensor in anchors.items()}
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Load the result of `moments`; the embedding has to be split after that. Raises as InnerOptimizer does."""
+        own = {name: tensor for name, tensor in moments.items() if not name.startswith(_ANCHORS)}
+        self.optimizer.load_moments(own)
+        anchors = {name.removeprefix(_ANCHORS): moments[name] for name in moments.keys() - own.keys()}
+        if self.anchors is not None:
+            self.anchors.load_tensors(anchors)
+        elif anchors:
+            raise ValueError("found anchors, expected none")
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, came: Symbols | None) -> Tensor:

@@ -30,6 +30,7 @@ from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward
 from stages.activity import Activity, Timing
 from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
+from stages.transcript import NOT_KEPT, Entry, KeepsMessages, Way
 
 _LARGEST_NORM = torch.finfo(torch.float32).max
 _ROUNDING = 1e-5
@@ -67,6 +68,7 @@ class _Step:
     tokens: dict[int, Tensor] = field(default_factory=dict)
     """Token ids [B, L + 1] in host memory."""
     received: dict[int, Message] = field(default_factory=dict)
+    noted: dict[int, Entry] = field(default_factory=dict)
     came: dict[int, Symbols] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     """Token ids that came with an activation, on the stage's device."""
@@ -92,10 +94,14 @@ class StageWorker:
     """One pipeline stage with its links. `upstream` is None on the first stage, `downstream` on the last."""
 
     def __init__(
-        self, stage: Stage, settings: WorkerSettings, upstream: LinkEnd | None, downstream: LinkEnd | None
+        self,
+        stage: Stage,
+        settings: WorkerSettings,
+        upstream: LinkEnd | None,
+        downstream: LinkEnd | None,
+        transcript: KeepsMessages = NOT_KEPT,
     ) -> None:
-        self.stage = stage
-        self.settings = settings
+        self.stage, self.settings, self.transcript = stage, settings, transcript
         self.timing = Timing()
         self.activity = Activity()
         self.gradient_norm = math.nan
@@ -146,6 +152,8 @@ class StageWorker:
         `tokens` [batch, L + 1] is given on the first stage. With `is_last`, the first stage tells all others that the
         inner loop ends with this step.
         """
+        if step == 0:
+            self.transcript.begin()
         count = self.settings.micro_batches
         under_way = _Step(round_, step, global_step, ACTIVATION, is_last, backwards_left=count, gradients_left=count)
         if tokens is not None:
@@ -163,12 +171,14 @@ class StageWorker:
         """End the inner loop: forward the last gradient norm, so that every stage has applied its step."""
         if self._upstream is not None:
             with self._blaming(self._upstream):
-                header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
-                if not header.HasField("gradient_norm"):
+                message = self._receive(self._upstream, FLUSH, round_, 0, 0)
+                if not message.header.HasField("gradient_norm"):
                     raise MalformedMessage("found no gradient norm at the end of an inner loop")
-                self._apply_told(header.gradient_norm)
+                self.transcript.received(Way.RECEIVED_ACTIVATION, message)
+                self._apply_told(message.header.gradient_norm)
         if self._downstream is not None:
-            self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))
+            message = Message(self._header(FLUSH, round_, 0, 0, announces_norm=True))
+            self._downstream.send(self.transcript.expect(Way.SENT_ACTIVATION, message.header).note(message))
         self._norm_to_announce = None
 
     def evaluate(self, round_: int, batches: Sequence[Tensor], count: int) -> tuple[float, int] | None:
@@ -210,6 +220,7 @@ class StageWorker:
             else:
                 output = self.stage.forward(index, tokens, came, self.settings.micro_batches)
         if message is not None and self._upstream is not None:
+            under_way.noted.pop(index).wait()
             self._upstream.recycle(message)
         if self.stage.spec.is_last:
             under_way.losses.append((output, len(host) if is_evaluation else 1))
@@ -226,6 +237,7 @@ class StageWorker:
         with computing("backward", self.stage.device):
             under_way.gradients[index] = self.stage.backward(index, under_way.came.pop(index, None), key)
         if message is not None and self._downstream is not None:
+            under_way.noted.pop(index).wait()
             self._downstream.recycle(message)
         under_way.backwards_left -= 1
         self.timing.compute += time.perf_counter() - started
@@ -318,6 +330,7 @@ class StageWorker:
         tokens = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
         shape = (header.rows, length, self.stage.boundary.dimensions)
         symbols = self.stage.boundary.format.from_wire(tuple(wire), shape)
+        under_way.noted[index] = self.transcript.received(Way.RECEIVED_ACTIVATION, message, symbols)
         under_way.tokens[index] = tokens
         under_way.inputs[index], *came = self._copies.to_device((tokens, *symbols))
         under_way.came[index] = tuple(came)
@@ -338,11 +351,14 @@ class StageWorker:
         header.rows = len(tokens)
         header.is_last = under_way.is_last and index == 0
         symbols = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
-        self._post(self._downstream, symbols, partial(self._activation, header, packed, self._upstream))
+        entry = self.transcript.expect(Way.SENT_ACTIVATION, header)
+        self._post(self._downstream, symbols, partial(self._activation, header, packed, self._upstream, entry))
 
-    def _activation(self, header: LinkHeader, packed: Tensor, source: LinkEnd | None, symbols: Tensors) -> Message:
+    def _activation(
+        self, header: LinkHeader, packed: Tensor, source: LinkEnd | None, entry: Entry, symbols: Tensors
+    ) -> Message:
         self._require_finite(symbols, source, "an activation")
-        return Message(header, (packed, *self.stage.boundary.format.to_wire(symbols)))
+        return entry.note(Message(header, (packed, *self.stage.boundary.format.to_wire(symbols))), symbols)
 
     def _receive_gradient(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
@@ -351,6 +367,7 @@ class StageWorker:
         with self._blaming(self._downstream):
             message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
             symbols = self.stage.boundary.format.from_wire(message.tensors, shape)
+            under_way.noted[index] = self.transcript.received(Way.RECEIVED_GRADIENT, message, symbols)
             under_way.came[index] = self._copies.to_device(symbols)
             under_way.received[index] = message
             under_way.gradients_left -= 1
@@ -365,15 +382,18 @@ class StageWorker:
         if under_way.backwards_left == 0:
             ends, tensors = under_way, (*symbols, self.stage.optimizer.gradient_norm())
         source = self._downstream or self._upstream
-        self._post(self._upstream, tensors, partial(self._gradient, header, source, ends))
+        entry = self.transcript.expect(Way.SENT_GRADIENT, header)
+        self._post(self._upstream, tensors, partial(self._gradient, header, source, ends, entry))
 
-    def _gradient(self, header: LinkHeader, source: LinkEnd, ends: _Step | None, tensors: Tensors) -> Message:
+    def _gradient(
+        self, header: LinkHeader, source: LinkEnd, ends: _Step | None, entry: Entry, tensors: Tensors
+    ) -> Message:
         """Return the message of a gradient. With the last one of a step, `ends`, comes the norm of this stage."""
         symbols = tensors if ends is None else tensors[:-1]
         self._require_finite(symbols, source, "a gradient")
         if ends is not None:
             header.squared_norm = self._squared_norm(ends, tensors[-1].item(), source)
-        return Message(header, self.stage.boundary.format.to_wire(symbols))
+        return entry.note(Message(header, self.stage.boundary.format.to_wire(symbols)), symbols)
 
     def _post(self, link: LinkEnd, tensors: Tensors, message_of: MakeMessage) -> None:
         """Send a message of these tensors: now, or beside the computation if copies take place there."""

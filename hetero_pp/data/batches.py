@@ -118,7 +118,11 @@ class StoreBatches:
         return positions * self.replicas + shard
 
     def train(self, step: int) -> torch.Tensor:
-        return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)
+        return self.rows(self.windows(step))
+
+    def rows(self, windows: np.ndarray) -> torch.Tensor:
+        """Return the tokens of training windows, int64 [len(windows), L + 1]."""
+        return _rows(self.store.train, windows * (self.sequence_length + 1), self.sequence_length)
 
     def read_ahead(self, steps: range) -> None:
         """Do nothing: every batch of a token store is available at any time."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,14 @@ from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import Batches, save_position
 
 _SHARE = "share"
+
+
+class Hash(Protocol):
+    """A digest in progress, of hashlib."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class SharedBatches:
     def __init__(self, share: Share, batches_of: Callable[[Share], Batches]) -> None:
         """Start with a share. `batches_of` returns the batches of a share, from step 0 on."""
         self._batches_of = batches_of
+        self.text: Hash | None = None
+        """Digest to which the tokens of each training batch are added, if it is set."""
         self._began: list[Any] = []
         """Positions at which the last round began, and the round before it if that one was still undecided then."""
         self._is_ahead = False
@@ -64,7 +74,10 @@ class SharedBatches:
         self._first = first
 
     def train(self, step: int) -> Tensor:
-        return self._batches.train(step - self._first)
+        tokens = self._batches.train(step - self._first)
+        if self.text is not None:
+            self.text.update(tokens.numpy().astype("<i8", copy=False).tobytes())
+        return tokens
 
     def read_ahead(self, steps: range) -> None:
         self._batches.read_ahead(range(steps.start - self._first, steps.stop - self._first))

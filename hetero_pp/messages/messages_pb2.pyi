@@ -52,6 +52,8 @@ class Happened(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCALED: _ClassVar[Happened]
     EXCLUDED: _ClassVar[Happened]
     NOT_AWAITED: _ClassVar[Happened]
+    UNAUDITED: _ClassVar[Happened]
+    AUDITED: _ClassVar[Happened]
 
 class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -94,6 +96,8 @@ LEFT_OUT: Happened
 SCALED: Happened
 EXCLUDED: Happened
 NOT_AWAITED: Happened
+UNAUDITED: Happened
+AUDITED: Happened
 AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
@@ -381,16 +385,18 @@ class Commitment(_message.Message):
     def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ...) -> None: ...
 
 class Judgement(_message.Message):
-    __slots__ = ("round", "replica", "losses", "recomputed")
+    __slots__ = ("round", "replica", "losses", "recomputed", "copies")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     losses: Losses
     recomputed: Recomputed
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., losses: _Optional[_Union[Losses, _Mapping]] = ..., recomputed: _Optional[_Union[Recomputed, _Mapping]] = ...) -> None: ...
+    copies: str
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., losses: _Optional[_Union[Losses, _Mapping]] = ..., recomputed: _Optional[_Union[Recomputed, _Mapping]] = ..., copies: _Optional[str] = ...) -> None: ...
 
 class Losses(_message.Message):
     __slots__ = ("assigned_before", "assigned_after", "other_before", "other_after", "error")

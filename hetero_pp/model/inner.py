@@ -23,6 +23,8 @@ from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
 _FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
 """Kinds of devices on which torch has AdamW as one kernel."""
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names of the tensors that the optimizers keep for a parameter."""
 _ROWS = 4096
 """Rows of the embedding that weight decay changes at once."""
 
@@ -221,6 +223,28 @@ class InnerOptimizer:
         """Load the result of `state` into an optimizer of the same parameters."""
         for optimizer, saved in zip(self.optimizers, state, strict=True):
             optimizer.load_state_dict(saved)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return moments and step counts by `<optimizer>.<parameter>.<name>`, as tensors that are still in use."""
+        return {
+            f"{number}.{index}.{name}": value
+            for number, saved in enumerate(self.state())
+            for index, values in saved["state"].items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Load the result of `moments`; settings of the optimizers stay. Raises ValueError for tensors of others."""
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        for key, value in moments.items():
+            number, index, name = key.split(".")
+            parameters = [one for group in self.optimizers[int(number)].param_groups for one in group["params"]]
+            if value.shape not in ((), parameters[int(index)].shape) or name not in _MOMENTS:
+                raise ValueError(f"{key} {list(value.shape)} is no moment of {list(parameters[int(index)].shape)}")
+            states[int(number)].setdefault(int(index), {})[name] = value.clone()
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all gradients of these parameters."""

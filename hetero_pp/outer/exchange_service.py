@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import MethodDescriptor
@@ -79,9 +80,9 @@ class HeldBy(NamedTuple):
 class ExchangeService(ABC):
     """The exchange of contributions, as its members see it.
 
-    An implementation has four methods. `call` takes every request that is one message, and returns one message. Three
-    more move a snapshot or a blob, which stay tensors and bytes in process. A field that is added to a message needs no
-    change of any of them. The other methods build a request and make the call; `member` is the caller.
+    An implementation has five methods. `call` takes every request that is one message, and returns one message. Four
+    more move a snapshot, a blob or a file, which stay tensors, bytes and paths in process. A field that is added to a
+    message needs no change of any of them. The other methods build a request and make the call; `member` is the caller.
 
     Every call may raise Refused (the request is wrong) or RunFailed (the run is over). Every call after `join` may also
     raise TermOver: another process may hold this member's slot, so the member must join again.
@@ -110,6 +111,13 @@ class ExchangeService(ABC):
     @abstractmethod
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         """Return one blob of a closed round."""
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        """Send a file of a member's checkpoint that an audit asked for. May be called from another thread.
+
+        Raises Refused if it is not what the member committed to.
+        """
+        raise NotImplementedError("this exchange takes no files of checkpoints")
 
     def agree(self, member: str | Caller, configuration: str, tokens: str = "") -> str:
         """Return the name of the run, for a member whose configuration is `configuration` (RunSpec.agreed).
@@ -247,6 +255,9 @@ class ForwardedExchange(ExchangeService):
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         return self._exchange.fetch_blob(request, caller)
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        self._exchange.show_file(header, path, caller)
 
 
 def call_of(request: Message) -> MethodDescriptor:

@@ -134,10 +134,10 @@ class OuterSettings(Settings):
     divides_by: Literal["replicas", "senders"] = Field(
         "replicas", description="divisor of a coordinate's mean: all replicas, or only the replicas that sent it"
     )
-    weights: Literal["equal", "tokens"] = Field(
+    weights: Literal["equal", "tokens", "scores"] = Field(
         "equal",
         description="weight of a contribution in a round's mean: `equal`, or the `tokens` that the replica trained on "
-        "in the round",
+        "in the round, or its `scores` (`audit.gauntlet`)",
     )
     returned: Ratio = Field(
         0.5, ge=0, le=1, description="share of an excluded contribution that is restored to error feedback"

@@ -8,8 +8,10 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -30,6 +32,7 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_seconds
+from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import (
     FIRST_TOLD,
@@ -184,7 +187,9 @@ class ExchangeClient(ExchangeService):
         return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
-        self._told.add(self._again(lambda: self._upload(header, data) or self._send(header, data)).exchange)
+        self._told.add(
+            self._again(lambda: self._upload(header, data) or self._send(self._wires.deposit, header, [data])).exchange
+        )
 
     def _upload(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply | None:
         """Deposit a blob by way of the store; return None if that cannot be done."""
@@ -217,10 +222,10 @@ class ExchangeClient(ExchangeService):
         self._reaches_store = False
         print(f"{error}; contributions are sent through the exchange from now on", file=sys.stderr, flush=True)
 
-    def _send(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply:
+    def _send(self, call: Any, header: Message, buffers: Iterable[bytes]) -> Any:
         try:
-            frames = header_and_payload_frames(header, [data])
-            return self._wires.deposit(frames, metadata=self._metadata, timeout=STREAM_SECONDS)
+            frames = header_and_payload_frames(header, buffers)
+            return call(frames, metadata=self._metadata, timeout=STREAM_SECONDS)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -261,6 +266,13 @@ class ExchangeClient(ExchangeService):
         except FileNotFoundError:
             pass  # the exchange says why
         return self._fetch(request, by_store=False)
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        def send() -> None:
+            with path.open("rb") as file:
+                self._send(self._wires.show, header, iter(partial(file.read, FRAME_BYTES), b""))
+
+        self._again(send)
 
     def wait_until_ready(
         self,
@@ -412,6 +424,7 @@ class _Wires:
         bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
         self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk["Snapshot"]
         self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
+        self.show: grpc.StreamUnaryMultiCallable[bytes, pb.ShownReply] = bulk["Show"]
         self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]
 
     @property

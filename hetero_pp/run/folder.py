@@ -43,6 +43,11 @@ class RunFolder:
         return self.path / "token"
 
     @property
+    def validators(self) -> Path:
+        """Address and secret of the exchange, for validators on its host; only in a run that has some."""
+        return self.path / "validators.json"
+
+    @property
     def memberships(self) -> Path:
         """Invitations, and the members that hold slots by them; on the exchange's host."""
         return self.path / "authority" / "members.sqlite"
@@ -74,6 +79,10 @@ class RunFolder:
     def state(self, member: str) -> Path:
         """Return the path of the member checkpoint, from which a member resumes."""
         return self.path / "state" / member
+
+    def committed(self, member: str) -> Path:
+        """Return the folder of a member's checkpoints that an audit by recomputation may ask for."""
+        return self.path / "committed" / member
 
     def output(self, member: str) -> Path:
         """Return the file that keeps the output of a member's process."""

@@ -10,6 +10,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
 from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.showing import Showing
 from replica_groups.protocol import events as e
 
 
@@ -26,6 +27,8 @@ class Assignments:
 
     def __init__(self, state: RunState, addresses: Addresses) -> None:
         self._state, self._addresses = state, addresses
+        self.showing: Showing | None = None
+        """Draws rounds that are computed again, if the run is audited so."""
         self._holders: dict[str, HeldBy] = {}
         """By slot, the member that asked for work last."""
         self._formed: dict[str, _Formed] = {}
@@ -43,9 +46,10 @@ class Assignments:
         decisions.asks(member, term)
         decisions.tell(e.Asked(member, term, request.holds, request.trained))
         work = decisions.wait_for_work(member, term, caller.is_asked)
+        shows = None if self.showing is None else self.showing.asks(member, caller.holder)
         upstream, downstream = self._addresses.to_dial(member)
         with state.changed:
-            before, after = map(self._held_by, state.beside(member))
+            before, after = map(self.held_by, state.beside(member))
             self._formed[member] = _Formed(work.epoch, {one.place: one for one in (own, before, after) if one})
             return pb.AssignReply(
                 round=work.round,
@@ -59,6 +63,7 @@ class Assignments:
                 upstream_holder=None if before is None else before.holder,
                 downstream_holder=None if after is None else after.holder,
                 changed=state.changes.mark,
+                shows=shows,
             )
 
     def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
@@ -87,10 +92,10 @@ class Assignments:
     def guests_beside(self, member: str) -> Sequence[HeldBy]:
         """Return the other members of a member's group that have a ticket."""
         with self._state.changed:
-            found = [self._held_by(place) for place in self._state.group_of(member) if place != member]
+            found = [self.held_by(place) for place in self._state.group_of(member) if place != member]
         return [one for one in found if one is not None and one.holder]
 
-    def _held_by(self, place: str) -> HeldBy | None:
+    def held_by(self, place: str) -> HeldBy | None:
         """Return the holder of a slot, if it has asked this exchange for work."""
         found = self._holders.get(place)
         return found if found is not None and self._state.coordinator.holds(place, found.term) else None

@@ -6,19 +6,14 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import RunFailed, StoreError
-from hetero_pp.core.scratch import Scratch
-from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, parameters_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
 from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.retention import Retention
-from replica_groups.outer.apply_round import apply_round
 
 
 class Auditor:
@@ -34,7 +29,7 @@ class Auditor:
         retention: Retention | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`folder` holds theta between rounds (Scratch), because it would be a whole model in memory."""
+        """`folder` holds theta between rounds (Follower)."""
         self.exchange = exchange
         self.rounds = rounds
         self.snapshot_every = snapshot_every
@@ -44,17 +39,8 @@ class Auditor:
         self._start: Snapshot | None = snapshot
         """Until it is written."""
         self._first_round = snapshot.round + 1
-        self._basis = snapshot.basis
-        self._optimizer = optimizer or OuterOptimizer(exchange.settings)
-        if snapshot.round > 0:
-            self._optimizer.load(snapshot.momentum, snapshot.round)
-        self._theta = Scratch(folder)
-        for name, tensor in snapshot.parameters.items():
-            self._theta.keep(name, tensor)
-        blocks = shapes_by_block(shapes_of(snapshot.parameters)).values()
-        is_whole = self._optimizer.settings.source == "gradient"  # because it clips by the norm of all
-        self._parts = [list(snapshot.parameters)] if is_whole else [list(shapes) for shapes in blocks]
-        """Names of the parameters that are in memory at the same time."""
+        optimizer = optimizer or OuterOptimizer(exchange.settings)
+        self._follower = Follower(exchange.run, snapshot, optimizer, folder)
         self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
 
     def start(self) -> None:
@@ -80,12 +66,14 @@ class Auditor:
         except Exception as error:  # noqa: BLE001 (a run that is no longer checked must not go on)
             self.exchange.fail(f"the auditor cannot replay the log: {error}")
 
-    @torch.no_grad()
     def _follow(self, round_: int) -> None:
         record = self.exchange.record(round_)
-        hashes: dict[str, bytes] = {}
-        for names in self._parts:
-            hashes |= self._replay(names, record)
+        read = self.exchange.log.blobs_of(record)
+
+        def fetch(replica: str, block: str) -> bytes:
+            return self.exchange.decisions.patiently(lambda: read(replica, block))
+
+        hashes = self._follower.apply(record, fetch)
         self.exchange.confirm(EXCHANGE, round_, hashes)
         store, sha256 = self.exchange.log.store, parameters_sha256(hashes)
         self.exchange.decisions.patiently(lambda: write_audit(store, round_, record.sha256, sha256))
@@ -97,22 +85,8 @@ class Auditor:
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
             self._save(round_)
 
-    def _replay(self, names: list[str], record: RoundRecord) -> dict[str, bytes]:
-        """Apply a round to some parameters; return their hashes."""
-        read = self.exchange.log.blobs_of(record)
-
-        def fetch(replica: str, block: str) -> bytes:
-            return self.exchange.decisions.patiently(lambda: read(replica, block))
-
-        theta = {name: self._theta.read(name) for name in names}
-        apply_round(theta, self.exchange.run, record, fetch, self._optimizer)
-        for name, tensor in theta.items():
-            self._theta.keep(name, tensor)
-        return {name: parameter_sha256(tensor) for name, tensor in theta.items()}
-
     def _save(self, round_: int) -> None:
-        theta = {name: self._theta.read(name) for names in self._parts for name in names}
-        snapshot = Snapshot(round_, theta, self._basis, self._optimizer.state)
+        snapshot = self._follower.snapshot()
         self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(snapshot))
         self.exchange.snapshots.kept(round_)
         with suppress(StoreError):

@@ -1,7 +1,7 @@
 """Runs the rules: passes events to the coordinator, carries out its effects in the store, and wakes waiting calls.
 
-The coordinator decides; only contributions that are too large are rejected here, before their record is written. The
-coordinator's answers to members are kept for their calls, which wait for them.
+The coordinator decides; only contributions that are too large, or that an audit excludes, are rejected here, before
+their record is written. The coordinator's answers to members are kept for their calls, which wait for them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Decisions:
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
+        self.decide_by_audits: Callable[[RoundRecord], None] = lambda record: None
+        """Leaves out contributions of a record, sets weights and adds commitments, before it is written."""
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
         self._welcomed: dict[tuple[str, str], int] = {}
@@ -164,6 +166,7 @@ class Decisions:
     def _write(self, record: e.Record) -> e.Event:
         try:
             message = to_message(record, self._tokens_a_step)
+            self.decide_by_audits(message)
             if self._magnitudes is not None:
                 bound(message, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
             with self._writing:

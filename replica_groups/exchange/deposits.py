@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hetero_pp.core.errors import MalformedContribution, Suspended
-from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Upload
+from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment, Upload
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import take_upload, upload_url
@@ -31,6 +32,9 @@ class Offer:
     epoch: int
     sha256: bytes
     steps: int = 0
+    commitment: Commitment = field(default_factory=Commitment)
+    holder: int = 0
+    """Number of the ticket's holder; 0 without a ticket."""
 
     @property
     def key(self) -> str:
@@ -45,6 +49,8 @@ class Deposits:
     def __init__(self, state: RunState, log: ContributionLog, compression: CompressionSettings) -> None:
         self._state, self._log, self._compression = state, log, compression
         self._decisions = state.decisions
+        self.commitments: Commitments | None = None
+        """Takes what comes with each blob, if the run is audited by recomputation."""
         self._shapes: Mapping[str, Shapes] = {}
         self._being_kept: set[tuple[BlobAddress, int]] = set()
 
@@ -113,14 +119,20 @@ class Deposits:
         epoch = header.epoch
         if caller.term is None and not epoch:
             epoch = self._state.coordinator.slot(caller.name).epoch
-        return Offer(caller.name, self._state.term(caller), self._address(header), epoch, sha256, header.steps)
+        own = self._state.term(caller), self._address(header)
+        return Offer(caller.name, *own, epoch, sha256, header.steps, header.commitment, caller.holder)
 
     def _take(self, offer: Offer, keep: Callable[[], BlobEntry]) -> None:
         """Write a blob, then tell the rules. Only the caller waits for it."""
         self._expect_own(offer)
         if (complaint := self._state.coordinator.rules.complaint_of_steps(offer.steps)) is not None:
             raise self._state.refused(offer.member, f"`{offer.address.block}`: {complaint}")
-        if not self._is_awaited(offer):
+        is_awaited = self._is_awaited(offer)
+        if is_awaited and self.commitments is not None:
+            round_, own = offer.address.round, (offer.commitment, offer.holder)
+            if (complaint := self.commitments.take(offer.member, round_, offer.epoch, *own)) is not None:
+                raise self._state.refused(offer.member, complaint)
+        if not is_awaited:
             self._decisions.tell(_deposited(offer, None))  # what comes late is learnt from: how long to wait next
         elif self._begins_to_keep(offer):
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
 from replica_groups.exchange.addresses import Addresses
 from replica_groups.exchange.assignments import Assignments
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.confirmations import Confirmations
 from replica_groups.exchange.decided import DecidedRounds
 from replica_groups.exchange.decisions import Decisions
@@ -34,10 +36,12 @@ from replica_groups.exchange.deposits import Deposits
 from replica_groups.exchange.joining import Joining
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.showing import Showing, Shows
 from replica_groups.exchange.snapshots import Snapshots
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
@@ -65,17 +69,19 @@ class Exchange(ExchangeService):
         text: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
+        shows: Shows | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. `agreement` and `text`: as in Joining.
+        members may report. `shows`: if rounds are computed again, whom to ask for what. `agreement`, `text`: as in
+        Joining.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.decisions = Decisions(
             rules or Rules(roster.members, roster.blocks),
             log,
-            lambda effect: self.reports.tell_effect(effect),
+            self._on_effect,
             goes_on,
             tokens_a_step,
             magnitudes=magnitudes,
@@ -84,7 +90,7 @@ class Exchange(ExchangeService):
         )
         self.coordinator = self.decisions.coordinator
         self._refusals = Refusals(lambda refusal: self.reports.tell_own(pb.Report(refusal=refusal)))
-        self._state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
+        self.state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
         self.presence = Presence(state)
         self.reports = Reports(state, self.presence, bounds or ReportBounds())
         self.addresses = Addresses(state)
@@ -92,8 +98,15 @@ class Exchange(ExchangeService):
         self.snapshots = Snapshots(state, log)
         self.assignments = Assignments(state, self.addresses)
         self.deposits = Deposits(state, log, settings.compression)
+        self.showing: Showing | None = None
+        if shows is not None:
+            self.deposits.commitments = own = Commitments(roster.members, shows.readers)
+            self.assignments.showing = self.showing = Showing(state, log, shows, own)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
+        self.audits = NoAudits()
+        """Replaced before the run begins, if it is audited."""
+        self.decisions.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
         # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
@@ -121,7 +134,7 @@ class Exchange(ExchangeService):
         `note` says without which data the run goes on; `spec` is the changed run, if something was changed.
         `limits` bound the contributions to rounds after this.
         """
-        state, last_round = self._state, snapshot.round if last_round is None else last_round
+        state, last_round = self.state, snapshot.round if last_round is None else last_round
         with state.changed:
             self.deposits.begin(shapes_by_block(shapes_of(snapshot.parameters)))
             if limits is not None:
@@ -132,9 +145,28 @@ class Exchange(ExchangeService):
                 state.rounds, state.changes = spec.latest.outer.rounds, spec.changes
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
+        if self.showing is not None:
+            self.showing.begin(last_round)
         self.decisions.tell(e.Began(last_round, state.rounds))
+        self.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(pb.Report(begun=begun))
+
+    def _decide_by_audits(self, record: pb.RoundRecord) -> None:
+        """Let the audits change a record before it is written."""
+        self.audits.decide(record)
+        if self.deposits.commitments is not None:
+            self.deposits.commitments.add_to(record)
+
+    def _on_effect(self, effect: e.Effect) -> None:
+        """Report a decision of the rules, and tell the audits of it."""
+        if isinstance(effect, e.Bounded) and effect.scale == 0:
+            effect = replace(effect, cause=self.audits.why(effect.round, effect.replica))
+        self.reports.tell_effect(effect)
+        if isinstance(effect, e.Closed):
+            self.audits.closed(effect.record.round)
+        elif isinstance(effect, e.Heal):
+            self.audits.differed(self.roster.members[effect.place], effect.round)
 
     # ---- requests of members ----
 
@@ -153,6 +185,7 @@ class Exchange(ExchangeService):
             pb.RecordRequest: self.decided.record,
             pb.HashReport: self.confirmations.confirm,
             pb.ReportRequest: self.reports.report,
+            pb.JudgeRequest: lambda request, caller: self.audits.judge(request, caller),
         }
 
     def call(self, request: Message, caller: Caller) -> Any:
@@ -178,13 +211,24 @@ class Exchange(ExchangeService):
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         return self.decided.fetch(request, caller)
 
+    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
+        """Raise Refused for a file that a member was not asked to show, or that is too large."""
+        if self.showing is None:
+            raise self.state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
+        self.showing.expect(header, caller)
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        self.expect_file(header, caller)
+        assert self.showing is not None
+        self.showing.take(header, path, caller)
+
     def _last_round(self, request: pb.LastRoundRequest, caller: Caller) -> pb.LastRoundReply:
-        self._state.wait_until_begun(caller.is_asked)
+        self.state.wait_until_begun(caller.is_asked)
         return pb.LastRoundReply(last_round=self.coordinator.last_round)
 
     def _changes(self, request: pb.ChangesRequest, caller: Caller) -> pb.ChangesReply:
-        self._state.wait_until_begun(caller.is_asked)
-        return pb.ChangesReply(changes=self._state.changes.to_json())
+        self.state.wait_until_begun(caller.is_asked)
+        return pb.ChangesReply(changes=self.state.changes.to_json())
 
     def _broken(self, request: pb.BrokenRequest, caller: Caller) -> pb.BrokenReply:
         self.assignments.link_broke(request, caller)
@@ -221,7 +265,7 @@ class Exchange(ExchangeService):
 
         Returns after `seconds` at the latest, and at once for a round that an earlier process of the exchange closed.
         """
-        if round_ > self._state.begun_after:
+        if round_ > self.state.begun_after:
             self.confirmations.wait_for(self.record(round_), self.presence.here, seconds)
 
     def fail(self, cause: str) -> None:

@@ -25,8 +25,10 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, newest_sound
 from replica_groups.exchange.retention import Retention
+from replica_groups.exchange.showing import Shows
 from replica_groups.protocol.rules import Rules, Window
 
+_ROOM_OF_HEADERS = 1 << 20
 _STEPS_A_SECOND, _STEPS_OF_ANY_ROUND = 100, 10_000
 
 
@@ -62,7 +64,23 @@ def make_exchange(
         magnitudes=spec.config.exchange.magnitudes,
         text=folder.text,
         bounds=bounds_of(spec),
+        shows=shows_of(spec),
     )
+
+
+def shows_of(spec: RunSpec) -> Shows | None:
+    """Return whom to ask for checkpoints, if the run is audited by recomputation.
+
+    A checkpoint has at most two moments and the error feedback of each parameter, and those of the boundary's anchors.
+    """
+    recompute = spec.config.audit.recompute
+    if recompute is None:
+        return None
+    shapes, anchors = spec.parameter_shapes, 3 * spec.shape.vocabulary * spec.shape.width
+    values = {name: 4 * sum(math.prod(shapes[one]) for one in own.owned) for name, own in spec.members.items()}
+    most = {name: 4 * (count + anchors * (spec.members[name].stage is not None)) for name, count in values.items()}
+    readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
+    return Shows(recompute.share, readers, {name: size + _ROOM_OF_HEADERS for name, size in most.items()})
 
 
 def bounds_of(spec: RunSpec) -> ReportBounds:

@@ -4,6 +4,7 @@
     round-000001/record.json
     round-000001/<replica>/<epoch>/<block>.<digest>.blob
     audited/round-000001.json
+    audited/scores-000001.json
     terms/<place>/<n>
 
 theta after any round follows from a snapshot and the later records and contributions, bit for bit. Every object is
@@ -31,6 +32,7 @@ from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_s
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited
+from replica_groups.exchange.kept_scores import scored, scores_key
 
 TERMS = "terms"
 TERMS_KEPT = 64
@@ -202,6 +204,7 @@ class ContributionLog:
         self.store.forget_parts()
         self.store.delete([snapshot_key(number) for number in self.snapshots() if number > round_])
         self.store.delete([audit_key(number) for number in audited(self.store) if number > round_])
+        self.store.delete([scores_key(number) for number in scored(self.store) if number > round_])
         for number in sorted(self._rounds(), reverse=True):
             if number > round_:
                 self.store.delete([record_key(number)])
@@ -252,6 +255,9 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
         add(struct.pack("<d", entry.scale))
     if any(blob.norm for blob in entry.blobs):
         add(struct.pack(f"<{2 * len(entry.blobs)}f", *(n for b in entry.blobs for n in (b.norm, b.peak))))
+    for one in entry.commitments:
+        for part in (one.member.encode(), one.before, one.after, one.text, one.messages):
+            add(struct.pack("<Q", len(part)) + part)
 
 
 def _text(text: str) -> bytes:

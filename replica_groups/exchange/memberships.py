@@ -215,21 +215,37 @@ class Memberships:
         its ticket gets another number, so numbers are not counted.
         """
         with self._changing():
-            query = "SELECT ticket FROM holders WHERE place = ? AND holder = ?"
-            row: tuple[str] | None = self._database.execute(query, (place, number)).fetchone()
-            if row is None:
+            if (ticket := self._ticket_of(place, number)) is None:
                 return False
             self._database.execute(
-                "INSERT INTO blamed VALUES (?, 1) ON CONFLICT (ticket) DO UPDATE SET count = count + 1", row
+                "INSERT INTO blamed VALUES (?, 1) ON CONFLICT (ticket) DO UPDATE SET count = count + 1", (ticket,)
             )
             query = "SELECT count FROM blamed WHERE ticket = ?"
-            count: int = self._database.execute(query, row).fetchone()[0]
+            count: int = self._database.execute(query, (ticket,)).fetchone()[0]
             if count < MOST_BLAMED:
                 return False
-            why = f"its links had {count} malformed messages"
-            self._database.execute("UPDATE tickets SET revoked = 1 WHERE id = ?", row)
-            self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, *row))
+            self._revoke(ticket, f"its links had {count} malformed messages")
             return True
+
+    def condemn(self, place: str, number: int, why: str) -> None:
+        """Revoke the ticket and the slots of a holder, present or former, because of what an audit found."""
+        with self._changing():
+            if (ticket := self._ticket_of(place, number)) is not None:
+                self._revoke(ticket, why)
+
+    def ticket_of(self, place: str, number: int) -> str | None:
+        """Return the ticket of a holder, present or former; None if it is not known any more."""
+        with self._reading():
+            return self._ticket_of(place, number)
+
+    def _ticket_of(self, place: str, number: int) -> str | None:
+        query = "SELECT ticket FROM holders WHERE place = ? AND holder = ?"
+        row: tuple[str] | None = self._database.execute(query, (place, number)).fetchone()
+        return None if row is None else row[0]
+
+    def _revoke(self, ticket: str, why: str) -> None:
+        self._database.execute("UPDATE tickets SET revoked = 1 WHERE id = ?", (ticket,))
+        self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, ticket))
 
     def tickets(self) -> list[IssuedTicket]:
         """Return all tickets that were not revoked, in the order in which they expire."""

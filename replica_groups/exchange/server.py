@@ -6,12 +6,15 @@ client raises them again as the errors they were.
 
 from __future__ import annotations
 
+import mmap
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +30,7 @@ from hetero_pp.rpc.caller_limits import Pace
 from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
@@ -85,6 +88,7 @@ def serve_exchange(
     which needs TLS. Raises OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
+    exchange.audits.admit(guests)
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
     servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)
@@ -304,6 +308,21 @@ class _Servicer:
         self.exchange.deposit_blob(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
 
+    def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.ShownReply:
+        """Take a file by way of the disk: a checkpoint may be larger than the memory of this machine."""
+        caller = self.callers.of(context)
+        with tempfile.NamedTemporaryFile(prefix="hetero-pp-shown-") as file:
+
+            def room_for(header: pb.ShownFile) -> Iterator[memoryview]:
+                header.name = plain(header.name, MOST_OF_A_NAME)
+                self.exchange.expect_file(header, caller)
+                file.truncate(header.size)
+                yield memoryview(mmap.mmap(file.fileno(), header.size))
+
+            header = read_into(self._moving(frames, context), pb.ShownFile, room_for)
+            self.exchange.show_file(header, Path(file.name), caller)
+        return pb.ShownReply()
+
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
         return pb.UploadUrlReply(url=self.exchange.upload_url(request, self.callers.of(context)))
 
@@ -346,6 +365,10 @@ class _Servicer:
         for report in failed:  # a member with a ticket does not end the run, only its own part
             self.exchange.died(caller.name, report.failure.cause, caller.term)
         return pb.ReportReply()
+
+    def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:
+        make_plain(request)
+        return self._answer(request, context)
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
         yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)

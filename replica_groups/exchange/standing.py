@@ -35,9 +35,9 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
             yield _report(SUSPENDED, place=place, replica=replicas[place], term=term, cause=cause)
         case e.TooLate(replica, round_):
             yield _report(LATE, replica=replica, round=round_)
-        case e.Bounded(replica, round_, scale):
+        case e.Bounded(replica, round_, scale, why):
             what = SCALED if scale else LEFT_OUT
-            yield _report(what, replica=replica, round=round_, cause=f"{scale:.3g}" if scale else "")
+            yield _report(what, replica=replica, round=round_, cause=f"{scale:.3g}" if scale else why)
         case e.Paused(round_, there, needed):
             yield _report(PAUSED, round=round_, cause=why_paused(there, len(set(replicas.values())), needed))
         case e.WentOn(round_):

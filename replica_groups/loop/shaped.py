@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import Stopped
-from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
+from hetero_pp.link.ledger import FRAME_BYTES, Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaper import ShapedMessage, Shaper
 from hetero_pp.link.shaping import busy_seconds
 from hetero_pp.link.shared_lines import Lines
@@ -89,6 +90,15 @@ class ShapedExchange(ForwardedExchange):
             data = super().fetch_blob(request, caller)
             _carry(self._down, self.backward, request.round, len(data))
         return data
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        """Send a file. Its frames cross the line first: a checkpoint may take longer than a round."""
+        message, size = self._up.start_message(), header.size
+        for start in range(0, size, FRAME_BYTES):
+            message.transmit(wire_bytes(raw_frames(min(FRAME_BYTES, size - start))))
+        wire = wire_bytes(raw_frames(size))
+        self.forward.add(header.round, size, wire, busy_seconds(self._up.shape, wire))
+        super().show_file(header, path, caller)
 
 
 def _carry(shaper: Shaper, ledger: Ledger, round_: int, size: int) -> None:

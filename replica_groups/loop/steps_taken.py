@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hetero_pp.messages.messages_pb2 import RoundRecord
 
@@ -47,6 +48,15 @@ class StepsTaken:
         self._round = record.round
         self._total += own if own is not None else counted or 0
         self.last = self.last if counted is None else counted
+
+    def known(self, round_: int) -> dict[str, Any] | None:
+        """Return what is known before a round, to commit to it; None if it follows from the round."""
+        return None if self._of_each_round is not None else {"first": self.before(round_), "last": self.last}
+
+    def known_after(self, round_: int, steps: int) -> dict[str, Any] | None:
+        """Return what is known after a round of this many steps, if its record includes them."""
+        known = self.known(round_)
+        return None if known is None else {"first": known["first"] + steps, "last": steps}
 
     def save(self, folder: Path) -> None:
         """Write the counts, if they do not follow from the round."""

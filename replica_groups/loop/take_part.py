@@ -28,6 +28,7 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from replica_groups.loop.carried import CarriedExchange
 from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.loop.commitments import Commitments, CommittedExchange
 from replica_groups.loop.gate import Gate
 from replica_groups.loop.held_back import HeldBack
 from replica_groups.loop.reporter import Reporter
@@ -114,11 +115,16 @@ def take_part(
         spec = spec.with_changes(exchange.changes())
         carrier = first if isinstance(first, CarriedExchange) else None
         tell = say if gate is None else lambda line: None  # a thread shares its output with all members
+        committed = CommittedExchange(HeldBack(exchange, faults))
         trainer, outer, holds = _build(
-            spec, run, member, exchange, source, ranks, folder.path, faults=faults, carrier=carrier, tell=tell
+            spec, run, member, committed, source, ranks, folder.path, carrier=carrier, tell=tell
         )
         reporter = Reporter(exchange, member.name)
         reporter.tell_device(name_of(ranks.device))
+        steps = StepsTaken(member.replica.name, config.inner.steps)
+        commitments = None
+        if config.audit.recompute is not None:
+            commitments = Commitments(member.name, trainer, outer, steps, folder.committed(member.name), committed)
         loop = TrainingLoop(
             trainer,
             member.replica.name,
@@ -127,11 +133,12 @@ def take_part(
             reporter,
             replace(states, every=spec.latest.states_every),
             round_length(spec, member, MonotonicClock(), ranks, steps_of),
-            StepsTaken(member.replica.name, config.inner.steps),
+            steps,
             gate=gate,
             faults=faults,
             stopping=stopping,
             undoes=config.states.undo,
+            commitments=commitments,
         )
         if saved is not None:
             loop.load(states.path(saved), saved, holds)
@@ -169,7 +176,6 @@ def _build(
     source: Source | None,
     ranks: Ranks,
     folder: Path,
-    faults: Faults,
     carrier: Carrier | None,
     tell: Callable[[str], None],
 ) -> tuple[TrainingMember, OuterRound, int]:
@@ -192,7 +198,7 @@ def _build(
         member.replica.name,
         trainer.parameters,
         start.parameters,
-        HeldBack(exchange, faults),
+        exchange,
         spec.config.outer,
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,

@@ -17,6 +17,7 @@ from hetero_pp.run.snapshot import MOMENTUM, momentum_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
 from replica_groups.loop.ahead import Ahead, InnerLoop, Terms
+from replica_groups.loop.commitments import Commitments
 from replica_groups.loop.gate import Gate
 from replica_groups.loop.reporter import Reporter
 from replica_groups.loop.round_length import RoundLength
@@ -28,6 +29,9 @@ from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
+
+SECONDS_TO_SHOW = 600.0
+"""Longest time for which a member stays after the last round to show a checkpoint to an audit."""
 
 _SECONDS_TO_REPORT = 2.0
 """Time that a member that was asked to stop waits for the delivery of its reports."""
@@ -61,15 +65,18 @@ class TrainingLoop:
         faults: Faults = NO_FAULTS,
         stopping: Stopping = NEVER_STOPPED,
         undoes: bool = True,
+        commitments: Commitments | None = None,
     ) -> None:
         """Create the loop of one member.
 
         `gate` is asked before every inner step, by members that are threads; reports are delivered before each round.
-        `undoes`: whether the member can restore the moments from the start of a round.
+        `undoes`: whether the member can restore the moments from the start of a round. `commitments`: if the run is
+        audited by recomputation.
         """
         self.member, self.replica, self.outer, self.seat = member, replica, outer, seat
         self.reporter, self.states, self.length, self.steps, self.gate = reporter, states, length, steps, gate
         self.faults, self.stopping, self._undoes = faults, stopping, undoes
+        self.commitments = commitments
         self.holds = 0
         """Round after which the member holds theta."""
         self._unsaved = 0
@@ -97,6 +104,8 @@ class TrainingLoop:
         except Stopped:
             self._save_before_the_end()
             raise
+        if self.commitments is not None:
+            self.commitments.wait(SECONDS_TO_SHOW)
         self.seat.pulse.finished()
         over = self.reporter.new()
         over.finished.SetInParent()
@@ -115,7 +124,10 @@ class TrainingLoop:
 
     def _ask(self) -> AssignReply:
         self.reporter.does(Doing.WAITING_FOR_ROUND)
-        return self.seat.ask(self.holds, self.outer.own.beyond(self.holds))
+        work = self.seat.ask(self.holds, self.outer.own.beyond(self.holds))
+        if self.commitments is not None and work.HasField("shows"):
+            self.commitments.show(work.shows)
+        return work
 
     def _save_before_the_end(self) -> None:
         """Save the state after the last closed round, if it is not saved yet. The round in progress is dropped."""
@@ -279,6 +291,8 @@ class TrainingLoop:
         self.outer.own.trained.clear()
         self.outer.start_local(round_, work.trained)
         self.member.remember()
+        if self.commitments is not None:
+            self.commitments.begin(round_)
         self._position = _Position.IN_ROUND
         self.seat.pulse.trains(round_, work.epoch)
         loop = self._train(round_, round_, terms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.engine import Engine
+from replica_groups.engines.plain import PlainEngine
 from replica_groups.outer.outer_round import OuterRound
 
 
@@ -89,6 +90,18 @@ class DatacenterMember:
     def load(self, folder: Path) -> None:
         self.engine.load(folder / "engine")
         load_position(self.batches, folder)
+
+    def moments(self) -> dict[str, Tensor]:
+        assert isinstance(self.engine, PlainEngine), "only `engine: torch` is audited by recomputation"
+        return self.engine.whole.optimizer.moments()
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        assert isinstance(self.engine, PlainEngine), "only `engine: torch` is audited by recomputation"
+        self.engine.whole.optimizer.load_moments(moments)
+
+    def message_digests(self) -> bytes:
+        """Return nothing: there are no other stages."""
+        return b""
 
     def activity(self) -> tuple[int, bool]:
         """Return the finished micro-batches; the engine never waits for another member."""

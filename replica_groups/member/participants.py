@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -121,6 +121,15 @@ class StageMember:
         self.worker.stage.load(torch.load(folder / _STATE, map_location="cpu", weights_only=True))
         if self.batches is not None:
             load_position(self.batches, folder)
+
+    def moments(self) -> dict[str, Tensor]:
+        return self.worker.stage.moments()
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        self.worker.stage.load_moments(moments)
+
+    def message_digests(self) -> bytes:
+        return self.worker.transcript.to_bytes()
 
     def activity(self) -> tuple[int, bool]:
         return self.worker.activity.done, self.worker.is_computing

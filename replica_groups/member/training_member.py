@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hetero_pp.data.shares import Share
+from torch import Tensor
+
+from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
@@ -64,6 +67,19 @@ class TrainingMember(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, in a member that started from the run checkpoint of the same round."""
+
+    @property
+    def batches(self) -> SharedBatches | None:
+        """Training data; None if the member reads none."""
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return what the next step depends on beside theta and the position in the data, as tensors in use."""
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Load the result of `moments`. Raises ValueError, IndexError or KeyError for tensors of another member."""
+
+    def message_digests(self) -> bytes:
+        """Return the digests of the messages that it exchanged with other stages in this round; empty without any."""
 
     def activity(self) -> tuple[int, bool]:
         """Return a number that changes with progress, and whether the member is busy.

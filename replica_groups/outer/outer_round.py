@@ -85,6 +85,8 @@ class OuterRound:
         self.theta = {name: kept(self.rows.cut(name, tensor), kept_on, is_pinned) for name, tensor in start.items()}
         error = {name: kept(torch.zeros_like(self.theta[name]), kept_on, is_pinned) for name in parameters.shapes}
         self.feedback = ErrorFeedback(error, settings, Scratch(folder) if keeps_undo else None)
+        self.on_compressed: Callable[[int, int], object] | None = None
+        """If set, it is called with the round and its steps once a contribution is compressed, before any deposit."""
         self.own = OwnRounds()
         self._is_applying = False
         """Whether the outer optimizer's state is partly that after the round in progress."""
@@ -156,7 +158,11 @@ class OuterRound:
                 continue
             address = self.calls.address(round_, block)
             undecided.blobs[block] = encode_blob(address, selections, self.settings.compression)
-            self.calls.deposit(round_, {block: undecided.blobs[block]}, epoch, steps)
+            if self.on_compressed is None:
+                self.calls.deposit(round_, {block: undecided.blobs[block]}, epoch, steps)
+        if self.on_compressed is not None:
+            self.on_compressed(round_, steps)
+            self.calls.deposit(round_, undecided.blobs, epoch, steps)
         undecided.is_sent = True
         return undecided.blobs
 

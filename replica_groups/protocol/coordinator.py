@@ -63,6 +63,7 @@ class Coordinator(SlotTransitions):
             e.NotRecorded: self._not_recorded,
             e.Confirmed: self._confirmed,
             e.Audited: self._audit,
+            e.Condemned: self._condemned,
             e.Left: self._left,
             e.Tick: self._tick,
             e.Woke: self._woke,
@@ -310,6 +311,9 @@ class Coordinator(SlotTransitions):
         if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.barred_until:
             cause = f"after round {round_}, {place.name} again held parameters that differ from the run log"
             yield self._bar(place, round_, round_ + 1 + BARRED_ROUNDS, cause)
+
+    def _condemned(self, event: e.Condemned, now: float) -> Iterator[e.Effect]:
+        yield self._bar(self.replicas[event.replica].places[0], event.round, event.until, event.cause)
 
     # ---- time ----
 

@@ -190,6 +190,17 @@ class Audited:
 
 
 @dataclass(frozen=True)
+class Condemned:
+    """An audit found that a replica's contributions harm the run: bar it from rounds before `until`."""
+
+    replica: str
+    round: int
+    """Round of the contribution that decided it."""
+    until: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Left:
     """A member has finished the run."""
 
@@ -223,6 +234,7 @@ Event = (
     | NotRecorded
     | Confirmed
     | Audited
+    | Condemned
     | Left
     | Tick
     | Woke
@@ -345,6 +357,8 @@ class Bounded:
     replica: str
     round: int
     scale: float
+    cause: str = ""
+    """Why an audit rejected it, which the coordinator does not know; empty if it was too large."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +401,8 @@ class Heal:
 class Barred:
     """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
-    The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed.
+    The bits of a member (`place`) differed again after a recovery, too many of its messages were malformed, or an audit
+    found that the replica harms the run; `place` is then its first slot.
     """
 
     place: str

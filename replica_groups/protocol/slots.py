@@ -12,7 +12,7 @@ RETRY_SECONDS = 1.0
 """Pause before a failed write to a store is retried."""
 
 BARRED_ROUNDS = 16
-"""Rounds from which a replica is barred after a member's bits differed again, or after MOST_MALFORMED messages."""
+"""Rounds from which a replica is barred after differing bits, MOST_MALFORMED messages, or a failed recomputation."""
 
 MOST_MALFORMED = 3
 """Malformed messages in one round, between two members without tickets, after which their replica is barred.

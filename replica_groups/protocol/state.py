@@ -135,6 +135,10 @@ class State:
         """Return when a round was opened; None if it is not the open one."""
         return self.open.opened_at if self.open is not None and self.open.number == round_ else None
 
+    def arrived(self, round_: int) -> list[str]:
+        """Return the replicas whose contributions to the open round are complete, in the order of their arrival."""
+        return list(self.open.whole) if self.open is not None and self.open.number == round_ else []
+
     def deposited(self, replica: str, epoch: int, block: str) -> Hashable | None:
         """Return the entry of a blob that a generation of a replica has deposited for the open round."""
         own = None if self.open is None else self.open.deposits.get(replica)
@@ -192,7 +196,7 @@ class State:
         return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
 
     def _is_barred(self, replica: str, round_: int) -> bool:
-        """Return whether a replica is barred, because its bits differed again or its links had malformed messages.
+        """Return whether a replica is barred: for differing bits, malformed messages on its links, or by an audit.
 
         Callers let it join if a quorum needs it.
         """

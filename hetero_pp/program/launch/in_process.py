@@ -23,7 +23,7 @@ from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
-from replica_groups.exchange.auditor import Auditor
+from replica_groups.audit.beside import Followers, audited, followed
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
 from replica_groups.loop.gate import Gate
@@ -67,7 +67,9 @@ def run_in_process(
 
 
 def require_threads(spec: RunSpec) -> None:
-    """Raise ConfigError for a replica whose engine starts its own processes."""
+    """Raise ConfigError for a replica whose engine starts its own processes, and for audits by other processes."""
+    if spec.config.audit.by == "validators":
+        raise ConfigError(("audit", "by"), "found `validators`, expected `exchange` with --in-process")
     for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             raise ConfigError(
@@ -129,7 +131,7 @@ class MemberThreads:
         """
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
-        self.exchange = make_exchange(spec, folder, resume, lonely=True)
+        self.exchange = audited(make_exchange(spec, folder, resume, lonely=True), spec)
         self.gate = Gate(spec.needed)
         self._resume = resume
         self._steps_of, self._missed = steps_of, missed
@@ -141,7 +143,7 @@ class MemberThreads:
         self._on_report = on_report
         self._lost: set[str] = set()
         """Replicas without which the run continues, because a device of theirs has too little memory."""
-        self._auditor: Auditor | None = None
+        self._followers: Followers | None = None
         self._watcher = Watcher(self.exchange.watch, on_report)
         self._threads = [
             threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True)
@@ -155,7 +157,8 @@ class MemberThreads:
         """
         for thread in self._threads:
             thread.start()
-        self._auditor = begin_run(self.exchange, self._spec, self._folder, self._resume)
+        auditor = begin_run(self.exchange, self._spec, self._folder, self._resume)
+        self._followers = followed(auditor, self.exchange, self._spec, self._folder)
 
     def train(self, round_: int) -> None:
         """Train all rounds up to `round_` (0: none), and wait until all reports about them have been handed on.
@@ -179,8 +182,8 @@ class MemberThreads:
         for member, thread in zip(self._spec.needed.values(), self._threads, strict=True):
             while thread.is_alive() and member.replica.name not in self._lost and left() != 0:
                 thread.join(min(_SECONDS_BETWEEN_LOOKS, left() or _SECONDS_BETWEEN_LOOKS))
-        if self._auditor is not None:
-            self._auditor.join(left())
+        if self._followers is not None:
+            self._followers.join(left())
 
     def end_watching(self) -> None:
         """Wait until the last report has been handed on."""

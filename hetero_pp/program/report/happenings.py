@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hetero_pp.core.units import format_number, format_seconds
 from hetero_pp.messages.messages_pb2 import (
+    AUDITED,
     EXCLUDED,
     GIVEN_UP,
     HEALED,
@@ -20,6 +21,7 @@ from hetero_pp.messages.messages_pb2 import (
     STORING,
     SUSPENDED,
     TERM_OVER,
+    UNAUDITED,
     WENT_ON,
     Report,
     Standing,
@@ -81,10 +83,8 @@ class Happenings:
                 yield f"{told.replica} was too late for round {told.round}: {became}"
             case what if what == LEFT_OUT:
                 became = self._what_becomes_of_it()
-                yield (
-                    f"{told.replica}: its contribution to round {told.round} is far larger than "
-                    f"expected and is excluded: {became}"
-                )
+                why = f"is excluded ({told.cause})" if told.cause else "is far larger than expected and is excluded"
+                yield f"{told.replica}: its contribution to round {told.round} {why}: {became}"
             case what if what == SCALED:
                 yield (
                     f"{told.replica}: its contribution to round {told.round} is larger than expected "
@@ -98,6 +98,10 @@ class Happenings:
             case what if what == HEALED:
                 yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the run log"
             case what if what == EXCLUDED:
+                yield told.cause
+            case what if what == UNAUDITED:
+                yield f"unaudited: {told.cause}"
+            case what if what == AUDITED:
                 yield told.cause
             case what if what == NOT_AWAITED:
                 yield (

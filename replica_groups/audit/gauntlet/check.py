@@ -1,0 +1,77 @@
+"""The check of a round by Gauntlet: tries drawn contributions on text, and compares all of them with each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.data.sources import Source
+from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
+from hetero_pp.model.transformer import shapes_by_block, shapes_of
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet.draw import draw
+from replica_groups.audit.gauntlet.losses import losses_of
+from replica_groups.audit.gauntlet.overlap import copies
+from replica_groups.audit.gauntlet.texts import Texts
+from replica_groups.outer.apply_round import FetchBlob
+
+
+class GauntletCheck:
+    """Judges contributions by losses. Implements RoundCheck."""
+
+    def __init__(
+        self, spec: RunSpec, settings: GauntletSettings, source: Source, secret: str, device: torch.device
+    ) -> None:
+        """`secret`: known to the validators alone; it decides who is drawn, and on which text."""
+        self._spec, self._settings, self._device = spec, settings, device
+        self._secret = hashlib.sha256(f"audit {secret}".encode()).digest()
+        self._texts = Texts(spec, source, settings.sequences)
+
+    def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
+        """Yield what was found about the contributions that a round includes. `theta` is from before the round."""
+        outer = self._spec.at(record.round).outer
+        sent = {one.replica: self._decoded(record, one.replica, theta, fetch) for one in record.contributions}
+        if self._positions_tell_copies:
+            for name, other in copies(sent, sorted(sent), self._settings.overlap).items():
+                yield Judgement(round=record.round, replica=name, copies=other)
+        on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
+        rate = self._settings.step * outer.learning_rate_in(record.round)
+        for name in draw(self._secret, record.sha256, sent, self._settings.evaluated):
+            seed = hashlib.sha256(b"text" + self._secret + record.sha256 + name.encode()).digest()
+            texts = self._texts.of(name, record.round, np.random.default_rng(list(seed)))
+            losses = losses_of(on_device, self._moved(sent[name]), self._spec.shape, *texts, rate, outer)
+            yield Judgement(round=record.round, replica=name, losses=losses)
+
+    def finish(self) -> Iterator[Judgement]:
+        """Yield nothing: each round is judged as it closes."""
+        yield from ()
+
+    @property
+    def _positions_tell_copies(self) -> bool:
+        """Whether honest replicas keep different positions."""
+        compression = self._spec.config.outer.compression
+        return compression.selection == "top_k" and compression.density < self._settings.overlap
+
+    def _decoded(
+        self, record: RoundRecord, replica: str, theta: Mapping[str, Tensor], fetch: FetchBlob
+    ) -> dict[str, DecodedTensor]:
+        """Return a contribution as the round applies it, by name."""
+        settings, found = self._spec.config.outer.compression, dict[str, DecodedTensor]()
+        scale = scale_of(next(one for one in record.contributions if one.replica == replica))
+        for block, shapes in shapes_by_block(shapes_of(theta)).items():
+            address = BlobAddress(self._spec.run, record.round, replica, block)
+            decoded = decode_blob(fetch(replica, block), address, shapes, settings)
+            found |= {name: tensor.scaled(scale) for name, tensor in decoded.items()}
+        return found
+
+    def _moved(self, contribution: Mapping[str, DecodedTensor]) -> dict[str, DecodedTensor]:
+        return {
+            name: DecodedTensor(one.indices.to(self._device), one.values.to(self._device))
+            for name, one in contribution.items()
+        }

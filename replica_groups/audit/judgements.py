@@ -1,0 +1,312 @@
+"""Judgements of validators: their medians update the scores, and failing replicas are excluded.
+
+No call about a round waits for a judgement. With nobody excluded, a record is the same as without audits.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from hetero_pp.config.audit import AuditSettings
+from hetero_pp.core.errors import DamagedFile, StoreError
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Happened
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.outer.exchange_service import Caller
+from replica_groups.audit.bounds import complaint
+from replica_groups.audit.exclusions import Exclusions
+from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
+from replica_groups.exchange.assignments import Assignments
+from replica_groups.exchange.kept_scores import keep_scores, newest_scores
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.no_audits import NoAudits
+from replica_groups.exchange.reports import Reports
+from replica_groups.exchange.run_state import RunState
+
+MOST_VALIDATORS = 16
+"""Number of validators of a run, by name."""
+
+JUDGED_ROUNDS = 64
+"""Number of recent rounds about which judgements are taken."""
+
+AWAITED_ROUNDS = 4
+"""Rounds after which a validator that stays behind is not awaited."""
+
+UNAUDITED_ROUNDS = 16
+"""Rounds without any judgement after which the run counts as unaudited."""
+
+
+@dataclass
+class _Told:
+    """Judgements of one validator about the contributions to one round."""
+
+    losses: dict[str, pb.Losses] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    """Each replica of a pair -> the other one."""
+
+
+class Judgements(NoAudits):
+    """Judgements about one run. Thread-safe."""
+
+    def __init__(
+        self,
+        state: RunState,
+        log: ContributionLog,
+        reports: Reports,
+        assignments: Assignments,
+        settings: AuditSettings,
+        weighs: bool,
+    ) -> None:
+        """`weighs`: scores are the weights of contributions."""
+        self._state, self._log, self._reports, self._settings = state, log, reports, settings
+        self.exclusions = Exclusions(state, assignments, settings)
+        gauntlet = settings.gauntlet
+        self._book = None if gauntlet is None else ScoreBook(gauntlet, state.roster.replicas)
+        self._weighs = weighs
+        self._taking = threading.Condition()
+        """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
+        self._lock = threading.Lock()
+        """Guards the book for moments."""
+        self._judged = 0
+        """The last round that the book has."""
+        self._told: dict[int, dict[str, _Told]] = defaultdict(dict)
+        """Round -> validator -> what it told, of rounds that the book does not have."""
+        self._seen: dict[int, set[tuple[str, str, str]]] = defaultdict(set)
+        """Round -> (validator, replica, kind) of the judgements taken."""
+        self._validators: dict[str, int] = {}
+        """Validator -> newest round that it judged by losses."""
+        self._checkers: dict[str, int] = {}
+        """Validator -> newest round that it computed again."""
+        self._arrived: dict[int, list[str]] = {}
+        self._differing: dict[int, set[str]] = defaultdict(set)
+        """Round -> replicas that began it with other parameters."""
+        self._heard = 0
+        """Last closed round when a judgement came."""
+        self.is_audited = True
+
+    # ---- what the exchange tells ----
+
+    def admit(self, guests: Memberships | None) -> None:
+        self.exclusions.guests = guests
+
+    def why(self, round_: int, replica: str) -> str:
+        return self.exclusions.why(round_, replica)
+
+    def begin(self, last_round: int) -> None:
+        """Restore the scores and exclusions after a round, from which the run begins or resumes."""
+        self._judged = self._heard = last_round
+        try:
+            kept = self._state.decisions.patiently(lambda: newest_scores(self._log.store, last_round))
+        except DamagedFile as error:
+            self._standing(pb.UNAUDITED, f"{error}; all scores begin anew")
+            return
+        if kept is None:
+            return
+        with self._lock:
+            if kept.book is not None and self._settings.gauntlet is not None:
+                self._book = ScoreBook.from_json(self._settings.gauntlet, kept.book)
+        self.exclusions.restore(kept.excluded, last_round)
+
+    def decide(self, record: pb.RoundRecord) -> None:
+        with self._state.changed:
+            self._arrived[record.round] = self._state.coordinator.arrived(record.round)
+        names = [one.replica for one in record.contributions]
+        with self._lock:
+            out = self.exclusions.of(record.round, names)
+            if self._book is not None and self._settings.gauntlet is not None and self._settings.gauntlet.include:
+                best = self._book.chosen([name for name in names if name not in out])
+                why = f"its score is not among the best {self._settings.gauntlet.include}"
+                out |= {name: why for name in names if name not in out and name not in best}
+            if len(out) == len(names):
+                out = {}
+            left = [name for name in names if name not in out]
+            weights = self._book.weights(left) if self._book is not None and self._weighs and left else {}
+        for one in [one for one in record.contributions if one.replica in out]:
+            record.contributions.remove(one)
+        record.left_out.extend(out)
+        for one in record.contributions:
+            one.weight = weights.get(one.replica, one.weight)
+        self.exclusions.note(record.round, out)
+
+    def closed(self, round_: int) -> None:
+        self.exclusions.closed(round_)
+        awaits = self._book is not None and self._settings.by == "validators"
+        if awaits and self.is_audited and round_ - self._heard > UNAUDITED_ROUNDS:
+            since = f"no validator has judged a round since round {self._heard}"
+            self.unaudited(f"{since}; `hetero-pp validate` starts one")
+
+    def differed(self, replica: str, round_: int) -> None:
+        self._differing[round_ + 1].add(replica)
+
+    def unaudited(self, cause: str) -> None:
+        """Report that nobody audits the run any more."""
+        self.is_audited = False
+        self._standing(pb.UNAUDITED, cause)
+
+    def _standing(self, what: Happened, cause: str) -> None:
+        standing = pb.Standing(what=what, round=self._state.coordinator.last_round, cause=cause)
+        self._reports.tell_own(pb.Report(standing=standing))
+
+    # ---- what validators tell ----
+
+    def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
+        self.take(request.judgements, request.validator)
+        return pb.JudgeReply()
+
+    def take(self, judgements: Sequence[pb.Judgement], validator: str) -> None:
+        """Take judgements of a validator, and settle the rounds about which nothing more is awaited.
+
+        Raises Refused for all of them if one is wrong.
+        """
+        with self._taking:
+            self._state.require_begun(validator)
+            new = set[tuple[int, str, str]]()
+            for one in judgements:
+                why = self._complaint(one, validator, new)
+                if why is not None:
+                    raise self._state.refused(f"validator {validator[:40]}", why, Kind.MALFORMED)
+            self._heard = self._state.coordinator.last_round
+            if not self.is_audited:
+                self.is_audited = True
+                self._standing(pb.AUDITED, f"{validator} judges the run's rounds again")
+            for one in judgements:
+                self._note(one, validator)
+            self._forget_old()
+            while (due := self._due()) is not None:
+                for round_ in range(max(self._judged, due - JUDGED_ROUNDS) + 1, due + 1):
+                    self._settle(round_)
+            self._taking.notify_all()
+
+    def wait_until_judged(self, seconds: float) -> None:
+        """Wait until the book has the last round, if any validator keeps up; for at most `seconds`."""
+
+        def is_judged() -> bool:
+            last, newest = self._state.coordinator.last_round, max(self._validators.values(), default=0)
+            return self._judged >= last or newest < last - AWAITED_ROUNDS
+
+        with self._taking:
+            self._taking.wait_for(is_judged, seconds)
+
+    def _complaint(self, one: pb.Judgement, validator: str, new: set[tuple[int, str, str]]) -> str | None:
+        """Return why a judgement is refused; None if it is not. `new`: those of the same request."""
+        names = {*self._validators, *self._checkers}
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}", validator):
+            return "found a name with other signs than letters, digits, `.`, `-` and `_`, or more than 40 of them"
+        if validator not in names and len(names) >= MOST_VALIDATORS:
+            return f"found more than {MOST_VALIDATORS} validators"
+        kind, last = one.WhichOneof("finding") or "nothing", self._state.coordinator.last_round
+        if not max(0, last - JUDGED_ROUNDS) < one.round <= last:
+            return f"found a judgement about round {one.round}, expected one of the last {JUDGED_ROUNDS} closed rounds"
+        if (why := complaint(one, self._state.roster.members)) is not None:
+            return why
+        record = self._state.decisions.wait_for_record(one.round)
+        sent = {entry.replica for entry in record.contributions}
+        if missing := {one.replica, *([one.copies] if kind == "copies" else [])} - sent:
+            return f"round {one.round} includes no contribution of {', '.join(sorted(missing))}"
+        key = (one.round, one.replica, kind)
+        if (validator, *key[1:]) in self._seen[one.round] or key in new:
+            return f"found a second judgement about {one.replica} in round {one.round}"
+        new.add(key)
+        return None
+
+    def _note(self, one: pb.Judgement, validator: str) -> None:
+        kind = one.WhichOneof("finding") or ""
+        self._seen[one.round].add((validator, one.replica, kind))
+        if kind == "recomputed":
+            self._checkers[validator] = max(one.round, self._checkers.get(validator, 0))
+            self._recomputed(one, validator)
+            return
+        self._validators[validator] = max(one.round, self._validators.get(validator, 0))
+        if one.round > self._judged:  # later ones change nothing
+            told = self._told[one.round].setdefault(validator, _Told())
+            if kind == "losses":
+                told.losses[one.replica] = one.losses
+            else:
+                told.copies |= {one.replica: one.copies, one.copies: one.replica}
+
+    def _forget_old(self) -> None:
+        kept: tuple[dict[int, Any], ...] = (self._arrived, self._differing, self._seen, self._told)
+        for by_round in kept:
+            for old in [one for one in list(by_round) if one <= self._heard - JUDGED_ROUNDS]:
+                by_round.pop(old, None)
+
+    # ---- losses and copies ----
+
+    def _due(self) -> int | None:
+        """Return the next round to settle: all validators have judged it, or one of them is much further."""
+        waiting = sorted(round_ for round_ in self._told if round_ > self._judged)
+        if self._book is None or not waiting:
+            return None
+        first, newest = waiting[0], waiting[-1]
+        awaited = {name for name, last in self._validators.items() if last > first - AWAITED_ROUNDS}
+        return first if awaited <= self._told[first].keys() or newest >= first + AWAITED_ROUNDS else None
+
+    def _settle(self, round_: int) -> None:
+        """Update the book by a round, exclude who is below the bound, keep and report the scores."""
+        assert self._book is not None
+        told = list(self._told.pop(round_, {}).values())
+        losses = dict(_medians([one.losses for one in told]))
+        facts = self._facts(round_, told)
+        with self._lock:
+            for replica in self.exclusions.changed_hands(round_):
+                self._book.forget(replica)
+            before = self._book.to_exclude().items()
+            self._book.update(facts, losses)
+            found = self._book.to_exclude()
+            scores, text = self._book.scores(), self._book.to_json()
+        self._judged = round_
+        for replica, why in sorted(found.items() - before):
+            self.exclusions.exclude(replica, round_, why)
+        table = pb.Scores(round=round_)
+        for name in sorted(scores):
+            table.scores.append(scores[name])
+            table.scores[-1].excluded = self.exclusions.of(round_ + 1, [name]).get(name, "")
+        with suppress(StoreError):  # the next round's holds the same, and more
+            keep_scores(self._log.store, table, text, self.exclusions.in_force)
+        for name, one in losses.items():
+            self._reports.tell_own(pb.Report(judged=pb.Judgement(round=round_, replica=name, losses=one)))
+        for name, original in facts.copies.items():
+            self._reports.tell_own(pb.Report(judged=pb.Judgement(round=round_, replica=name, copies=original)))
+        self._reports.tell_own(pb.Report(scores=table))
+
+    def _facts(self, round_: int, told: Sequence[_Told]) -> RoundFacts:
+        record = self._state.decisions.wait_for_record(round_)
+        included = frozenset(one.replica for one in record.contributions)
+        arrived = self._arrived.get(round_, sorted(included))
+        pairs = [pair for one in told for pair in one.copies.items()]
+        agreed = {pair for pair in pairs if 2 * pairs.count(pair) > len(told)}
+        copies = {
+            later: first
+            for later, first in sorted(agreed)
+            if {later, first} <= {*arrived} and arrived.index(later) > arrived.index(first)
+        }
+        synchronisation = {name: float(name not in self._differing[round_]) for name in included}
+        missed = frozenset({*record.late, *record.left_out})
+        return RoundFacts(round_, included, missed, synchronisation, copies)
+
+    # ---- recomputation ----
+
+    def _recomputed(self, one: pb.Judgement, validator: str) -> None:
+        """Report a recomputation. One that differs excludes, once more than half of the validators have found it."""
+        self._reports.tell_own(pb.Report(judged=one))
+        if one.recomputed.is_equal:
+            return
+        active = {name for name, last in self._checkers.items() if last > one.round - JUDGED_ROUNDS}
+        if self.exclusions.accuse(one, validator) * 2 > len(active):
+            self.exclusions.punish(one)
+
+
+def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:
+    """Yield the losses of each replica: of each number the median over the validators."""
+    for name in sorted({name for one in told for name in one}):
+        found = [one[name] for one in told if name in one]
+        names = [number.name for number in pb.Losses.DESCRIPTOR.fields]
+        yield name, pb.Losses(**{number: median([getattr(one, number) for one in found]) for number in names})

@@ -1,0 +1,163 @@
+"""Validator: follows a run's log round by round, and judges each round by the checks that the run's audit asks for.
+
+It runs as a thread beside the exchange or in a process of its own. No round waits for it: one that falls behind skips
+its checks of old rounds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hetero_pp.core.errors import RunFailed
+from hetero_pp.data.sources import Source
+from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet.check import GauntletCheck
+from replica_groups.audit.recompute.recomputation import recomputation_of
+from replica_groups.exchange.follower import Follower
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.restart import newest_sound
+from replica_groups.outer.apply_round import FetchBlob
+
+MOST_BEHIND = 8
+"""Closed rounds after a round from which the round is applied without being checked."""
+
+T = TypeVar("T")
+
+
+class RoundCheck(Protocol):
+    """A check of closed rounds."""
+
+    def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
+        """Yield what was found about a round's contributions.
+
+        `theta`: all parameters before the round, which must not be changed. `fetch` reads the round's blobs.
+        """
+
+    def finish(self) -> Iterator[Judgement]:
+        """Yield what is found after the last round, within some seconds."""
+
+
+class ValidatedRun(Protocol):
+    """The run that a validator follows."""
+
+    @property
+    def log(self) -> ContributionLog:
+        """The run's log."""
+
+    def record(self, round_: int) -> RoundRecord:
+        """Wait until a round is closed; return its record. Raises RunFailed if it never will be."""
+
+    def last_round(self) -> int:
+        """Return the last closed round."""
+
+    def patiently(self, do: Callable[[], T]) -> T:
+        """Do what needs the store, and retry while the store cannot be reached."""
+
+    def take(self, judgements: Sequence[Judgement]) -> None:
+        """Hand over the judgements about one round."""
+
+
+def checks_of(
+    spec: RunSpec, log: ContributionLog, source: Source, secret: str, device: torch.device
+) -> list[RoundCheck]:
+    """Return the checks that the run's audit asks for. `secret`: the run's; it decides what is scored."""
+    gauntlet, again = spec.config.audit.gauntlet, recomputation_of(spec, log, source, device)
+    scores: list[RoundCheck] = [] if gauntlet is None else [GauntletCheck(spec, gauntlet, source, secret, device)]
+    return scores if again is None else [*scores, again]
+
+
+class Validator:
+    """Follows one run from a snapshot on, and judges its rounds after `judged`."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run: ValidatedRun,
+        checks: Sequence[RoundCheck],
+        snapshot: Snapshot,
+        judged: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder` holds theta between rounds (Follower)."""
+        self._spec, self._run, self._checks, self._folder = spec, run, checks, folder
+        self._judged = judged
+        self._follower = self._follow(snapshot)
+
+    def _follow(self, snapshot: Snapshot) -> Follower:
+        return Follower(self._spec.run, snapshot, round_optimizer(self._spec, snapshot.basis), self._folder)
+
+    def run(self, on_round: Callable[[int, int], None] = lambda round_, count: None) -> None:
+        """Follow the run until its last round. `on_round` gets each round, and the number of judgements about it.
+
+        Raises RunFailed if the run fails, and whatever a check raises.
+        """
+        while (round_ := self._follower.round + 1) <= self._spec.latest.outer.rounds:
+            record = self._run.record(round_)
+            read = self._run.log.blobs_of(record)
+
+            def fetch(replica: str, block: str, read: FetchBlob = read) -> bytes:
+                return self._run.patiently(lambda: read(replica, block))
+
+            try:
+                count = self._judge(record, fetch)
+                self._follower.apply(record, fetch)
+            except FileNotFoundError:  # the log keeps only the newest contributions
+                newest = self._run.patiently(lambda: newest_sound(self._run.log, self._run.last_round(), []))
+                if newest.round < round_:
+                    raise
+                self._follower = self._follow(newest)
+                continue
+            on_round(round_, count)
+        for check in self._checks:
+            for judgement in check.finish():
+                self._run.take([judgement])
+
+    def _judge(self, record: RoundRecord, fetch: FetchBlob) -> int:
+        """Check a round, unless it is long closed; return the number of judgements."""
+        if record.round <= self._judged or self._run.last_round() - record.round > MOST_BEHIND:
+            return 0
+        theta, count = self._follower.theta(), 0
+        for check in self._checks:
+            if found := list(check.check(record, theta, fetch)):
+                self._run.take(found)
+            count += len(found)
+        return count
+
+
+class ValidatorThread:
+    """A validator beside the exchange. Its end or failure ends nothing: `on_failure` gets the cause."""
+
+    def __init__(self, make: Callable[[], Validator], threads: int, on_failure: Callable[[str], None]) -> None:
+        """`make` opens the corpus, which may take long. `threads`: as of the run's members."""
+        self._make, self._threads, self._on_failure = make, threads, on_failure
+        self._thread = threading.Thread(target=self._run, name="validator", daemon=True)
+
+    def start(self) -> None:
+        """Start to follow the run."""
+        self._thread.start()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the last round is judged, for at most `seconds`."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        make = self._make
+        del self._make  # it holds the first snapshot
+        try:
+            validator = make()
+            del make
+            validator.run()
+        except RunFailed:
+            return
+        except Exception as error:  # noqa: BLE001 (a run goes on without its validator)
+            self._on_failure(f"the validator has ended ({type(error).__name__}: {error}); the run goes on")

@@ -1,0 +1,248 @@
+"""Draws rounds that are computed again, and takes the checkpoints that members show for them, as objects of the store.
+
+    draws/<end>.json                         the end of a chain of secrets, before the first round
+    draws/round-000007.json                  the secret of round 7, and the replicas that it drew
+    evidence/000007-home/<member>/...        what the members of a drawn replica showed
+    evidence/000007-home/arrived.json        written once all have: members that did not, and why
+
+A member is asked with each assignment until its files are here. An exchange that starts again begins another chain, and
+forgets whom the last one asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hetero_pp.core.errors import DamagedFile
+from hetero_pp.messages.messages_pb2 import Commitment, ShownFile
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.outer.exchange_service import Caller
+from replica_groups.exchange.commitments import Commitments
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.run_state import RunState
+from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
+from replica_groups.protocol.draws import Chain, drawn
+
+DRAWS, EVIDENCE, ARRIVED = "draws", "evidence", "arrived.json"
+
+ROUNDS_TO_SHOW = 32
+"""Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
+
+MOST_TRIES = 2
+MOST_OF_MESSAGES = 64 << 20
+"""Bytes of the digests of a round's messages; a digest has 32."""
+
+
+@dataclass(frozen=True)
+class Shows:
+    """Whom to ask for what."""
+
+    share: float
+    """Share of the replicas' rounds that are drawn."""
+    readers: frozenset[str]
+    """Members that read the corpus."""
+    most_bytes: Mapping[str, int]
+    """Member -> largest size of its checkpoint."""
+
+
+@dataclass
+class _Asked:
+    """One member of a drawn replica."""
+
+    commitment: Commitment
+    holder: int | None
+    told: int = 0
+    tries: int = 0
+    missing: set[str] = field(default_factory=set)
+    """Files that are not here yet."""
+    failure: str = ""
+
+
+@dataclass
+class _Drawn:
+    round: int
+    replica: str
+    members: dict[str, _Asked]
+
+    @property
+    def folder(self) -> str:
+        return evidence_key(self.round, self.replica)
+
+    @property
+    def is_over(self) -> bool:
+        return all(one.failure or not one.missing for one in self.members.values())
+
+
+class Showing:
+    """Draws of one exchange, and what members showed. Thread-safe."""
+
+    def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
+        self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
+        self._lock, self._drawing = threading.RLock(), threading.Lock()
+        self._chain = Chain(secrets.token_bytes(32), 1)
+        self._next = 1
+        self._open: list[_Drawn] = []
+        """Draws whose files are not all here, oldest first."""
+
+    def begin(self, last_round: int) -> None:
+        """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds."""
+        self._chain, self._next = Chain(self._chain.secret(1), last_round + 1), last_round + 1
+        known = {"first": self._next, "end": self._chain.end.hex(), "share": self._shows.share}
+        self._put(f"{DRAWS}/{self._chain.end.hex()[:16]}.json", known)
+        store = self._log.store
+        later = [key for key in store.below(EVIDENCE) if _round_of(key) > last_round] if self._has_evidence() else []
+        store.delete(later)
+
+    def _has_evidence(self) -> bool:
+        return f"{EVIDENCE}/" in self._log.store.names()
+
+    # ---- draws ----
+
+    def asks(self, member: str, holder: int) -> int | None:
+        """Return the audited round for which a member has to show its checkpoint, if there is one."""
+        self._draw()
+        with self._lock:
+            mine = [one for one in self._open if member in one.members and self._is_owed(one.members[member], holder)]
+            if not mine:
+                return None
+            chosen = min(mine, key=lambda one: one.members[member].told)  # each once before it is too late to keep it
+            chosen.members[member].told += 1
+            return chosen.round
+
+    @staticmethod
+    def _is_owed(asked: _Asked, holder: int) -> bool:
+        return bool(asked.missing) and not asked.failure and asked.holder in (None, holder)
+
+    def _draw(self) -> None:
+        """Draw from all rounds that have closed since the last call, and publish their secrets."""
+        with self._drawing:
+            while self._next <= self._state.coordinator.last_round:
+                self._draw_round(self._next)
+                self._next += 1
+
+    def _draw_round(self, round_: int) -> None:
+        record, secret = self._state.decisions.wait_for_record(round_), self._chain.secret(round_)
+        entries = {entry.replica: entry for entry in record.contributions if entry.commitments}
+        found = drawn(secret, record.sha256, entries, self._shows.share)
+        known = {"chain": self._chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
+        self._put(draw_key(round_), known)
+        with self._lock:
+            for replica in found:
+                entry = entries[replica]
+                members = {
+                    one.member: _Asked(
+                        one,
+                        self._commitments.holder(one.member, round_, entry.epoch),
+                        missing={BEFORE, MESSAGES} if one.messages else {BEFORE},
+                    )
+                    for one in entry.commitments
+                }
+                self._open.append(_Drawn(round_, replica, members))
+            self._give_up(round_ - ROUNDS_TO_SHOW)
+        self._settle()
+
+    def _give_up(self, round_: int) -> None:
+        """End the wait for the files of rounds up to this one."""
+        for one in self._open:
+            for asked in one.members.values() if one.round <= round_ else ():
+                if asked.missing and not asked.failure:
+                    why = f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"
+                    asked.failure = why if asked.told else LEFT
+
+    def _settle(self) -> None:
+        """Write what arrived of the draws that are over."""
+        with self._lock:
+            over = [one for one in self._open if one.is_over]
+            self._open = [one for one in self._open if not one.is_over]
+        for one in over:
+            failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
+            self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
+
+    def end(self) -> None:
+        """Draw from the last rounds, so that a validator knows for what to wait."""
+        self._draw()
+
+    # ---- files ----
+
+    def expect(self, header: ShownFile, caller: Caller) -> None:
+        """Raise Refused for a file that a member was not asked for, or that is too large."""
+        asked = self._asked(header, caller)
+        most = self._shows.most_bytes[caller.name] if header.name == BEFORE else MOST_OF_MESSAGES
+        if header.name not in asked.missing:
+            self._refuse(caller.name, f"shows {header.name[:80]!r}, expected one of {sorted(asked.missing)}")
+        if not 0 < header.size <= most:
+            self._refuse(caller.name, f"shows {header.size} bytes of {header.name}, expected at most {most}")
+
+    def take(self, header: ShownFile, path: Path, caller: Caller) -> None:
+        """Take a file that has arrived. Raises Refused if it does not match what the member committed to."""
+        self.expect(header, caller)
+        asked, replica = self._asked(header, caller), self._state.roster.members[caller.name]
+        try:
+            is_right = self._matches(header.name, path, asked.commitment)
+        except DamagedFile:
+            is_right = False
+        key = f"{evidence_key(header.round, replica)}/{caller.name}/{header.name}"
+        if is_right:
+            self._state.decisions.patiently(lambda: self._log.store.put_file(key, path))
+        with self._lock:
+            if is_right:
+                asked.missing.discard(header.name)
+            else:
+                asked.tries += 1
+                if asked.tries >= MOST_TRIES:
+                    asked.failure = f"showed {header.name} that does not match its commitment, {MOST_TRIES} times"
+        self._settle()
+        if not is_right:
+            self._refuse(caller.name, f"its {header.name} from round {header.round} does not match its commitment")
+
+    @staticmethod
+    def _matches(name: str, path: Path, commitment: Commitment) -> bool:
+        if name == BEFORE:
+            return sha256_in(path) == commitment.before
+        return messages_sha256(path.read_bytes()) == commitment.messages
+
+    def _asked(self, header: ShownFile, caller: Caller) -> _Asked:
+        self._state.expect_member(caller.name)
+        replica = self._state.roster.members[caller.name]
+        with self._lock:
+            for one in self._open:
+                if (one.round, one.replica) == (header.round, replica) and caller.name in one.members:
+                    return one.members[caller.name]
+        raise self._state.refused(caller.name, f"shows a checkpoint of round {header.round}, and was not asked for it")
+
+    def _refuse(self, member: str, reason: str) -> None:
+        raise self._state.refused(member, reason, Kind.MALFORMED)
+
+    def _put(self, key: str, content: Mapping[str, object]) -> None:
+        data = json.dumps(content, indent=1).encode()
+        self._state.decisions.patiently(lambda: self._log.store.put(key, data))
+
+
+LEFT = "left"
+"""Failure of a member that was never asked, because it was gone: nobody is blamed for it."""
+
+
+def draw_key(round_: int) -> str:
+    return f"{DRAWS}/round-{round_:06d}.json"
+
+
+def evidence_key(round_: int, replica: str) -> str:
+    return f"{EVIDENCE}/{round_:06d}-{replica}"
+
+
+def evidence_in(names: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield (round, replica) of the folders of evidence among the names in `evidence/`."""
+    for name in names:
+        if (match := re.fullmatch(r"(\d{6,12})-(.+)/", name)) is not None:
+            yield int(match[1]), match[2]
+
+
+def _round_of(key: str) -> int:
+    match = re.match(rf"{EVIDENCE}/(\d+)-", key)
+    return int(match[1]) if match else 0

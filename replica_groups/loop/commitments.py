@@ -1,0 +1,145 @@
+"""What a member commits to in each round of a run that is audited by recomputation, and what it shows if it is asked.
+
+  <folder>/round-000007/before.safetensors   its state before round 7
+  <folder>/round-000007/messages             digests of the messages that it exchanged with other stages in round 7
+
+These are apart from the member checkpoints from which it resumes. The folders of the round in progress and of the round
+before it stay, and those that are being shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.files import complaint, file_sha256
+from hetero_pp.data.shares import Hash
+from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
+from hetero_pp.outer.exchange_service import Caller, ForwardedExchange
+from replica_groups.loop.steps_taken import StepsTaken
+from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256
+from replica_groups.member.training_member import TrainingMember
+from replica_groups.outer.outer_round import OuterRound
+
+
+class CommittedExchange(ForwardedExchange):
+    """Adds what a member commits to to each of its blobs."""
+
+    commitment: Commitment | None = None
+    """Of the newest contribution; None if the run is not audited by recomputation."""
+
+    def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        if self.commitment is not None:
+            header.commitment.CopyFrom(self.commitment)
+        super().deposit_blob(header, data, caller)
+
+
+class Commitments:
+    """Commitments of one member, and its checkpoints from before the newest rounds."""
+
+    def __init__(
+        self,
+        name: str,
+        member: TrainingMember,
+        outer: OuterRound,
+        steps: StepsTaken,
+        folder: Path,
+        exchange: CommittedExchange,
+    ) -> None:
+        """`folder` holds the checkpoints; `exchange` takes the contributions, and the files that an audit asks for."""
+        self._name, self._member, self._outer, self._steps = name, member, outer, steps
+        self._folder, self._exchange = folder, exchange
+        self._before = b""
+        self._text: Hash | None = None
+        self._shows: dict[int, threading.Thread] = {}
+        """Audited round -> thread that sends the checkpoint from before it."""
+        outer.on_compressed = self.commit
+
+    def begin(self, round_: int) -> None:
+        """Save the state before a round, and begin to note on what the member trains."""
+        state = self._state(self._steps.known(round_))
+        self._before = state.sha256
+        if (batches := self._member.batches) is not None:
+            batches.text = self._text = hashlib.sha256()
+        try:
+            self._forget_before(round_ - 1)
+            self._save(state, self._path(round_))
+        except OSError as error:
+            print(f"{self._name}: its state before round {round_} was not saved: {complaint(error)}", file=sys.stderr)
+
+    def commit(self, round_: int, steps: int) -> None:
+        """Commit to a round, after its inner steps and the compression of the contribution."""
+        digests = self._member.message_digests()
+        if digests and self._path(round_).is_dir():
+            (self._path(round_) / MESSAGES).write_bytes(digests)
+        self._exchange.commitment = Commitment(
+            member=self._name,
+            before=self._before,
+            after=self._state(self._steps.known_after(round_, steps)).sha256,
+            text=b"" if self._text is None else self._text.digest(),
+            messages=messages_sha256(digests),
+        )
+
+    def show(self, round_: int) -> None:
+        """Send the checkpoint from before a round in the background, unless it is being sent."""
+        if (known := self._shows.get(round_)) is not None and known.is_alive():
+            return
+        self._shows[round_] = thread = threading.Thread(
+            target=self._show, args=(round_,), name=f"shows round {round_} of {self._name}", daemon=True
+        )
+        thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until everything is shown that an audit asked for, or for some seconds."""
+        for thread in self._shows.values():
+            thread.join(seconds)
+
+    def _state(self, steps: dict[str, Any] | None) -> CommittedState:
+        batches = self._member.batches
+        return state_of(self._member, self._outer, None if batches is None else batches.state(), steps)
+
+    def _path(self, round_: int) -> Path:
+        return self._folder / f"round-{round_:06d}"
+
+    def _save(self, state: CommittedState, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of the same round, before it was repeated
+        part = folder.with_name("part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        state.save(part / BEFORE)
+        part.rename(folder)
+
+    def _forget_before(self, round_: int) -> None:
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            match = re.fullmatch(r"round-(\d{6,})", path.name)
+            if match and int(match[1]) < round_ and int(match[1]) not in self._shows:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _show(self, round_: int) -> None:
+        paths = sorted(path for path in self._path(round_).glob("*") if path.is_file())
+        try:
+            if not paths:
+                raise FileNotFoundError(2, os.strerror(2), str(self._path(round_)))
+            for path in paths:
+                header = ShownFile(round=round_, name=path.name, size=path.stat().st_size, is_last=path == paths[-1])
+                header.sha256 = bytes.fromhex(file_sha256(path))
+                self._exchange.show_file(header, path, Caller(self._name))
+        except (HeteroPPError, OSError) as error:
+            why = complaint(error) if isinstance(error, OSError) else str(error)
+            print(f"{self._name}: its state before round {round_} was not shown: {why}", file=sys.stderr, flush=True)
+        else:
+            del self._shows[round_]
+
+
+def state_of(member: TrainingMember, outer: OuterRound, position: Any, steps: dict[str, Any] | None) -> CommittedState:
+    """Return what a member commits to. `position`: in the data; `steps`: as StepsTaken knows them."""
+    error = {f"error:{name}": tensor for name, tensor in outer.error.items()}
+    moments = {f"moments:{name}": tensor for name, tensor in member.moments().items()}
+    return CommittedState(error | moments, {"data": position, "steps": steps})

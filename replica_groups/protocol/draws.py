@@ -1,0 +1,63 @@
+"""Which rounds of which replicas are computed again: drawn by secrets of a hash chain, so that nobody can choose them.
+
+  end <- sha256 - secret of the first round <- sha256 - secret of the second round <- sha256 - ...
+
+The end is published before the first round, and each secret after its round's record is written. Nobody else knows a
+secret before, and the exchange cannot change it any more. A round is drawn by its secret and the record's digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from functools import lru_cache
+
+CHAIN_ROUNDS = 1 << 17
+"""Rounds of one chain. Computing a secret takes up to as many hashes, 0.05 s."""
+
+_OF_64_BITS = 1 << 64
+
+
+class Chain:
+    """Secrets of the rounds from `first` on."""
+
+    def __init__(self, seed: bytes, first: int) -> None:
+        self._seed, self.first = seed, first
+
+    @property
+    def end(self) -> bytes:
+        """What is published before the first round."""
+        return _hashed(self._seed, CHAIN_ROUNDS)
+
+    def secret(self, round_: int) -> bytes:
+        """Return the secret of a round. Raises ValueError for a round that is not on the chain."""
+        return _hashed(self._seed, CHAIN_ROUNDS - 1 - _place(round_, self.first))
+
+
+def leads_to(secret: bytes, round_: int, first: int, end: bytes) -> bool:
+    """Return whether this is a round's secret on the chain of this end that begins with round `first`."""
+    return hmac.compare_digest(_hashed(secret, 1 + _place(round_, first)), end)
+
+
+def drawn(secret: bytes, record_sha256: bytes, replicas: Iterable[str], share: float) -> list[str]:
+    """Return the replicas of a round that are computed again: each with probability `share`."""
+
+    def number(replica: str) -> int:
+        found = hmac.digest(secret, record_sha256 + replica.encode(), "sha256")
+        return int.from_bytes(found[:8], "big")
+
+    return sorted(replica for replica in replicas if number(replica) < share * _OF_64_BITS)
+
+
+def _place(round_: int, first: int) -> int:
+    if not 0 <= round_ - first < CHAIN_ROUNDS:
+        raise ValueError(f"round {round_} is not one of the {CHAIN_ROUNDS:,} rounds from {first} on")
+    return round_ - first
+
+
+@lru_cache(maxsize=4)
+def _hashed(value: bytes, times: int) -> bytes:
+    for _ in range(times):
+        value = hashlib.sha256(value).digest()
+    return value

@@ -1,0 +1,161 @@
+"""Rounds of one group of four stages in this process, in which a stage may lie, and their recomputation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_pp.data.sources import open_source
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.recompute.group import ReplicaHere, RoundStart
+from replica_groups.audit.recompute.hops import Blame, blame
+from replica_groups.loop.commitments import state_of
+from replica_groups.member.committed_state import load_state
+from replica_groups.member.participants import StageMember
+from replica_groups.outer.apply_round import apply_round
+from stages.stage import Stage
+
+STAGES = 4
+STEPS = 2
+GROUP = "home"
+
+Alter = Callable[[Stage], None]
+"""Makes a stage lie."""
+
+
+def group_spec(
+    corpus: Path, boundary: Mapping[str, Any] | None = None, tolerance: float = 0.0, **changes: Any
+) -> RunSpec:
+    """Return a run of one group of four stages, by default with 4-bit boundaries and two micro-batches."""
+    home = {"name": GROUP, "kind": "participants", "stages": [{"layers": 1}] * STAGES}
+    boundary = {"rank": "1/4", "bits": 4} if boundary is None else dict(boundary)
+    config: dict[str, Any] = {
+        "name": "t",
+        "seed": 5,
+        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": STAGES},
+        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 4},
+        "inner": {"steps": STEPS, "warmup_steps": 0, "learning_rate": 0.01},
+        "outer": {"rounds": 200},
+        "audit": {"recompute": {"tolerance": tolerance}},
+        "replicas": [{**home, "batch_size": 4, "micro_batches": 2, "boundary": boundary} | changes],
+    }
+    return RunSpec(RunConfig.model_validate(config), 256)
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """What the members of a group contributed to a round."""
+
+    blobs: Mapping[str, bytes]
+    messages: Mapping[str, bytes]
+
+
+class GroupRounds:
+    """Rounds of the group, each from the state that the honest one before it left."""
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        self.spec, self._folder = spec, folder
+        self.source = open_source(spec.config.data, folder)
+        snapshot = first_snapshot(spec)
+        self.start = RoundStart(1, dict(snapshot.parameters), snapshot.basis)
+
+    def here(self) -> ReplicaHere:
+        """Return the group at the start of the round."""
+        states = {name: load_state(self._folder / name) for name in self.spec.members if self.start.round > 1}
+        return ReplicaHere(self.spec, GROUP, replace(self.start, states=states), self.source)
+
+    def go_on(self) -> Contributed:
+        """Train the round honestly and go on to the next one; return what the members contributed."""
+        here = self.here()
+        contributed = _contributed(here)
+        for name, member in here.members.items():
+            position = None if member.batches is None else member.batches.state()
+            state_of(member, here.outers[name], position, None).save(self._folder / name)
+        theta = {name: tensor.clone() for name, tensor in self.start.theta.items()}
+        blobs = [BlobEntry(block=block, sha256=hashlib.sha256(data).digest()) for block, data in here.blobs.items()]
+        entry = ContributionEntry(replica=GROUP, weight=1, blobs=blobs)
+        record = RoundRecord(round=self.start.round, contributions=[entry])
+        settings = OuterOptimizer(self.spec.config.outer)
+        apply_round(theta, self.spec.run, record, lambda _, block: here.blobs[block], settings)
+        self.start = RoundStart(self.start.round + 1, theta, self.start.basis)
+        return contributed
+
+    def lie(self, stage: int, alter: Alter) -> Contributed:
+        """Return what the members contribute if a stage lies."""
+        here = self.here()
+        member = here.members[f"{GROUP}.{stage}"]
+        assert isinstance(member, StageMember)
+        alter(member.worker.stage)
+        return _contributed(here)
+
+
+def _contributed(here: ReplicaHere) -> Contributed:
+    blobs = here.train(STEPS)
+    return Contributed(dict(blobs), {name: member.message_digests() for name, member in here.members.items()})
+
+
+def judged(here: ReplicaHere, found: Contributed, **changed: Any) -> Blame | None:
+    """Compare what the members contributed with a recomputation that has trained."""
+    differing = [block for block, data in here.blobs.items() if found.blobs[block] != data]
+    return blame(here, found.messages, differing, **changed)
+
+
+def flips_activations(stage: Stage) -> None:
+    encode = stage.boundary.encode_activation
+    stage.boundary.encode_activation = lambda x: encode(-x)  # type: ignore[method-assign]
+
+
+def flips_gradients(stage: Stage) -> None:
+    encode = stage.boundary.encode_gradient
+    stage.boundary.encode_gradient = lambda gradient, key: encode(-gradient, key)  # type: ignore[method-assign]
+
+
+def freezes(stage: Stage) -> None:
+    """It does not train: each step leaves the weights of the start."""
+    stage.step = lambda step, norm: 0.01  # type: ignore[method-assign]
+
+
+def trains_faster(stage: Stage) -> None:
+    """It uses ten times the learning rate."""
+    step = stage.optimizer.step
+
+    def faster(number: int, norm: torch.Tensor) -> float:
+        before = [one.detach().clone() for one in stage.parameters.values()]
+        rate = step(number, norm)
+        with torch.no_grad():
+            for one, old in zip(stage.parameters.values(), before, strict=True):
+                one.add_(one - old, alpha=9.0)
+        return rate
+
+    stage.optimizer.step = faster  # type: ignore[method-assign]
+
+
+def starts_elsewhere(stage: Stage) -> None:
+    """It starts from other moments than it committed to."""
+    stage.load_moments({name: -one if "exp_avg" in name[-7:] else one for name, one in stage.moments().items()})
+
+
+def poisons(pair: Sequence[int]) -> Alter:
+    """Return a lie: the activation of a token pair is replaced, wherever it occurs."""
+
+    def alter(stage: Stage) -> None:
+        forward = stage.forward
+
+        def poisoned(micro_batch: int, tokens: torch.Tensor, came: Any, micro_batches: int) -> torch.Tensor:
+            output = forward(micro_batch, tokens, came, micro_batches)
+            is_pair = (tokens[:, :-2] == pair[0]) & (tokens[:, 1:-1] == pair[1])
+            output[:, 1:][is_pair] = 1.0
+            return output
+
+        stage.forward = poisoned  # type: ignore[method-assign]
+
+    return alter
