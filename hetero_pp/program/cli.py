@@ -34,6 +34,7 @@ for command in (
     results.export,
     results.replay,
     results.scores,
+    results.verify,
     results.compare,
     results.volume,
     results.methods,

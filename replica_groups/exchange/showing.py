@@ -92,7 +92,7 @@ class Showing:
 
     def begin(self, last_round: int) -> None:
         """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds."""
-        self._chain, self._next = Chain(self._chain.secret(1), last_round + 1), last_round + 1
+        self._chain, self._next = Chain(secrets.token_bytes(32), last_round + 1), last_round + 1
         known = {"first": self._next, "end": self._chain.end.hex(), "share": self._shows.share}
         self._put(f"{DRAWS}/{self._chain.end.hex()[:16]}.json", known)
         store = self._log.store
