@@ -52,7 +52,8 @@ def robust_mean(
     needs about 250 MiB beside the contributions (12 bytes per value sent, twice) and the result.
     """
     size, stride = math.prod(shape), math.prod(shape[1:])
-    rows, kind, sent = rows or range(shape[0]), settings.aggregation, [one for _, one in weighted]
+    rows = range(shape[0]) if rows is None else rows
+    kind, sent = settings.aggregation, [one for _, one in weighted]
     if kind == "trimmed_mean":
         shares = clipped(norms_of(sent, size))
     elif kind == "centred_clipping":
