@@ -80,7 +80,7 @@ def measure(replicas: int, elements: int, density: float) -> list[dict[str, Any]
         entry = {"mean": name, "replicas": replicas, "density": density, "seconds": seconds, "over_the_mean": ratio}
         found.append({**entry, "grown_bytes": grown, "held_bytes": held})
         print(
-            f"{replicas:3} x {density:<8.3g}{name:18} {seconds * 1e9 / elements:9.1f} ns a value {ratio:6.1f} times the "
+            f"{replicas:3} x {density:<8.3g}{name:18} {seconds * 1e9 / elements:7.1f} ns a value {ratio:6.1f} times the "
             f"mean {grown / elements:6.1f} bytes a value, held {held / elements:5.1f}"
         )
     return found
