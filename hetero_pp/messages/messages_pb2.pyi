@@ -393,16 +393,18 @@ class Judgement(_message.Message):
     def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., losses: _Optional[_Union[Losses, _Mapping]] = ..., recomputed: _Optional[_Union[Recomputed, _Mapping]] = ...) -> None: ...
 
 class Losses(_message.Message):
-    __slots__ = ("assigned_before", "assigned_after", "other_before", "other_after")
+    __slots__ = ("assigned_before", "assigned_after", "other_before", "other_after", "error")
     ASSIGNED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     ASSIGNED_AFTER_FIELD_NUMBER: _ClassVar[int]
     OTHER_BEFORE_FIELD_NUMBER: _ClassVar[int]
     OTHER_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     assigned_before: float
     assigned_after: float
     other_before: float
     other_after: float
-    def __init__(self, assigned_before: _Optional[float] = ..., assigned_after: _Optional[float] = ..., other_before: _Optional[float] = ..., other_after: _Optional[float] = ...) -> None: ...
+    error: float
+    def __init__(self, assigned_before: _Optional[float] = ..., assigned_after: _Optional[float] = ..., other_before: _Optional[float] = ..., other_after: _Optional[float] = ..., error: _Optional[float] = ...) -> None: ...
 
 class Recomputed(_message.Message):
     __slots__ = ("is_equal", "difference", "member", "cause", "evidence")
@@ -457,7 +459,7 @@ class Scores(_message.Message):
     def __init__(self, round: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("replica", "rating", "average", "synchronisation", "final", "evaluations", "excluded")
+    __slots__ = ("replica", "rating", "average", "synchronisation", "final", "evaluations", "excluded", "uptime")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     RATING_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +467,7 @@ class Score(_message.Message):
     FINAL_FIELD_NUMBER: _ClassVar[int]
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
     replica: str
     rating: float
     average: float
@@ -472,7 +475,8 @@ class Score(_message.Message):
     final: float
     evaluations: int
     excluded: str
-    def __init__(self, replica: _Optional[str] = ..., rating: _Optional[float] = ..., average: _Optional[float] = ..., synchronisation: _Optional[float] = ..., final: _Optional[float] = ..., evaluations: _Optional[int] = ..., excluded: _Optional[str] = ...) -> None: ...
+    uptime: float
+    def __init__(self, replica: _Optional[str] = ..., rating: _Optional[float] = ..., average: _Optional[float] = ..., synchronisation: _Optional[float] = ..., final: _Optional[float] = ..., evaluations: _Optional[int] = ..., excluded: _Optional[str] = ..., uptime: _Optional[float] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
     __slots__ = ("round", "contributions", "sha256", "late", "left_out")

@@ -1,0 +1,65 @@
+"""Primary evaluation: losses before and after one contribution alone is applied, on assigned and on other text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor
+
+from hetero_pp.messages.messages_pb2 import Losses
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import mean_of, outer_step
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.cosines import restored
+
+
+def losses_of(
+    theta: Mapping[str, Tensor],
+    contribution: Mapping[str, DecodedTensor],
+    shape: ModelShape,
+    assigned: Tensor,
+    other: Tensor,
+    rate: float,
+    outer: OuterSettings,
+) -> Losses:
+    """Return the mean losses in nats of theta and of theta - rate * contribution; theta is not changed.
+
+    `assigned` and `other` are tokens [S, L + 1] of the replica's text of the round, and of nobody's; S >= 2. `rate` is
+    `audit.gauntlet.step` times the outer learning rate of the round. A contribution of coefficients or for signs is
+    applied as the outer step would; momentum is not. Runs on theta's device, one sequence at a time.
+    """
+    module = build_filled(shape, theta, device=next(iter(theta.values())).device)
+    before = [_losses(module, assigned), _losses(module, other)]
+    _apply(module, contribution, rate, outer)
+    after = [_losses(module, assigned), _losses(module, other)]
+    gains = [_gains(*both) for both in zip(before, after, strict=True)]
+    return Losses(
+        assigned_before=fmean(before[0]),
+        assigned_after=fmean(after[0]),
+        other_before=fmean(before[1]),
+        other_after=fmean(after[1]),
+        error=sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains) ** 0.5,
+    )
+
+
+@torch.no_grad()
+def _apply(module: Transformer, contribution: Mapping[str, DecodedTensor], rate: float, outer: OuterSettings) -> None:
+    for name, parameter in parameters_of(module).items():
+        step = mean_of(tuple(parameter.shape), [(1.0, contribution[name])])
+        step = restored(step, outer.compression.tile) if outer.compression.transform == "dct" else step
+        outer_step(parameter, step.sign_() if outer.aggregation == "sign" else step, rate)
+
+
+@torch.no_grad()
+def _losses(module: Transformer, tokens: Tensor) -> list[float]:
+    """Return the loss of each sequence."""
+    rows = tokens.to(next(module.parameters()).device).split(1)
+    return [module.loss(row[:, :-1], row[:, 1:]).item() for row in rows]
+
+
+def _gains(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """Return the relative improvement of each sequence."""
+    return [(one - then) / one for one, then in zip(before, after, strict=True)]
