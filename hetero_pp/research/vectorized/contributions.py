@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class Contributions:
         self._device = next(iter(theta.values())).device
         self._weights: Mapping[str, float] = {}
         self._round, self._counted = 0, 0.0
+
+    def barred(self, round_: int) -> frozenset[str]:
+        """Return the replicas that may not take part in a round: none, unless some are hostile (hostile.py)."""
+        return frozenset()
+
+    def prepare(self, round_: int, deltas: Callable[[str], Iterable[tuple[int, Tensor]]]) -> None:
+        """Learn of a round's pseudo-gradients by parameter before it begins; only hostile replicas need them all."""
 
     def begin(self, round_: int, weights: Mapping[str, float]) -> None:
         """Begin a round; `weights` are those of all replicas, by name."""
@@ -74,6 +82,13 @@ class Contributions:
         else:
             mean.add(sent, self._weights[replica])
         return sent
+
+    def state(self) -> dict[str, Any]:
+        """Return what later rounds depend on beside the error feedback."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Resume from the result of `state`."""
 
     def finish(self) -> None:
         """End the round."""

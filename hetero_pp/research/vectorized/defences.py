@@ -28,14 +28,11 @@ from replica_groups.exchange.magnitudes import bound, remembered_before
 Contribution = Mapping[str, DecodedTensor]
 """Sent values by parameter."""
 
-Lie = Callable[[bool, Losses], Losses]
-"""What the first validator reports: of whether a contribution is hostile, and its losses."""
-
 _DRAWS = 2**63
 FORWARDS_A_STEP = 3
 """Cost of a sequence in an inner step, in forward passes: the backward takes two."""
-FLOATS_OF_A_CHECKPOINT = 4
-"""Parameters, two moments, and error feedback."""
+BYTES_OF_A_CHECKPOINT = 16
+"""Bytes for each parameter: its value, two moments, and error feedback."""
 
 
 def entry_of(spec: RunSpec, replica: str, sent: Contribution) -> ContributionEntry:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.messages.messages_pb2 import Losses, RoundRecord
@@ -19,10 +20,10 @@ from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.research.attacks.attack import Known
 from hetero_pp.research.attacks.registry import ATTACKS
 from hetero_pp.research.outer import ElectedMean
-from hetero_pp.research.settings import AttackSettings
+from hetero_pp.research.settings import AttackSettings, research_of
 from hetero_pp.research.vectorized.contributions import Contributions
 from hetero_pp.research.vectorized.defences import (
-    FLOATS_OF_A_CHECKPOINT,
+    BYTES_OF_A_CHECKPOINT,
     FORWARDS_A_STEP,
     Bounds,
     Contribution,
@@ -32,6 +33,7 @@ from hetero_pp.research.vectorized.defences import (
 )
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import blob_sizes
 from replica_groups.audit.gauntlet.book import ScoreBook
 from replica_groups.outer.ranks import Ranks
 
@@ -55,10 +57,8 @@ class Told:
     """Cost of the primary evaluation, as a share of one replica's compute."""
     recomputation_share: float = 0.0
     """Cost of recomputation, as a share of the compute of all replicas."""
-    audit_bytes: float = 0.0
+    audit_bytes: int = 0
     """Bytes that one validator reads: contributions for scores, and checkpoints for recomputation."""
-    backdoor: float = 0.0
-    """Share of triggers that the final model follows."""
 
 
 class HostileContributions(Contributions):
@@ -84,10 +84,12 @@ class HostileContributions(Contributions):
         self._first: dict[str, Tensor] = {}
         self._sent: dict[str, Contribution] = {}
         self._scales: dict[str, float] = {}
+        self._contribution_bytes = max(sum(blobs.values()) for blobs in blob_sizes(spec).values())
         self.told = Told(hostile=list(self._hostile))
 
     def barred(self, round_: int) -> frozenset[str]:
-        return frozenset(name for name, until in self._until.items() if round_ <= until)
+        barred = frozenset(name for name, until in self._until.items() if round_ <= until)
+        return barred if len(barred) < len(self._names) else frozenset()
 
     def prepare(self, round_: int, deltas: Callable[[str], Iterable[tuple[int, Tensor]]]) -> None:
         self._round = round_
@@ -177,8 +179,9 @@ class HostileContributions(Contributions):
 
     def _vector(self, sent: Contribution) -> Tensor:
         """Return a contribution as a vector [P]."""
-        vector = torch.cat([torch.zeros(tensor.numel()) for tensor in self._theta.values()])
-        for part, name in zip(self._parts(), self._theta, strict=True):
+        parts = self._parts()
+        vector = torch.zeros(parts[-1].stop)
+        for part, name in zip(parts, self._theta, strict=True):
             sent[name].add_to(vector[part], 1.0)
         return vector
 
@@ -201,12 +204,14 @@ class HostileContributions(Contributions):
             honest = [name for name in self._sent if name not in self._hostile]
             arrived = [*honest, *(name for name in self._sent if name in self._hostile)]
             causes = self._scores.judge(round_, self._theta, self._sent, arrived, included, self._text, self._lie)
-            for name, cause in causes.items():
-                self._exclude(name, round_ + self._scores.settings.excluded_rounds, cause)
+            for name in included & causes.keys():
+                self._exclude(name, round_ + self._scores.settings.excluded_rounds, causes[name])
+            self.told.audit_bytes += self._contribution_bytes * len(self._sent)
         if (again := self._settings.recomputes) is not None:
             for name, sent in self._sent.items():
                 if name in included and recomputed(self._spec.config.seed, round_, name, again.share):
                     self.told.recomputations += 1
+                    self.told.audit_bytes += BYTES_OF_A_CHECKPOINT * self._parts()[-1].stop
                     lies = name in self._hostile and self._attack.trains_otherwise
                     if lies or not equal_bits(sent, programs[name]):
                         self._exclude(name, FOR_EVER, "its round, computed again, gives another contribution")
@@ -222,21 +227,38 @@ class HostileContributions(Contributions):
         steps = range((self._round - 1) * self._spec.inner_steps, self._round * self._spec.inner_steps)
         index = self._names.index(name)
         away = 1 + seed_of("other text", self._spec.config.seed, self._round, name) % (len(self._names) - 1)
-        found = []
-        for batches in (self._batches[index], self._batches[(index + away) % len(self._names)]):
-            found.append(torch.cat([batches.train(step) for step in steps]))
-        return found[0], found[1]
+        own, other = (self._batches[one] for one in (index, (index + away) % len(self._names)))
+        return _sampled(own, steps, self._round), _sampled(other, steps, self._round)
 
     def _lie(self, name: str, losses: Losses) -> Losses:
         return losses if self._attack.losses is None else self._attack.losses(name in self._hostile, losses)
 
     def _count(self, round_: int) -> None:
         """Add up what audits have cost so far."""
-        spec, parameters = self._spec, sum(tensor.numel() for tensor in self._theta.values())
+        spec = self._spec
         of_replica = round_ * spec.inner_steps * spec.config.replicas[0].batch_size * FORWARDS_A_STEP
-        if self._scores is not None:
-            self.told.evaluation_share = self._scores.forwards / of_replica
-            self.told.audit_bytes += sum(8 * len(one.values) for sent in self._sent.values() for one in sent.values())
+        self.told.evaluation_share = 0.0 if self._scores is None else self._scores.forwards / of_replica
         self.told.recomputation_share = self.told.recomputations / (round_ * len(self._names))
-        drawn = self.told.recomputations * FLOATS_OF_A_CHECKPOINT * 4 * parameters
-        self.told.checkpoint_bytes = drawn
+
+
+def _sampled(batches: SharedBatches, steps: range, seed: int) -> Tensor:
+    """Return the tokens of all steps [S, L + 1], in random order."""
+    tokens = torch.cat([batches.train(step) for step in steps])
+    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))]
+
+
+def contributions_of(
+    spec: RunSpec,
+    names: Sequence[str],
+    theta: Mapping[str, Tensor],
+    ranks: Ranks,
+    measured: Measured,
+    batches: Sequence[SharedBatches],
+) -> Contributions:
+    """Return the contributions of a row. Raises ConfigError for attacks on several ranks."""
+    attacks = research_of(spec.config).attacks
+    if attacks is None:
+        return Contributions(spec, names, theta, ranks, measured)
+    if ranks.world > 1:
+        raise ConfigError(("research", "attacks"), f"found {ranks.world} ranks, expected one process")
+    return HostileContributions(spec, names, theta, ranks, measured, attacks, batches)
