@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hetero_pp.config.settings import Beta, NotPartOf, Ratio, Settings
+from hetero_pp.config.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
 from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 
@@ -119,8 +119,16 @@ class OuterSettings(Settings):
     warmup_rounds: Annotated[int, NotPartOf.PAST] = Field(
         0, ge=0, description="rounds of linear warmup of `learning_rate`"
     )
-    aggregation: Literal["mean", "sign"] = Field(
-        "mean", description="input of the outer step: the mean of the contributions, or its signs as in DeMo"
+    aggregation: Literal["mean", "sign", "trimmed_mean", "centred_clipping", "geometric_median"] = Field(
+        "mean",
+        description="input of the outer step: the mean of the contributions, its signs as in DeMo, or a mean that a "
+        "hostile minority moves only so far (`hetero_pp/outer/robust.py`)",
+    )
+    trim: Annotated[Ratio, AddedLater()] = Field(
+        0.25, ge=0, lt=0.5, description="share of a coordinate's values that `trimmed_mean` leaves out at either end"
+    )
+    radius: Annotated[Ratio, AddedLater()] = Field(
+        1.0, gt=0, description="distance to which `centred_clipping` shortens, relative to the median distance"
     )
     optimizer: Literal["sgd", "adam"] = Field(
         "sgd",
@@ -214,6 +222,15 @@ class OuterSettings(Settings):
                 f"weights `{self.weights}` with averaged gradients, expected `equal`",
             ),
             (
+                self.is_robust and self.divides_by != "replicas",
+                f"`divides_by: {self.divides_by}` with `aggregation: {self.aggregation}`, expected `replicas`",
+            ),
+            (
+                self.aggregation in ("trimmed_mean", "centred_clipping") and self.weights != "equal",
+                f"weights `{self.weights}` with `aggregation: {self.aggregation}`, which has no weights, expected "
+                "`equal`, or `aggregation: geometric_median`",
+            ),
+            (
                 own.transform == "dct" and self.overlap > 0,
                 "`overlap: 1` with `compression.transform: dct`, expected `overlap: 0`, or `transform: none`: with "
                 "overlap a replica applies the values that it sent",
@@ -235,6 +252,11 @@ class OuterSettings(Settings):
             return self.learning_rate
         rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
         return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine differs between machines
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether contributions are combined by one of the means of `outer.robust`."""
+        return self.aggregation not in ("mean", "sign")
 
     @property
     def presumes(self) -> float:

@@ -114,7 +114,7 @@ class ContributionLimits:
         if inner.weight_decay == 0:
             return 0.0
         moved = math.inf
-        if outer.optimizer == "sgd" and outer.aggregation == "mean" and round_ > self._from_round:
+        if outer.optimizer == "sgd" and outer.aggregation != "sign" and round_ > self._from_round:
             gain = outer.learning_rate / (1 - outer.momentum) * (2 if outer.compression.memory == "momentum" else 1)
             moved = gain * one.peak * (self._moved[round_ - 1] - self._moved[self._from_round])
         decay = inner.weight_decay * max(largest, min(one.peak / inner.weight_decay, largest + moved))

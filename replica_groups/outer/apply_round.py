@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, shapes_by_block
+from hetero_pp.outer.robust import robust_mean
 from hetero_pp.outer.step import RoundOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, scale_of
@@ -33,13 +34,14 @@ def apply_round(
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
-            rows = optimizer.rows(name, shape)
-            weighted = (
-                (entry.weight, cut_rows(blob.tensor(name).scaled(scale_of(entry)), shape, rows))
-                for entry, blob in blobs
-            )
-            of_rows = (len(rows), *shape[1:])
-            optimizer.take(theta, name, mean_of(of_rows, weighted, optimizer.settings.divides_by))
+            rows, settings = optimizer.rows(name, shape), optimizer.settings
+            weighted = ((entry.weight, blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
+            if settings.is_robust:
+                mean = robust_mean(shape, list(weighted), settings, rows)
+            else:
+                cut = ((weight, cut_rows(decoded, shape, rows)) for weight, decoded in weighted)
+                mean = mean_of((len(rows), *shape[1:]), cut, settings.divides_by)
+            optimizer.take(theta, name, mean)
     optimizer.finish(theta)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
+from hetero_pp.outer.robust import RobustMean
 from hetero_pp.outer.step import WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
@@ -18,6 +20,9 @@ from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
 from replica_groups.outer.ranks import Ranks
+
+Mean = WeightedMean | ElectedMean | RobustMean
+"""Takes one parameter's contributions one by one."""
 
 
 class Contributions:
@@ -54,17 +59,22 @@ class Contributions:
 
         `deltas` are the pseudo-gradients of replicas here, by their index.
         """
-        shape, divides_by = self._spec.parameter_shapes[name], self._spec.config.outer.divides_by
+        shape, outer = self._spec.parameter_shapes[name], self._spec.config.outer
         elects = research_of(self._spec.config).elects_signs
-        mean = ElectedMean(shape, self._device) if elects else WeightedMean(shape, divides_by, self._device)
+        mean: Mean = WeightedMean(shape, outer.divides_by, self._device)
+        if outer.is_robust or elects:
+            mean = RobustMean(shape, outer) if outer.is_robust else ElectedMean(shape, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
         self._measured.parameter(name, sent, self._counted)
+        if isinstance(mean, RobustMean):
+            mean.weighted = _of_all_ranks(mean.weighted, self._ranks)
+            return mean.finish(), sent
         self._ranks.sum(mean.total)
         if mean.sent is not None:
             self._ranks.sum(mean.sent)
         return mean.finish(self._counted), sent
 
-    def _send(self, index: int, name: str, delta: Tensor, mean: WeightedMean | ElectedMean) -> DecodedTensor:
+    def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
         """Add a replica's contribution to the mean, or restore it to error feedback if the round excludes it."""
         outer, replica, error = self._spec.config.outer, self._names[index], self.errors[index][name]
         selection = select(
@@ -93,6 +103,21 @@ class Contributions:
     def finish(self) -> None:
         """End the round."""
         self._measured.finish()
+
+
+def _of_all_ranks(weighted: Sequence[tuple[float, DecodedTensor]], ranks: Ranks) -> list[tuple[float, DecodedTensor]]:
+    """Return (weight, contribution) of the replicas on all ranks, in the order of the replicas."""
+    if ranks.world == 1:
+        return list(weighted)
+    found = []
+    fields = [{"weight": torch.tensor(weight, dtype=torch.float64), **vars(one)} for weight, one in weighted]
+    own = {f"{index:06}.{key}": tensor for index, one in enumerate(fields) for key, tensor in one.items()}
+    for data in ranks.gather_bytes(save(own)):
+        part = load(data)
+        for index in sorted({name.partition(".")[0] for name in part}):
+            indices, values = (part[f"{index}.{key}"].to(ranks.device) for key in ("indices", "values"))
+            found.append((part[f"{index}.weight"].item(), DecodedTensor(indices, values)))
+    return found
 
 
 def _before_removal(error: Tensor, sent: DecodedTensor, memory: str) -> Tensor:

@@ -13,15 +13,13 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.messages.messages_pb2 import Losses, RoundRecord
-from hetero_pp.outer.step import WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.research.attacks.attack import Known
 from hetero_pp.research.attacks.registry import ATTACKS
-from hetero_pp.research.outer import ElectedMean
 from hetero_pp.research.settings import AttackSettings, research_of
-from hetero_pp.research.vectorized.contributions import Contributions
+from hetero_pp.research.vectorized.contributions import Contributions, Mean
 from hetero_pp.research.vectorized.defences import (
     BYTES_OF_A_CHECKPOINT,
     FORWARDS_A_STEP,
@@ -136,7 +134,7 @@ class HostileContributions(Contributions):
             self._scores.book = ScoreBook.from_json(self._scores.settings, state["book"])
             self._scores.forwards = state["forwards"]
 
-    def _send(self, index: int, name: str, delta: Tensor, mean: WeightedMean | ElectedMean) -> DecodedTensor:
+    def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
         replica = self._names[index]
         sent, scale = self._sent[replica][name], self._scales[replica]
         if scale == 0:
