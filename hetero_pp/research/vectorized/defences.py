@@ -111,7 +111,8 @@ class Scores:
         facts = RoundFacts(
             round=round_,
             included=included,
-            missed=frozenset(sent) - included,
+            missed=frozenset(),
+            left_out=frozenset(sent) - included,
             synchronisation=dict.fromkeys(sent, 1.0),
             copies=copies(sent, arrived, self.settings.overlap),
         )
