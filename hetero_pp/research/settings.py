@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from hetero_pp.config.audit import GauntletSettings, RecomputeSettings
 from hetero_pp.config.settings import AddedLater, Ratio, Settings
-from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.topology import MagnitudeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.research.attacks.attack import Attack
+from hetero_pp.research.attacks.registry import ATTACKS
 from hetero_pp.run.config import RunConfig
 
 
@@ -43,6 +46,25 @@ class AblationSettings(Settings):
     grassmann_every: int | None = Field(None, ge=1, description="outer rounds between updates of U along the gradients")
     grassmann_step: float = Field(0.1, gt=0, description="size of an update of U: tangent of its largest angle")
     peer: PeerSettings | None = Field(None, description="published boundary in place of the subspace")
+
+
+class AttackSettings(Settings):
+    """Hostile replicas, which are the last ones of the list, and what the others defend themselves with."""
+
+    attack: str = Field("none", description="name of the attack (see hetero_pp.research.attacks)")
+    hostile: int = Field(2, ge=1, description="number of hostile replicas; `attack: none` has none")
+    bounds: MagnitudeSettings | None = Field(
+        None, description="bounds of sizes, as `exchange.magnitudes`; `{}` turns them on"
+    )
+    scores: GauntletSettings | None = Field(None, description="scores, as `audit.gauntlet`; `{}` turns them on")
+    validators: int = Field(3, ge=1, description="number of validators, of which the median counts; the first may lie")
+    recomputes: RecomputeSettings | None = Field(
+        None, description="recomputation, as `audit.recompute`; `{}` turns it on"
+    )
+
+    def hostile_of(self, replicas: Sequence[str]) -> Sequence[str]:
+        """Return the hostile ones of the names of all replicas."""
+        return () if self.attack == "none" else replicas[len(replicas) - self.hostile :]
 
 
 class ResearchSettings(Settings):
@@ -96,6 +118,9 @@ class ResearchSettings(Settings):
         "SparseLoCo, section 2.2)",
     )
     ablations: AblationSettings = Field(AblationSettings(), description="ablations of all groups of participants")
+    attacks: Annotated[AttackSettings | None, AddedLater()] = Field(
+        None, description="hostile replicas and defences against them"
+    )
 
     @property
     def counts(self) -> Mapping[int, int | None]:
@@ -128,6 +153,8 @@ class ResearchConfig(RunConfig):
             if wanted > count:
                 found = f"found {wanted}, expected at most the number of replicas, {count}"
                 raise ConfigError(("research", "taking_part", since), found)
+        if own.attacks is not None:
+            _require_an_attack(own.attacks, count)
         if own.clusters is not None and own.clusters < count:
             found = f"found {own.clusters}, expected at least one for each of {count} replicas"
             raise ConfigError(("research", "clusters"), found)
@@ -165,6 +192,7 @@ class ResearchConfig(RunConfig):
             ("pretraining", own.pretraining > 0, "gradients overlap local sparse momentum"),
             ("warms_up_again", own.warms_up_again, "scratch"),
             ("elects_signs", own.elects_signs, "gradients robust"),
+            ("attacks", own.attacks is not None, "gradients overlap counts missed local momentum"),
             ("clusters", own.clusters is not None, "stream"),
             ("weighs_examples", own.weighs_examples, "gradients tokens equal robust"),
             ("memory_drops", own.memory_drops > 0, "feedback"),
@@ -183,6 +211,15 @@ class ResearchConfig(RunConfig):
 _NONE = AblationSettings()
 
 
+def _require_an_attack(attacks: AttackSettings, replicas: int) -> None:
+    if attacks.attack not in ATTACKS:
+        found = f"found `{attacks.attack}`, expected one of {', '.join(ATTACKS)}"
+        raise ConfigError(("research", "attacks", "attack"), found)
+    if attacks.hostile >= replicas:
+        found = f"found {attacks.hostile} of {replicas} replicas, expected an honest one at least"
+        raise ConfigError(("research", "attacks", "hostile"), found)
+
+
 def research_of(config: RunConfig) -> ResearchSettings:
     """Return the `research` section of a row's configuration; the defaults for that of an ordinary run."""
     return config.research if isinstance(config, ResearchConfig) else ResearchSettings()
@@ -191,3 +228,10 @@ def research_of(config: RunConfig) -> ResearchSettings:
 def ablations_of(config: RunConfig, replica: ReplicaSettings) -> AblationSettings:
     """Return the ablations of a replica; the defaults unless it is a group of participants."""
     return research_of(config).ablations if isinstance(replica, ParticipantsReplica) else _NONE
+
+
+def attack_of(config: RunConfig, replica: str) -> Attack | None:
+    """Return what a replica does otherwise than an honest one; None if it is honest."""
+    attacks = research_of(config).attacks
+    names = [one.name for one in config.replicas]
+    return ATTACKS[attacks.attack] if attacks is not None and replica in attacks.hostile_of(names) else None

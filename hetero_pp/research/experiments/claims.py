@@ -16,6 +16,7 @@ from hetero_pp.research.experiments.clock import loss_at
 from hetero_pp.research.experiments.definition import (
     FORWARDS,
     KINDS,
+    OF_ATTACKS,
     OF_OUTER_GRADIENTS,
     WAYS,
     Claim,
@@ -80,7 +81,30 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
     for place, measured in enumerate(OF_OUTER_GRADIENTS, start=1):
         rounds = FIRST_ROUNDS if "momentum" in measured else math.inf
         values[measured] = {row: _of_outer_gradients(seeds, place, rounds) for row, seeds in outcomes.items()}
+    for measured in OF_ATTACKS:
+        values[measured] = {row: _of_attacks(seeds, measured) for row, seeds in outcomes.items()}
     return values
+
+
+def _of_attacks(seeds: Mapping[int, Outcome], measured: str) -> dict[int, float]:
+    """Return what rows with attacks tell by seed: hostile.Told, in the units of the table's columns."""
+    found = {}
+    for seed, told in ((seed, outcome.get("attacks")) for seed, outcome in seeds.items()):
+        if not told:
+            continue
+        caught = [round_ for name, round_ in told["excluded"].items() if name in told["hostile"]]
+        value = {
+            "caught": len(caught) if told["hostile"] else None,
+            "until_caught": fmean(caught) if caught else None,
+            "honest_out": len(told["excluded"]) - len(caught),
+            "evaluation": told["evaluation_share"],
+            "recomputation": told["recomputation_share"],
+            "audit_megabytes": told["audit_bytes"] / 1e6,
+            "backdoor": told["backdoor"],
+        }[measured]
+        if value is not None:
+            found[seed] = float(value)
+    return found
 
 
 def _early_values(claim: Claim, outcomes: Outcomes, hours: Mapping[str, float]) -> dict[str, Values]:

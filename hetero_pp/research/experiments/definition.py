@@ -140,7 +140,23 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 
 
 Measurement = Literal[
-    "bias", "similarity", "gather", "ring", "sparse_ring", "norm", "uncorrelated", "momentum", "kept_momentum", "hours"
+    "bias",
+    "similarity",
+    "gather",
+    "ring",
+    "sparse_ring",
+    "norm",
+    "uncorrelated",
+    "momentum",
+    "kept_momentum",
+    "hours",
+    "caught",
+    "until_caught",
+    "honest_out",
+    "evaluation",
+    "recomputation",
+    "audit_megabytes",
+    "backdoor",
 ]
 
 WAYS = ("gather", "ring", "sparse_ring")
@@ -148,6 +164,9 @@ WAYS = ("gather", "ring", "sparse_ring")
 
 OF_OUTER_GRADIENTS = ("norm", "uncorrelated", "momentum", "kept_momentum")
 """Measurements of outer gradients, in the order of OuterGradient."""
+
+OF_ATTACKS = ("caught", "until_caught", "honest_out", "evaluation", "recomputation", "audit_megabytes", "backdoor")
+"""What rows with `research.attacks` tell, by seed."""
 
 EVERY: dict[str, str] = {
     "bias": "bias_every",
@@ -194,7 +213,10 @@ class Claim(Settings):
         "contributions), the megabytes that a replica sends over the run with "
         "`gather`, `ring` or `sparse_ring`, the `norm` of the outer gradient, that of `uncorrelated` contributions, "
         "the cosine of a replica's memory and the momentum of all (`momentum`, or `kept_momentum` after dropped or "
-        "sent values are removed), or the predicted `hours` of a row by the experiment's clock",
+        "sent values are removed), or the predicted `hours` of a row by the experiment's clock; or of a row with "
+        "`research.attacks`: hostile replicas `caught` and rounds `until_caught`, honest replicas excluded "
+        "(`honest_out`), shares of compute (`evaluation`, `recomputation`), `audit_megabytes`, and the share of triggers "
+        "that a `backdoor` answers",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None

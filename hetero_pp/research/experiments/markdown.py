@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from hetero_pp.core.units import format_number
-from hetero_pp.research.experiments.definition import WAYS
+from hetero_pp.research.experiments.definition import OF_ATTACKS, OF_OUTER_GRADIENTS, WAYS
 from hetero_pp.research.experiments.provenance import describe
 
 COLUMNS = {
@@ -39,6 +39,13 @@ COLUMNS = {
     "same decay, mean over replicas and the first 20 rounds",
     "kept momentum": "the same after a round's removal of values: dropped (LOM-Sub-k) or sent (error feedback)",
     "hours": "predicted hours of all rounds in the deployment that the text above names",
+    "caught": "number of hostile replicas that were excluded, mean over seeds",
+    "rounds until": "round after which they were excluded first, mean over those that were caught",
+    "honest out": "number of honest replicas that were excluded, mean over seeds",
+    "evaluation, %": "compute of the primary evaluation by one validator, as a share of one replica's",
+    "recomputed, %": "share of the replicas' rounds that were computed again",
+    "audit, MB": "bytes that one validator reads over all rounds: contributions to score, and checkpoints",
+    "backdoor, %": "share of triggers after which the final model predicts the attacker's target",
     "state": "whether the row was trained, or why it was not",
 }
 """Meaning of each column.
@@ -53,6 +60,7 @@ _WHERE_KNOWN = (
     *("gathered, MB", "ring, MB", "sparse ring, MB"),
     *_OF_OUTER_GRADIENTS,
     "hours",
+    *("caught", "rounds until", "honest out", "evaluation, %", "recomputed, %", "audit, MB", "backdoor, %"),
 )
 
 
@@ -126,12 +134,19 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "cosine": _measured(row, "similarity"),
         **{name: _measured(row, name.replace(" ", "_")) for name in _OF_OUTER_GRADIENTS},
         "hours": number(row.get("hours"), 2),
+        "caught": _measured(row, "caught", digits=1),
+        "rounds until": _measured(row, "until_caught", digits=1),
+        "honest out": _measured(row, "honest_out", digits=1),
+        "evaluation, %": _measured(row, "evaluation", 100, 1),
+        "recomputed, %": _measured(row, "recomputation", 100, 1),
+        "audit, MB": _measured(row, "audit_megabytes", digits=1),
+        "backdoor, %": _measured(row, "backdoor", 100, 0),
         "state": row["state"],
     }
 
 
-def _measured(row: Mapping[str, Any], name: str) -> str:
-    return number(row[name]["mean"], 3) if name in row else ""
+def _measured(row: Mapping[str, Any], name: str, factor: int = 1, digits: int = 3) -> str:
+    return number(factor * row[name]["mean"], digits) if name in row else ""
 
 
 def _volume(row: Mapping[str, Any], way: str) -> str:
@@ -149,6 +164,9 @@ _NAMED = {
     "gather": "gathered",
     "sparse_ring": "sparse ring",
     "kept_momentum": "kept momentum",
+    "until_caught": "rounds until",
+    "honest_out": "honest out",
+    "audit_megabytes": "audit, MB",
 }
 """Names of what a claim is about, for measurements other than losses."""
 
@@ -233,7 +251,7 @@ def interval_cell(interval: Sequence[float] | None, of: str) -> str:
     if interval is None:
         return ""
     megabytes = dict.fromkeys(WAYS, (1, " MB"))
-    plain = dict.fromkeys(("similarity", "norm", "uncorrelated", "momentum", "kept_momentum"), (1, ""))
+    plain = dict.fromkeys(("similarity", *OF_OUTER_GRADIENTS, *OF_ATTACKS), (1, ""))
     plain["hours"] = (1, " h")
     factor, unit = {"bias": (100, " % points"), **plain, **megabytes}.get(of, (1, " nats"))
     return "{:+.3f} to {:+.3f}".format(*(factor * value for value in interval)) + unit

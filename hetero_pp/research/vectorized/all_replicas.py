@@ -29,6 +29,7 @@ from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.bias import BiasMeter, require_rounds_together
 from hetero_pp.research.vectorized.build import build_whole, can_stack, forward_of
 from hetero_pp.research.vectorized.contributions import Contributions
+from hetero_pp.research.vectorized.hostile import contributions_of
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.stack import Stack, is_faster
 from hetero_pp.research.vectorized.together import StepsTogether
@@ -80,7 +81,9 @@ class AllReplicas:
         self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
         self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world, outer_every)
         names = [own.name for own in self.settings]
-        self.contributions = Contributions(spec, names, self.theta, ranks, self.measured)
+        self.contributions: Contributions = contributions_of(
+            spec, names, self.theta, ranks, self.measured, self.batches
+        )
         outer, pretraining = spec.config.outer, self.research.pretraining
         self.together = StepsTogether(spec.config.replicas, self.replicas, ranks)
         self.outer = PretrainedOptimizer(outer, pretraining) if pretraining else OuterOptimizer(outer)
@@ -102,7 +105,8 @@ class AllReplicas:
         self.loose = list(range(len(self.replicas)))
         """Indices of replicas in no stack, which take their steps one after the other."""
         self._split()
-        is_one_by_one = spec.config.inner.optimizer == "muon" or self.research.counts or self.research.averages_moments
+        own = self.research
+        is_one_by_one = own.counts or own.averages_moments or own.attacks or spec.config.inner.optimizer == "muon"
         if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 
@@ -114,7 +118,7 @@ class AllReplicas:
         """Weight of every replica, by name, in the current or last round."""
 
     def _taking_part_in(self, round_: int) -> list[int]:
-        names = {replica.name for replica in replicas_in(self.spec.config, round_)}
+        names = {one.name for one in replicas_in(self.spec.config, round_)} - self.contributions.barred(round_)
         return [index for index, own in enumerate(self.settings) if own.name in names]
 
     def tokens_in(self, rounds: int) -> int:
@@ -264,6 +268,7 @@ class AllReplicas:
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
         """Run the outer round, parameter by parameter."""
+        self.contributions.prepare(round_, self._deltas)
         self.contributions.begin(round_, self.weights)
         self.outer.begin(round_, self.weights)
         missed = self.contributions.missed if self.outer.settings.keep_local else frozenset()
@@ -340,6 +345,7 @@ class AllReplicas:
         return {
             "theta": self.theta,
             "errors": self.errors,
+            "contributions": self.contributions.state(),
             "momentum": self.outer.momentum,
             "own_embeddings": self.own_embeddings,
             "ahead": self.ahead,
@@ -368,6 +374,7 @@ class AllReplicas:
         }
         self.bias = state["bias"]
         self.measured.load(state)
+        self.contributions.load(state.get("contributions", {}))
         for replica, saved in zip(self.replicas, state["replicas"], strict=True):
             replica.load(saved)
         for batches, saved in zip(self.batches, state["batches"], strict=True):

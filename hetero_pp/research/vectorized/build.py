@@ -11,7 +11,8 @@ from hetero_pp.model.transformer import build_filled
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.ablations import AblatedOptimizer, with_ablations
 from hetero_pp.research.peers.peer import peer_of
-from hetero_pp.research.settings import AblationSettings, ablations_of
+from hetero_pp.research.settings import AblationSettings, ablations_of, attack_of
+from hetero_pp.research.vectorized.hostile_replica import HostileReplica
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -68,7 +69,8 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         )
         if isinstance(peer, OwnParameters):
             peer.to(device)
-    whole = TableReplica(
+    attack = attack_of(spec.config, replica.name)
+    whole = (TableReplica if attack is None else HostileReplica)(
         replica.name,
         module,
         inner,
@@ -80,6 +82,8 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         anchors=anchors,
         peer=peer,
     )
+    if attack is not None and isinstance(whole, HostileReplica):
+        whole.turn(attack)
     if isinstance(replica, ParticipantsReplica) and boundary is not None and boundary.basis is not None and cuts:
         needed = (whole.parameters, inner, spec.total_steps, boundary.basis, replica.boundary.embedding)
         is_ablated = ablations != AblationSettings()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -20,7 +21,8 @@ from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
 from replica_groups.outer.ranks import Ranks
 
-_Mean = WeightedMean | ElectedMean | RobustMean
+Mean = WeightedMean | ElectedMean | RobustMean
+"""Takes one parameter's contributions one by one."""
 
 
 class Contributions:
@@ -37,6 +39,13 @@ class Contributions:
         self._weights: Mapping[str, float] = {}
         self._round, self._counted = 0, 0.0
 
+    def barred(self, round_: int) -> frozenset[str]:
+        """Return the replicas that may not take part in a round: none, unless some are hostile (hostile.py)."""
+        return frozenset()
+
+    def prepare(self, round_: int, deltas: Callable[[str], Iterable[tuple[int, Tensor]]]) -> None:
+        """Learn of a round's pseudo-gradients by parameter before it begins; only hostile replicas need them all."""
+
     def begin(self, round_: int, weights: Mapping[str, float]) -> None:
         """Begin a round; `weights` are those of all replicas, by name."""
         names = [replica.name for replica in replicas_in(self._spec.config, round_)]
@@ -52,7 +61,7 @@ class Contributions:
         """
         shape, outer = self._spec.parameter_shapes[name], self._spec.config.outer
         elects = research_of(self._spec.config).elects_signs
-        mean: _Mean = WeightedMean(shape, outer.divides_by, self._device)
+        mean: Mean = WeightedMean(shape, outer.divides_by, self._device)
         if outer.is_robust or elects:
             mean = RobustMean(shape, outer) if outer.is_robust else ElectedMean(shape, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
@@ -65,7 +74,7 @@ class Contributions:
             self._ranks.sum(mean.sent)
         return mean.finish(self._counted), sent
 
-    def _send(self, index: int, name: str, delta: Tensor, mean: _Mean) -> DecodedTensor:
+    def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
         """Add a replica's contribution to the mean, or restore it to error feedback if the round excludes it."""
         outer, replica, error = self._spec.config.outer, self._names[index], self.errors[index][name]
         selection = select(
@@ -83,6 +92,13 @@ class Contributions:
         else:
             mean.add(sent, self._weights[replica])
         return sent
+
+    def state(self) -> dict[str, Any]:
+        """Return what later rounds depend on beside the error feedback."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Resume from the result of `state`."""
 
     def finish(self) -> None:
         """End the round."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,12 @@ from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import Source
 from hetero_pp.pipeline.coefficients import format_of
+from hetero_pp.research.attacks.training import success
 from hetero_pp.research.peers.peer import bytes_per_token
 from hetero_pp.research.settings import ablations_of
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
+from hetero_pp.research.vectorized.hostile import HostileContributions
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.outer_gradients import OuterGradient
 from hetero_pp.run.spec import RunSpec
@@ -67,6 +70,8 @@ class FastResult:
     """Whether equal replicas took their inner steps together."""
     slices: dict[str, list[float]] = field(default_factory=dict)
     """Loss on each of SLICES parts of the validation rows, by forward (`own`, `uncompressed`, `compressed`)."""
+    attacks: dict[str, Any] = field(default_factory=dict)
+    """What attacks and defences did: the fields of hostile.Told. Empty for a row without `research.attacks`."""
 
 
 def train_fast(
@@ -161,7 +166,15 @@ def _result(group: AllReplicas, losses: list[float], started: float, worked: flo
         compiled=group.is_compiled,
         stacked=group.is_stacked,
         slices={} if diverged else _slices(group),
+        attacks=_attacks(group),
     )
+
+
+def _attacks(group: AllReplicas) -> dict[str, Any]:
+    if not isinstance(group.contributions, HostileContributions):
+        return {}
+    followed = success(group.replicas[0].module, group.validation)
+    return asdict(group.contributions.told) | {"backdoor": followed}
 
 
 def _kept_as(spec: RunSpec) -> str:
