@@ -43,6 +43,7 @@ from hetero_pp.messages.messages_pb2 import (
     STORING,
     WENT_ON,
     Happened,
+    MemberRound,
     Over,
     Refusal,
     Report,
@@ -164,6 +165,19 @@ def test_metrics_of_a_whole_run() -> None:
     assert ("link_capacity_bytes_per_second", "forward", "dc-exchange") not in found
     parts = {part: found["member_round_seconds_total", "home.1", part] for part in PARTS}
     assert parts == {"compute": 5, "wait": 2, "outer": 1.5, "blocked": 1, "evaluation": 0.5}
+
+
+def test_who_waits_for_a_link_is_its_receiver() -> None:
+    """Only the receiver tells; an older version does not tell for which neighbour it waited."""
+    waited = {"wait_seconds": 4.0, "wait_previous_seconds": 3.0, "wait_next_seconds": 1.0}
+    times = MemberRound(round=1, compute_seconds=5, outer_seconds=1, blocked_seconds=0.5, **waited)
+    state = told(Report(time=START + 3, member="home.1", member_round=times))
+    name = "link_waited_seconds_total"
+    assert {key[1:]: value for key, value in collected(state, "home.1").items() if key[0] == name} == {
+        ("forward", "home.0-1"): 3,
+        ("backward", "home.1-exchange"): 0.5,
+    }
+    assert collected(told(member_round("home.1", 1)))[name, "forward", "home.0-1"] == 0
 
 
 def test_every_outcome_of_a_contribution_is_counted_once() -> None:
