@@ -278,6 +278,8 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
         ("killed", "home.1"),
         ("suspended", "home.0"),
     ]
+    view.take(standing(START + 1, pb.SUSPENDED, place="home.2", cause=KILLED, replica="home", term=1))
+    assert view.marks()[-1]["text"] == f"home.2 is suspended: {KILLED}"  # the first line is about the whole group
     for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
         assert view.state.apply(report)
         view.take(report)

@@ -229,7 +229,7 @@ def test_a_port_in_use_and_a_folder_that_is_no_run_are_one_line(tmp_path: Path) 
     run_folder(tmp_path / "x", recorded(made_up_reports()))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--port", str(port)])
+        found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--listen", f"127.0.0.1:{port}"])
     assert found.exit_code == 2 and f"127.0.0.1:{port}" in found.output and "in use" in found.output
     for name in ("nothing", "127.0.0.1:9"):
         found = CliRunner().invoke(app, ["view", name, "--runs", str(tmp_path)])
