@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client.core import Metric
@@ -271,10 +271,10 @@ def test_metrics_have_base_units_and_bounded_labels() -> None:
 # ---- the server ----
 
 
-def get(url: str) -> tuple[int, str]:
+def get(url: str, **headers: str) -> tuple[int, str]:
     """Return the status and the body of an answer."""
     try:
-        with urlopen(url, timeout=30) as answer:
+        with urlopen(Request(url, headers=headers), timeout=30) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         with error:
@@ -300,6 +300,16 @@ def test_healthz(reports: list[Report], status: int, expected: Mapping[str, Any]
         assert (code, json.loads(text).items() >= expected.items()) == (status, True)
         assert get(url.replace("healthz", "other"))[0] == 404
         assert "hetero_pp_build_info" in get(url.replace("healthz", "metrics"))[1]
+
+
+@pytest.mark.parametrize(("listen", "status"), [("0", 400), ("0.0.0.0:0", 200)])
+def test_a_foreign_page_that_binds_its_name_to_this_machine_reads_nothing(
+    listen: str, status: int, capsys: Any
+) -> None:
+    with operated(listen):
+        url = capsys.readouterr().out.split("health: ")[1].strip().replace("0.0.0.0", "127.0.0.1")
+        assert get(url, host="evil.example")[0] == get(url, host="evil.example:80")[0] == status
+        assert get(url, host="localhost")[0] == get(url, host="localhost:80")[0] == 200
 
 
 def test_a_client_that_sends_byte_by_byte_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
