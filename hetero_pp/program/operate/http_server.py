@@ -81,8 +81,7 @@ def _application(observed: Observed, host: str) -> WSGIApplication:
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         asked, path = environ.get("HTTP_HOST", host), environ["PATH_INFO"]
         if names is not None and asked not in names and asked.rpartition(":")[0] not in names:
-            found = "another name of this machine in the request"
-            return _answer(start_response, "400 Bad Request", {"found": found, "expected": sorted(names)})
+            return _answer(start_response, "400 Bad Request", {"names": sorted(names)})
         if path == "/metrics":
             return metrics(environ, start_response)
         if path != "/healthz":
