@@ -15,7 +15,10 @@ class Timing:
     """Seconds since the last reset."""
 
     compute: float = 0.0
-    wait: float = 0.0
+    waited_previous: float = 0.0
+    """For messages of the previous stage."""
+    waited_next: float = 0.0
+    """For messages of the next stage."""
 
 
 @dataclass

@@ -422,7 +422,11 @@ class StageWorker:
         ended = time.perf_counter()
         computed = min(max(self._sender.copied_at, started), ended) - started  # what was queued on the device
         self.timing.compute += computed
-        self.timing.wait += ended - started - computed
+        waited = ended - started - computed
+        if link is self._upstream:
+            self.timing.waited_previous += waited
+        else:
+            self.timing.waited_next += waited
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:

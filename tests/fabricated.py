@@ -292,7 +292,7 @@ def _flow(link: Json, time: float) -> Json:
     found: Json = {}
     for way, limit in link["bandwidth"].items():
         busy = wave * (0.8 if link["kind"] == "stage" else 0.15)
-        found[way] = {"rate": busy * limit, "busy": busy, "bytes": int(0.4 * limit * time)}
+        found[way] = {"rate": busy * limit, "busy": busy, "awaited": 0.4 * busy, "bytes": int(0.4 * limit * time)}
     return found
 
 

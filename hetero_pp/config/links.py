@@ -109,6 +109,10 @@ def exchange_link_name(member: str) -> str:
     return f"{member}-{EXCHANGE}"
 
 
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
+"""Names of this machine for itself, as a browser sends them in a `Host` header."""
+
+
 def is_loopback(address: str) -> bool:
     """Return whether a HOST:PORT can be reached only from its own machine."""
     return address.startswith(("127.", "localhost:", "[::1]:"))

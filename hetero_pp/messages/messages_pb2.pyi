@@ -826,20 +826,24 @@ class StateSaving(_message.Message):
     def __init__(self, round: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class MemberRound(_message.Message):
-    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds")
+    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds", "wait_previous_seconds", "wait_next_seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     OUTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_PREVIOUS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NEXT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     round: int
     compute_seconds: float
     wait_seconds: float
     outer_seconds: float
     evaluation_seconds: float
     blocked_seconds: float
-    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ..., blocked_seconds: _Optional[float] = ...) -> None: ...
+    wait_previous_seconds: float
+    wait_next_seconds: float
+    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ..., blocked_seconds: _Optional[float] = ..., wait_previous_seconds: _Optional[float] = ..., wait_next_seconds: _Optional[float] = ...) -> None: ...
 
 class Computes(_message.Message):
     __slots__ = ("device",)

@@ -47,7 +47,16 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "busy_seconds": _SECONDS,
     },
     "member_round": dict.fromkeys(
-        ("compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds"), _SECONDS
+        (
+            "compute_seconds",
+            "wait_seconds",
+            "outer_seconds",
+            "evaluation_seconds",
+            "blocked_seconds",
+            "wait_previous_seconds",
+            "wait_next_seconds",
+        ),
+        _SECONDS,
     ),
     "refusal": {"count": (0, MOST_REFUSED)},
     "activity": {"doing": (1, max(Doing.values()))},

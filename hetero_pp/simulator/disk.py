@@ -12,8 +12,12 @@ from hetero_pp.simulator.memory import moment_bytes, outer_moment_bytes, paramet
 
 _MEMBER_CHECKPOINTS = 2
 """Newest member checkpoints that are kept: replica_groups/loop/saved_states.py."""
-_STEP_BYTES, _ROUND_BYTES = 130, 1_000
-"""Bytes in metrics.jsonl for an inner step of a replica, and for a round of a member."""
+_STEP_BYTES, _ROUND_BYTES = 220, 1_000
+"""Bytes in metrics.jsonl for an inner step of a member, and for a round of a member."""
+_LINK_BYTES, _ACTIVITY_BYTES = 220, 110
+"""Bytes in metrics.jsonl for the use of one direction of a link, and for an activity of a member."""
+_A_SECOND = 2
+"""Most reports of each activity and each direction a second: replica_groups/loop/reporter.py, training_loop.py."""
 
 
 def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
@@ -32,9 +36,7 @@ def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
     if EXCHANGE not in names:
         return found
     rounds = spec.latest.outer.rounds
-    found["metrics"] = rounds * (
-        _STEP_BYTES * (config.inner.steps or 0) * len(config.replicas) + _ROUND_BYTES * len(spec.members)
-    )
+    found["metrics"] = rounds * _metrics_bytes(spec)
     if config.store.url is None:
         snapshots = min(config.snapshots.keep, -(-rounds // config.snapshots.every))
         model = parameters_of_model(spec)
@@ -43,3 +45,16 @@ def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
         held = min(rounds, recent) if config.store.history == "recent" else rounds
         found["contributions"] = held * sum(sum(blobs.values()) for blobs in blob_sizes(spec).values())
     return found
+
+
+def _metrics_bytes(spec: RunSpec) -> float:
+    """Return the most bytes of a round in metrics.jsonl. Where the round's duration is unknown, a step takes a second.
+
+    The use of a link is reported after an inner step, and at the end of the round.
+    """
+    inner, members, directions = spec.config.inner, len(spec.members), 2 * len(spec.links)
+    seconds = inner.seconds or float(inner.steps or 0)
+    steps = inner.steps or _A_SECOND * seconds
+    uses = 1 + min(steps, _A_SECOND * seconds)
+    per_second = _A_SECOND * _ACTIVITY_BYTES * members
+    return (_ROUND_BYTES + _STEP_BYTES * steps) * members + _LINK_BYTES * uses * directions + per_second * seconds

@@ -35,6 +35,10 @@ PREVIEWS_A_MINUTE, PREVIEWS_AT_ONCE = 20.0, 20
 MEASUREMENTS_A_MINUTE, MEASUREMENTS_AT_ONCE = 4.0, 4
 """Calls of `Measure` that one caller may make: two for each measurement of its line."""
 
+ALL_MEASUREMENTS_A_MINUTE, ALL_MEASUREMENTS_AT_ONCE = 4.0, 16
+"""The same of all callers together: 16 MiB a minute. Otherwise many tickets could fill the line of the exchange."""
+_TOGETHER = "all callers"
+
 
 @dataclass(frozen=True)
 class Told:
@@ -78,6 +82,7 @@ class Admission:
         self._measuring = threading.Lock()
         self._previews = Pace(PREVIEWS_A_MINUTE / 60, PREVIEWS_AT_ONCE)
         self._measurements = Pace(MEASUREMENTS_A_MINUTE / 60, MEASUREMENTS_AT_ONCE)
+        self._all_measurements = Pace(ALL_MEASUREMENTS_A_MINUTE / 60, ALL_MEASUREMENTS_AT_ONCE)
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
         if complaint := version_complaint(request.version, PROTOCOL_VERSION):
@@ -196,6 +201,8 @@ class Admission:
             over.start()
             if (seconds := self._measurements.refused_for(caller)) > 0:
                 raise AskAgain(f"this line was measured a moment ago; it can be measured again in {seconds:.0f} s")
+            if (seconds := self._all_measurements.refused_for(_TOGETHER)) > 0:
+                raise AskAgain(f"many hosts have measured their lines; this one can be measured in {seconds:.0f} s")
             yield from answer_measurement(frames)
         finally:
             over.cancel()

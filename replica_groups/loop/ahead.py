@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_pp.data.shares import Share
 from hetero_pp.model.learning_rates import LearningRates
+from stages.activity import Timing
 
 _FILE = "terms.json"
 
@@ -20,8 +21,7 @@ class InnerLoop:
     """An inner loop that has been trained."""
 
     steps: int
-    compute_seconds: float
-    wait_seconds: float
+    timing: Timing
 
 
 class Ahead:

@@ -27,6 +27,7 @@ from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
+from stages.activity import Timing
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
@@ -265,7 +266,9 @@ class TrainingLoop:
         self.steps.end_round(loop.steps, record)
         self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
-        times = MemberRound(round=round_, compute_seconds=loop.compute_seconds, wait_seconds=loop.wait_seconds)
+        spent = loop.timing
+        waited = {"wait_previous_seconds": spent.waited_previous, "wait_next_seconds": spent.waited_next}
+        times = MemberRound(round=round_, compute_seconds=spent.compute, wait_seconds=sum(waited.values()), **waited)
         self._finish(round_, times, started + spent_ahead)
         # A run may be extended after its last round, so that one is always saved.
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:
@@ -285,7 +288,7 @@ class TrainingLoop:
                 self.member.remember(ahead=True)
             self._position = _Position.IN_ROUND
             self.seat.pulse.trains(round_, work.epoch)
-            return ahead or InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
+            return ahead or InnerLoop(spec.config.inner.require_steps("rounds overlap"), Timing())
         if ahead is not None:
             self.member.undo(self.outer)
         self.outer.own.trained.clear()
@@ -330,7 +333,7 @@ class TrainingLoop:
         self._give_memory_back()
         self.ahead.trained(round_, terms)
         self.reporter.does(Doing.OUTER_ROUND)
-        return InnerLoop(steps, *self.member.timing())
+        return InnerLoop(steps, self.member.timing())
 
     def _give_memory_back(self) -> None:
         """Return what the outer round, or the inner loop, has freed: the other one needs other sizes.

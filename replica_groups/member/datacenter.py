@@ -16,6 +16,7 @@ from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.outer.outer_round import OuterRound
+from stages.activity import Timing
 
 
 class DatacenterMember:
@@ -110,6 +111,6 @@ class DatacenterMember:
     def doing(self) -> Doing:
         return Doing.COMPUTING
 
-    def timing(self) -> tuple[float, float]:
+    def timing(self) -> Timing:
         seconds, self._compute_seconds = self._compute_seconds, 0.0
-        return seconds, 0.0
+        return Timing(seconds)

@@ -137,6 +137,6 @@ class StageMember:
     def doing(self) -> Doing:
         return self.worker.activity.doing
 
-    def timing(self) -> tuple[float, float]:
+    def timing(self) -> Timing:
         timing, self.worker.timing = self.worker.timing, Timing()
-        return timing.compute, timing.wait
+        return timing

@@ -14,6 +14,7 @@ from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import ParameterStore
+from stages.activity import Timing
 
 
 class TrainingMember(Protocol):
@@ -90,5 +91,5 @@ class TrainingMember(Protocol):
     def doing(self) -> Doing:
         """Return what the member does in its inner loop at this moment. Safe to call from another thread."""
 
-    def timing(self) -> tuple[float, float]:
-        """Return the seconds of compute and of waiting for links since the last call."""
+    def timing(self) -> Timing:
+        """Return the seconds of compute and of waiting for neighbours since the last call."""

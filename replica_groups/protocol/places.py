@@ -129,3 +129,8 @@ class Replica:
     def waits(self) -> bool:
         """Whether all its members wait for work."""
         return self.alive and all(place.asked is not None for place in self.places)
+
+
+def with_name(place: str, cause: str) -> str:
+    """Return a cause that begins with the slot's name, such as `home.1 was killed by SIGKILL`."""
+    return cause if cause.startswith((f"{place} ", f"{place}:")) else f"{place}: {cause}"

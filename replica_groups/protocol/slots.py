@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from replica_groups.protocol import events as e
-from replica_groups.protocol.places import Place, Replica
+from replica_groups.protocol.places import Place, Replica, with_name
 from replica_groups.protocol.state import State
 
 RETRY_SECONDS = 1.0
@@ -139,7 +139,7 @@ class SlotTransitions(State):
         yield e.Fenced(place.name, place.term, cause, silent)
         if self.is_over:
             self._finishing.discard(place.replica)  # the other members of its group would wait forever
-        yield from self._suspend(self.replicas[place.replica], f"{place.name}: {cause}")
+        yield from self._suspend(self.replicas[place.replica], with_name(place.name, cause))
         yield from self._let_in(place)
 
     def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:

@@ -627,6 +627,15 @@ def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
     assert (served.lobby.here, served.refusals()) == (0, {})
 
 
+def test_many_tickets_measure_no_more_than_a_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "ALL_MEASUREMENTS_AT_ONCE", 4)
+    served.serve_again()
+    for _ in range(2):
+        measure(served.address, served.ticket().identity)
+    with pytest.raises(Refused, match=r"many hosts have measured their lines; this one can be measured in \d+ s"):
+        measure(served.address, served.ticket().identity)
+
+
 def test_a_measurement_has_few_bytes_and_no_other_beside_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
         path = call_path(ADMISSION_SERVICE, "Measure")

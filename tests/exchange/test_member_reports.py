@@ -82,6 +82,7 @@ OUT_OF_RANGE = {
     "a link busy for ever": _use(busy_seconds=math.inf),
     "a made-up round": _round(round=2**32 - 1),
     "a round of no time": _round(wait_seconds=math.nan),
+    "a negative wait for a neighbour": _round(wait_next_seconds=-1.0),
     "a round of all time": _round(compute_seconds=1e308),
     "a state of a made-up round": pb.Report(member="a", state_saving=pb.StateSaving(round=2**32 - 1)),
     "more refusals than calls": _refusal(count=2**64 - 1),

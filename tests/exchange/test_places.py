@@ -146,6 +146,13 @@ def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
     assert told == [(TERM_OVER, "home.1"), (SUSPENDED, "home.0")]
 
 
+@pytest.mark.parametrize("cause", ["killed by a test", "home.1: killed by a test"])
+def test_a_cause_names_its_slot_once(run: Run, cause: str) -> None:
+    run.exchange.died("home.1", cause)
+    with pytest.raises(Suspended, match=r"^home\.1: killed by a test$"):
+        run.exchange.record(1, Caller("home.0", 1))
+
+
 def test_who_asks_learns_where_the_stage_after_listens_now(run: Run) -> None:
     run.exchange.died("home.1", "killed by a test")
     run.exchange.join("home.1", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hetero_pp.program.view.self_contained import self_contained
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
 
 VIEWS = ("topology", "rounds", "compare", "prediction")
+SHARE_AWAITED = re.compile(r"awaited \d+ %")
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -66,6 +68,16 @@ def test_a_moment_is_shown_again_and_left_again(address: str, opened: OpenPage) 
     page.get_by_role("button", name="To the end of the run").click()
     expect(away).to_have_attribute("data-state", "finished")
     assert "time=" not in page.url
+
+
+def test_a_link_tells_how_long_it_was_awaited(address: str, opened: OpenPage) -> None:
+    page = opened(f"{address}#view=topology&time=35&select=link:home1.0-home1.1", width=390)
+    link = page.locator('[data-item="link:home1.0-home1.1"]')
+    expect(link).to_have_attribute("aria-label", SHARE_AWAITED)
+    expect(link.locator("text").get_by_text(SHARE_AWAITED)).to_have_count(2)
+    expect(page.locator("#panel")).to_contain_text("Awaited")
+    page.get_by_text("Links as a table").click()
+    expect(page.get_by_role("region", name="Links")).to_contain_text("Awaited back")
 
 
 def test_the_keyboard_reaches_a_member_and_the_slider(address: str, opened: OpenPage) -> None:

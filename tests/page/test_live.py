@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Error as PlaywrightError
 from started import TIMEOUT, Started
 
+from hetero_pp.program.view.admitted import Door
 from hetero_pp.program.view.command import sources_of
 from hetero_pp.program.view.serving import Served
+from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.run.folder import RunFolder
 
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
@@ -148,3 +151,36 @@ def test_a_page_keeps_what_it_has_when_its_server_is_gone(watched: Watched, brow
     expect(page.locator("#connection")).to_contain_text("no connection to the server")
     expect(page.locator("#topology [data-state=finished]")).to_have_count(len(MEMBERS))
     page.close()
+
+
+def test_a_browser_with_a_member_s_certificate_sees_a_run_of_another_machine(
+    watched: Watched, browser: Browser
+) -> None:
+    """Without one, or with that of another run, it sees nothing."""
+    authority = Authority("secret")
+    (source,) = sources_of([RunFolder(watched.folder)]).values()
+    source.start()
+    served = Served({"mixed": source}, "0.0.0.0:0", [Door(authority.identity("launcher"), dict)])
+    url = served.url.replace("0.0.0.0", "127.0.0.1")
+    with served.in_background():
+        page = _with_certificate(browser, url, authority.identity("home.1"))
+        page.goto(url)
+        expect(page.locator("#topology [data-state=finished]")).to_have_count(len(MEMBERS))
+        page.get_by_role("slider").fill("300")
+        expect(page.locator("#phase")).to_contain_text("replay")
+        for other in (None, Authority("another secret").identity("home.1")):
+            stranger = _with_certificate(browser, url, other)
+            with pytest.raises(PlaywrightError, match="ERR_"):
+                stranger.goto(url)
+            stranger.context.close()
+        page.context.close()
+    source.close()
+
+
+def _with_certificate(browser: Browser, url: str, identity: Identity | None) -> Page:
+    """Return a tab that shows a certificate, and does not ask about the server's, which no public authority signed."""
+    shown: Any = []
+    if identity is not None:
+        own = {"cert": identity.certificate.encode(), "key": identity.key.encode()}
+        shown = [{"origin": url.strip("/"), **own}]
+    return browser.new_context(ignore_https_errors=True, client_certificates=shown).new_page()

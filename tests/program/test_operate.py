@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client.core import Metric
@@ -43,6 +43,7 @@ from hetero_pp.messages.messages_pb2 import (
     STORING,
     WENT_ON,
     Happened,
+    MemberRound,
     Over,
     Refusal,
     Report,
@@ -166,6 +167,19 @@ def test_metrics_of_a_whole_run() -> None:
     assert parts == {"compute": 5, "wait": 2, "outer": 1.5, "blocked": 1, "evaluation": 0.5}
 
 
+def test_who_waits_for_a_link_is_its_receiver() -> None:
+    """Only the receiver tells; an older version does not tell for which neighbour it waited."""
+    waited = {"wait_seconds": 4.0, "wait_previous_seconds": 3.0, "wait_next_seconds": 1.0}
+    times = MemberRound(round=1, compute_seconds=5, outer_seconds=1, blocked_seconds=0.5, **waited)
+    state = told(Report(time=START + 3, member="home.1", member_round=times))
+    name = "link_waited_seconds_total"
+    assert {key[1:]: value for key, value in collected(state, "home.1").items() if key[0] == name} == {
+        ("forward", "home.0-1"): 3,
+        ("backward", "home.1-exchange"): 0.5,
+    }
+    assert collected(told(member_round("home.1", 1)))[name, "forward", "home.0-1"] == 0
+
+
 def test_every_outcome_of_a_contribution_is_counted_once() -> None:
     """Rounds that are long over are counted as often as recent ones."""
     expected: dict[Outcome, int] = {}
@@ -257,10 +271,10 @@ def test_metrics_have_base_units_and_bounded_labels() -> None:
 # ---- the server ----
 
 
-def get(url: str) -> tuple[int, str]:
+def get(url: str, **headers: str) -> tuple[int, str]:
     """Return the status and the body of an answer."""
     try:
-        with urlopen(url, timeout=30) as answer:
+        with urlopen(Request(url, headers=headers), timeout=30) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         with error:
@@ -286,6 +300,16 @@ def test_healthz(reports: list[Report], status: int, expected: Mapping[str, Any]
         assert (code, json.loads(text).items() >= expected.items()) == (status, True)
         assert get(url.replace("healthz", "other"))[0] == 404
         assert "hetero_pp_build_info" in get(url.replace("healthz", "metrics"))[1]
+
+
+@pytest.mark.parametrize(("listen", "status"), [("0", 400), ("0.0.0.0:0", 200)])
+def test_a_foreign_page_that_binds_its_name_to_this_machine_reads_nothing(
+    listen: str, status: int, capsys: Any
+) -> None:
+    with operated(listen):
+        url = capsys.readouterr().out.split("health: ")[1].strip().replace("0.0.0.0", "127.0.0.1")
+        assert get(url, host="evil.example")[0] == get(url, host="evil.example:80")[0] == status
+        assert get(url, host="localhost")[0] == get(url, host="localhost:80")[0] == 200
 
 
 def test_a_client_that_sends_byte_by_byte_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -123,6 +123,10 @@ def test_the_metrics_of_a_launched_run_are_those_of_its_summary(launched: Launch
         for way, count in link["wire_bytes"].items():
             assert found["link_wire_bytes_total", way, link["name"]] == count > 0
     assert all(found["member_round_seconds_total", one, "compute"] > 0 for one in ("dc", "home.0", "home.2"))
+    ways = [("forward", "home.0-1"), ("backward", "home.1-2")]  # all for which home.1 waits as a stage
+    waited = sum(found["link_waited_seconds_total", *way] for way in ways)
+    assert waited == pytest.approx(found["member_round_seconds_total", "home.1", "wait"])
+    assert all(found["link_waited_seconds_total", *way] > 0 for way in ways)
 
 
 @pytest.mark.starts_processes

@@ -22,15 +22,18 @@ from test_run_state import (
     waiting,
 )
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, MemberRound, Refusal, Report
+from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, WAITING_FOR_PREVIOUS, Activity, MemberRound, Refusal, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch.recorded import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
 from hetero_pp.program.report.earlier import reports_until
+from hetero_pp.program.report.flat import flat_lines
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.disk import disk_bytes
 
 
 def record(folder: Path, reports: list[Report], failed: str | None = None, spec: RunSpec | None = None) -> RunState:
@@ -256,3 +259,19 @@ def test_what_a_member_says_that_it_refused_is_shown_as_its_word(tmp_path: Path)
     assert len(said) == MOST_REFUSALS_OF_A_MEMBER + 1
     summary = summary_of(record(tmp_path, reports))
     assert (summary["refusals"], summary["refusals_told_by"]) == (103, {"exchange": 3, "home.1": 100})
+
+
+def test_the_forecast_of_the_record_covers_every_report(tmp_path: Path) -> None:
+    """Steps of a second: each direction is reported after each step, and each member's activity twice a second."""
+    spec, time = made_up_spec(inner={"steps": 40}), 1_764_158_400.123456
+    reports = [Report(time=time, member=name, member_round=MemberRound(round=1)) for name in spec.members]
+    for step in range(40):
+        for name, member in spec.members.items():
+            values = {"loss": 4.123456789012345, "gradient_norm": 1.234567890123456, "learning_rate": 0.00123456789}
+            reports.append(inner_step(time, name, member.replica.name, 1, step, tokens=4096, **values))
+            reports += [Report(time=time, member=name, activity=Activity(doing=WAITING_FOR_PREVIOUS))] * 2
+        for link in spec.links:
+            reports += [link_use(time, link, way, 1, 10**7, busy=1.234567890123) for way in DIRECTIONS]
+    written = len("".join(json.dumps(line) + "\n" for report in reports for line in flat_lines(report)))
+    predicted = disk_bytes(spec, ["exchange"])["metrics"] / spec.latest.outer.rounds
+    assert written < predicted < 1.5 * written

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_pp.config.lines import LineSpec
 from hetero_pp.core.units import format_share
-from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, LinkUse, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import LATE, Awaited, BlobEntry, ContributionEntry, LinkUse, Report, RoundRecord
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
@@ -463,6 +463,19 @@ def test_reports_that_name_nothing_of_this_run_change_nothing() -> None:
         Report(time=START, member="x"),
     ]
     assert summary_of(state_of(strangers)) == summary_of(state_of([Report(time=START, member="x")]))
+
+
+def test_rounds_that_no_run_can_have_are_not_taken_in() -> None:
+    """They would take memory and time without bound."""
+    state = state_of(made_up_reports())
+    before = summary_of(state)
+    far, many = round_closed(START, 2**31), round_closed(START, ROUNDS)
+    many.round_closed.contributions[0].steps = STEPS + 1
+    standing = Report(time=START, member="exchange")
+    standing.standing.what, standing.standing.replica, standing.standing.round = LATE, "dc", 2**31
+    for report in (far, many, round_closed(START, 0), verified(START, "dc", 2**31, b"x"), standing):
+        assert not state.apply(report)
+    assert summary_of(state) == before
 
 
 def test_refusals_are_counted() -> None:

@@ -88,7 +88,7 @@ def killed(time: float) -> Iterator[Report]:
     home = {"replica": "home", "term": 1}
     yield standing(time, RESTARTED, place="home.1", cause=RESTART)
     yield standing(time, TERM_OVER, place="home.1", cause=KILLED, **home)
-    yield standing(time, SUSPENDED, place="home.0", cause=f"home.1: {KILLED}", **home)
+    yield standing(time, SUSPENDED, place="home.0", cause=KILLED, **home)
 
 
 def back(time: float) -> Report:

@@ -250,6 +250,23 @@ def test_topology_has_bandwidths_in_bytes_and_what_crosses() -> None:
     assert [one["layers"] for one in topology["members"]] == [None, "layers 0-1", "layers 2-3"]
 
 
+def test_a_link_shows_the_share_of_its_receivers_last_round_for_which_it_was_awaited() -> None:
+    def told(round_: int, **seconds: float) -> Report:
+        times = pb.MemberRound(round=round_, compute_seconds=4.0, outer_seconds=2.0, blocked_seconds=1.0, **seconds)
+        return Report(time=START + round_, member="home.1", member_round=times)
+
+    def awaited(*reports: Report) -> list[float | None]:
+        links = frame(view_of([*there(), *reports]))["links"]
+        ways = [("home.0-1", "there"), ("home.0-1", "back"), ("home.1-exchange", "back"), ("home.1-exchange", "there")]
+        return [links[name][side]["awaited"] for name, side in ways]
+
+    of_older_versions = told(1, wait_seconds=2.0)
+    split = told(2, wait_seconds=4.0, wait_previous_seconds=4.0, wait_next_seconds=0.0)
+    assert awaited() == [None] * 4
+    assert awaited(of_older_versions) == [None, None, 0.125, None]
+    assert awaited(of_older_versions, split) == [0.4, None, 0.1, None]
+
+
 def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
     view = view_of([*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0), *killed(START + 1)])
     now = frame(view)
@@ -261,6 +278,8 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
         ("killed", "home.1"),
         ("suspended", "home.0"),
     ]
+    view.take(standing(START + 1, pb.SUSPENDED, place="home.2", cause=KILLED, replica="home", term=1))
+    assert view.marks()[-1]["text"] == f"home.2 is suspended: {KILLED}"  # the first line is about the whole group
     for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
         assert view.state.apply(report)
         view.take(report)

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
+from hetero_pp.program.join.status import Known as KnownRun
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.view import broadcast, launched, watched
+from hetero_pp.program.view import admitted, broadcast, launched, serving, watched
+from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
+from hetero_pp.program.view.command import show
 from hetero_pp.program.view.exported import data_of
 from hetero_pp.program.view.launched import on_a_page
 from hetero_pp.program.view.prediction import Predicted
@@ -41,11 +44,12 @@ from hetero_pp.program.view.self_contained import self_contained
 from hetero_pp.program.view.server import PAGE
 from hetero_pp.program.view.serving import Served
 from hetero_pp.program.view.watched import Watched
-from hetero_pp.rpc.certificates import Authority, Identity
+from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.memberships import Memberships
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
@@ -229,7 +233,7 @@ def test_a_port_in_use_and_a_folder_that_is_no_run_are_one_line(tmp_path: Path) 
     run_folder(tmp_path / "x", recorded(made_up_reports()))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--port", str(port)])
+        found = CliRunner().invoke(app, ["view", "x", "--runs", str(tmp_path), "--listen", f"127.0.0.1:{port}"])
     assert found.exit_code == 2 and f"127.0.0.1:{port}" in found.output and "in use" in found.output
     for name in ("nothing", "127.0.0.1:9"):
         found = CliRunner().invoke(app, ["view", name, "--runs", str(tmp_path)])
@@ -247,17 +251,56 @@ def _client(identity: Identity | None, authority: Identity, folder: Path) -> ssl
     return context
 
 
+def asked(url: str, context: ssl.SSLContext) -> str:
+    """Return the name of the run that the page at a URL shows. Raises OSError if it is not shown."""
+    with urllib.request.urlopen(url, context=context, timeout=60) as answer:
+        return str(json.loads(answer.read())["runs"][0]["name"])
+
+
 def test_beyond_loopback_only_members_of_the_run_are_served(tmp_path: Path) -> None:
     authority, stranger = Authority("secret"), Authority("another secret")
     own = authority.identity("launcher")
-    with served(Known(made_up_reports()), address="0.0.0.0:0", identities=[own]) as url:
+    with served(Known(made_up_reports()), address="0.0.0.0:0", doors=[Door(own, lambda: None)]) as url:
         address = url.replace("0.0.0.0", "127.0.0.1") + "api/runs"
-        with urllib.request.urlopen(address, context=_client(authority.identity("home.1"), own, tmp_path)) as answer:
-            assert json.loads(answer.read())["runs"][0]["name"] == "made-up"
+        assert asked(address, _client(authority.identity("home.1"), own, tmp_path)) == "made-up"
         guest = make_ticket("made-up", "127.0.0.1:1", authority, "0" * 16, time.time() + 600).identity
         for other in (None, stranger.identity("home.1"), guest):
             with pytest.raises(OSError):
-                urllib.request.urlopen(address, context=_client(other, own, tmp_path), timeout=60)
+                asked(address, _client(other, own, tmp_path))
+
+
+@pytest.mark.parametrize("serves", [True, False], ids=["served here", "joined"])
+def test_a_member_whose_slot_is_taken_back_sees_nothing_more(
+    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a connection that it has open. A host that joined the run asks the exchange."""
+    monkeypatch.setattr(admitted, "_SECONDS_KNOWN", 0.0)
+    monkeypatch.setattr(serving, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    authority, key, folder = Authority("secret"), new_key(), RunFolder(tmp_path)
+    with closing(Memberships(folder.memberships)) as memberships:
+        ticket = memberships.invite("home.1", 600)
+        number = memberships.enrol(ticket, b"a key", ["home.1"], 600).number
+        told = lambda *_: pb.StatusReply(  # noqa: E731
+            places=[pb.PlaceStatus(name="home.1", holder=getattr(memberships.held_by("home.1"), "number", 0))]
+        )
+        monkeypatch.setattr(admitted, "status", told)
+        own = authority.identity("launcher")
+        signed = authority.sign(key.public_key(), "home.1", number, time.time() + 600)
+        client = _client(Identity(signed, as_text(key), own.authority), own, tmp_path)
+        door = door_of(KnownRun(folder, "127.0.0.1:1", own, serves))
+        with served(Known(made_up_reports()), address="0.0.0.0:0", doors=[door]) as url:
+            host, port = "127.0.0.1", int(url.split(":")[2].strip("/"))
+            address = f"https://{host}:{port}/api/runs"
+            assert asked(address, client) == "made-up"
+            with client.wrap_socket(socket.create_connection((host, port), timeout=60)) as kept:
+                memberships.revoke("home.1")
+                with suppress(ConnectionError, ssl.SSLError):
+                    assert kept.recv(1) == b""
+            with pytest.raises(OSError):
+                asked(address, client)
+            other = authority.sign(key.public_key(), "home.1", number + 1, time.time() + 600)
+            with pytest.raises(OSError):
+                asked(address, _client(Identity(other, as_text(key), own.authority), own, tmp_path))
 
 
 # ---- the exported file ----
@@ -284,6 +327,17 @@ def test_commands_open_a_page_or_write_it_to_a_file(tmp_path: Path, monkeypatch:
     found = CliRunner().invoke(app, ["view", "x", *runs, "--export", str(tmp_path / "x.html")])
     assert found.exit_code == 0 and len(opened) == 2, found.output
     assert '"rounds_closed":2' in (tmp_path / "x.html").read_text()
+
+
+def test_an_export_of_a_record_that_was_not_read_to_its_end_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Known(made_up_reports())
+    monkeypatch.setattr(source, "wait", lambda seconds: False)
+    show({"a b": source}, export=tmp_path / "x.html")
+    told = "the record was read for 10 minutes, not to its end: the rest is missing"
+    assert capsys.readouterr().out.startswith(f"a b: {told}\na b: the page is in ")
+    assert told in (tmp_path / "x.html").read_text()
 
 
 # ---- runs elsewhere, and predictions ----

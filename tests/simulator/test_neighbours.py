@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -111,3 +112,6 @@ def test_a_timeline_tells_each_group_its_own() -> None:
         assert {"stage 0", "stage 1", "hop 0 activation", "hop 0 gradient"} <= tracks
         forwards = [span for span in timeline.spans if span.replica == name and span.name == "forward 0"]
         assert len(forwards) >= 2 * 5
+        for track in tracks:  # the group was timed alone first, and that is not shown beside
+            found = sorted((one.start, one.end) for one in timeline.spans if (one.replica, one.track) == (name, track))
+            assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(found)), track

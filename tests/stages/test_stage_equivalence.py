@@ -306,6 +306,14 @@ def test_every_stage_steps_with_the_same_learning_rates() -> None:
     assert [worker.learning_rate for worker in group.workers] == [expected] * 4
 
 
+def test_each_stage_counts_the_seconds_in_which_it_waits_for_either_neighbour() -> None:
+    group = Group(Setup())
+    group.train([_batch(0)])
+    times = [worker.timing for worker in group.workers]
+    assert [one.waited_previous > 0 for one in times] == [False, True, True, True]
+    assert [one.waited_next > 0 for one in times] == [True, True, True, False]
+
+
 def test_a_second_round_goes_on_where_the_first_ended() -> None:
     """A flush applies every step, and no step is applied twice."""
     group, whole = Group(Setup()), Whole(Setup(cuts=(0, 4)))

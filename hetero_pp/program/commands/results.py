@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunsFolder, parsed_address
+from hetero_pp.program.commands.options import RunsFolder, parsed
 
 Experiments = Annotated[
     list[str] | None,
@@ -185,16 +185,13 @@ def view(
         list[str],
         typer.Argument(metavar="RUN...", help="Names of runs in runs/, run folders, or HOST:PORT of an exchange."),
     ],
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Serve the page at this port of this machine; 0: any free port.")
-    ] = 0,
     listen: Annotated[
-        str | None,
+        str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Serve the page at this address instead; other machines need the certificate of a member of the run.",
+            help="Serve the page at this address (port 0: any free one). Other machines need a member's certificate.",
         ),
-    ] = None,
+    ] = "127.0.0.1:0",
     export_path: Annotated[
         Path | None, typer.Option("--export", metavar="FILE", help="Write the page with its data to one HTML file.")
     ] = None,
@@ -202,9 +199,10 @@ def view(
 ) -> None:
     """Show runs on a page: topology, rounds, any moment again, and several runs side by side."""
     with readable_errors():
+        from hetero_pp.config.topology import parse_address
         from hetero_pp.program.view.command import view as show
 
-        show(runs, named, parsed_address("--listen", listen) or f"127.0.0.1:{port}", export_path)
+        show(runs, named, parsed("--listen", parse_address, listen), export_path)
 
 
 def volume(

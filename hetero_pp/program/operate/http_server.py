@@ -14,6 +14,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
 from hetero_pp.config.topology import parse_address
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.operate.collector import RunCollector
@@ -51,7 +52,7 @@ def served(listen: str, observed: Observed) -> Iterator[str]:
     host, port = parse_listen(listen)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        server = _server(family, (str(address[0]), int(address[1])), _application(observed))
+        server = _server(family, (str(address[0]), int(address[1])), _application(observed, host))
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError((), f"{OPTION} {listen}: cannot listen ({why}); choose another port or address") from None
@@ -66,14 +67,21 @@ def served(listen: str, observed: Observed) -> Iterator[str]:
         server.server_close()
 
 
-def _application(observed: Observed) -> WSGIApplication:
-    """Return the WSGI application."""
+def _application(observed: Observed, host: str) -> WSGIApplication:
+    """Return the WSGI application of a server at a host.
+
+    On loopback it answers to this machine's own names only: another name means that a foreign page has bound its own
+    name to this machine's address.
+    """
+    names = {*LOOPBACK_NAMES, host} if is_loopback(f"{host}:0") or host == "::1" else None
     registry = CollectorRegistry()
     registry.register(RunCollector(observed, METRICS, build_info()))
     metrics = make_wsgi_app(registry)
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
+        asked, path = environ.get("HTTP_HOST", host), environ["PATH_INFO"]
+        if names is not None and asked not in names and asked.rpartition(":")[0] not in names:
+            return _answer(start_response, "400 Bad Request", {"names": sorted(names)})
         if path == "/metrics":
             return metrics(environ, start_response)
         if path != "/healthz":

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from prometheus_client.core import GaugeMetricFamily
 
 from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind
@@ -22,7 +22,7 @@ from hetero_pp.program.operate.collector import Described, Samples, View
 from hetero_pp.program.operate.health import Condition, seconds_without_progress
 from hetero_pp.program.report.carried import DirectionState
 from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.spent import PARTS
+from hetero_pp.program.report.spent import PARTS, awaiting
 from hetero_pp.program.report.standings import Outcome
 from hetero_pp.program.report.state import Presence, RunState
 
@@ -113,6 +113,15 @@ def _of_links(value: Callable[[DirectionState], float | None], view: View) -> Sa
     return [((link, way), value(state)) for link, way, state in view.observed.directions(view.state)]
 
 
+def _waited(view: View) -> Samples:
+    known = view.observed.members(view.state)
+    for link in view.state.links.values():
+        for way in DIRECTIONS:
+            receiver, part = awaiting(link.spec, way)
+            if receiver in known:
+                yield (link.name, way), view.state.spent[receiver].seconds(part)
+
+
 def _line_bytes(view: View) -> Samples:
     return [((name, way), line.wire_bytes(way)) for name, line in view.state.lines.items() for way in WAYS]
 
@@ -198,6 +207,9 @@ METRICS = (
     Described("hetero_pp_link_capacity_bytes_per_second", LINK, "bytes a second",
               "Configured rate of the direction; no sample without a limit.",
               partial(_of_links, lambda direction: bytes_per_second(direction.bandwidth))),
+    Described("hetero_pp_link_waited_seconds_total", LINK, "seconds",
+              "Time in finished rounds for which the receiver waited for messages of the direction. It contains the "
+              "time in which the sender computes.", _waited),
     Described("hetero_pp_line_wire_bytes_total", LINE, "bytes", "Bytes on the wire of all links that share the line.",
               _line_bytes, needs_all=True),
     Described("hetero_pp_line_busy_seconds_total", LINE, "seconds",

@@ -27,8 +27,8 @@ from hetero_pp.messages.messages_pb2 import (
     Standing,
     StateSaving,
 )
-from hetero_pp.program.report.standings import with_name
 from hetero_pp.run.spec import RunSpec
+from replica_groups.protocol.places import with_name
 
 
 class Happenings:

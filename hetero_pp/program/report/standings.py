@@ -32,6 +32,7 @@ from hetero_pp.messages.messages_pb2 import (
     Standing,
 )
 from hetero_pp.run.spec import RunSpec
+from replica_groups.protocol.places import with_name
 
 
 class Outcome(StrEnum):
@@ -294,8 +295,3 @@ class Standings:
             vacant = self.given_up.get(name) or (None if place is None else place.vacant)
             if any(found.values()) or vacant is not None:
                 yield name, found | {"term": None if place is None else place.term, "gone": vacant}
-
-
-def with_name(place: str, cause: str) -> str:
-    """Return a cause that begins with the slot's name, such as `home.1 was killed by SIGKILL`."""
-    return cause if cause.startswith((f"{place} ", f"{place}:")) else f"{place}: {cause}"

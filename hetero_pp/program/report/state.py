@@ -16,6 +16,7 @@ from statistics import fmean
 
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.core.bounded import ROUNDS_GAP_MAX
 from hetero_pp.messages.messages_pb2 import (
     Begun,
     Evaluation,
@@ -43,6 +44,8 @@ from hetero_pp.run.spec import RunSpec
 
 _KINDS = frozenset(Kind)
 _ANY = ReportBounds()
+MOST_STEPS_SHOWN = 1_000_000
+"""Most inner steps of a round whose number of steps is not known beforehand."""
 
 
 class Presence(StrEnum):
@@ -132,7 +135,7 @@ class RunState:
         Return False for values out of range.
         """
         newest = max(self.rounds_planned, self._last_closed + 2)
-        if not math.isfinite(report.time) or complaint(report, newest, _ANY):
+        if not math.isfinite(report.time) or complaint(report, newest, _ANY) or not self._is_possible(report):
             return False
         with self.lock:
             self.started = report.time if self.started is None else min(self.started, report.time)
@@ -178,6 +181,17 @@ class RunState:
                     self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time
         return True
+
+    def _is_possible(self, report: Report) -> bool:
+        """Return False for a round of the exchange that would take memory and time without bound."""
+        event = report.WhichOneof("event")
+        if event not in ("round_closed", "round_verified", "standing"):
+            return True
+        told, last = getattr(report, event), max(self._last_closed, self.rounds_planned) + ROUNDS_GAP_MAX
+        if told.round > last or event != "round_closed":
+            return bool(told.round <= last)
+        most = self.inner_steps or MOST_STEPS_SHOWN
+        return told.round >= 1 and all(one.steps <= most for one in told.contributions)
 
     def _refused(self, member: str, refusal: Refusal) -> None:
         """Count refused messages. An unknown kind, which a member may make up, counts as unexpected."""

@@ -11,12 +11,12 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.status import Known, known_run, run_folder, runs_at
 from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.exported import export_page
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.serving import LOOPBACK, Served
 from hetero_pp.program.view.sources import Source
 from hetero_pp.program.view.watched import Watched
-from hetero_pp.rpc.certificates import Identity
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 
@@ -31,25 +31,28 @@ def view(runs: Path, named: Sequence[str], listen: str, export: Path | None) -> 
     """
     folders = [_folder(runs.absolute(), name) for name in named]
     known = [] if is_loopback(listen) else [_known(folder) for folder in folders]
-    identities = [one.identity for one in known if one is not None]
-    show(sources_of(folders), listen, export, identities)
+    doors = [door_of(one) for one in known if one is not None]
+    show(sources_of(folders), listen, export, doors)
 
 
 def show(
     sources: Mapping[str, Source],
     listen: str = LOOPBACK,
     export: Path | None = None,
-    identities: Sequence[Identity] = (),
+    doors: Sequence[Door] = (),
 ) -> None:
     """Serve the page of some sources until an interrupt, or write it to a file."""
-    served = None if export is not None else Served(sources, listen, identities)
+    served = None if export is not None else Served(sources, listen, doors)
     with ExitStack() as stack:
         for source in sources.values():
             source.start()
             stack.callback(source.close)
         if served is None and export is not None:
-            for source in sources.values():
-                source.wait(_SECONDS_TO_READ)
+            for name, source in sources.items():
+                if not source.wait(_SECONDS_TO_READ) and source.view is not None:
+                    minutes = f"{_SECONDS_TO_READ / 60:.0f} minutes"
+                    source.view.complain(f"the record was read for {minutes}, not to its end: the rest is missing")
+                    tell(standard_output(), f"{name}: {source.view.problems[-1]}")
             export_page(sources, export)
             tell(standard_output(), f"{', '.join(sources)}: the page is in {export}")
         elif served is not None:

@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hetero_pp.config.lines import WAYS
+from hetero_pp.config.links import Direction, LinkSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Doing
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
+from hetero_pp.program.report.spent import awaiting
 from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.program.view.details import MemberDetails
 from hetero_pp.program.view.followed import Followed
@@ -163,11 +165,23 @@ def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str])
 def _links(view: Followed, now: float) -> dict[str, Any]:
     return {
         name: {
-            side: _flow(way.recent_bytes_per_second(now), view.limits[name][side], way.wire_bytes)
-            for side, way in ((side, link.directions[way]) for side, way in SIDES.items())
+            side: _flow(
+                link.directions[way].recent_bytes_per_second(now),
+                view.limits[name][side],
+                link.directions[way].wire_bytes,
+            )
+            | {"awaited": _awaited_share(view.state, link.spec, way)}
+            for side, way in SIDES.items()
         }
         for name, link in view.state.links.items()
     }
+
+
+def _awaited_share(state: RunState, link: LinkSpec, way: Direction) -> float | None:
+    """Return the share of the receiver's last round in which it waited for messages of this direction."""
+    receiver, part = awaiting(link, way)
+    share = state.spent[receiver].share(part) if receiver in state.spent else None
+    return None if share is None else round(share, 4)
 
 
 def _flow(rate: float, limit: float | None, wire_bytes: int) -> dict[str, float | None]:

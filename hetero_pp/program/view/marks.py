@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hetero_pp.messages.messages_pb2 import Happened, Report
+from hetero_pp.messages.messages_pb2 import SUSPENDED, Happened, Report
 from hetero_pp.program.report.happenings import Happenings, member_joined
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.memberships import LEFT
@@ -54,7 +54,8 @@ class Marks:
             told = report.standing
             name = Happened.Name(told.what) if told.what in Happened.values() else event  # of a later version
             kind = "left" if told.cause.endswith(LEFT) else _KINDS.get(name, name.lower())
-            for line in lines or [told.cause]:
+            cause = f"{told.place} is suspended: {told.cause}" if told.what == SUSPENDED else told.cause
+            for line in lines or [cause]:
                 yield self._mark(kind, told.place, told.replica, told.round, line)
         else:
             for line in lines:

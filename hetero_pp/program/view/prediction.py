@@ -77,7 +77,7 @@ def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
     links: list[dict[str, Any]] = []
     for name in dict.fromkeys(span.replica for span in spans):
         replica = _replica(spec, name)
-        own = _last_pass([span for span in spans if span.replica == name])
+        own = [span for span in spans if span.replica == name]
         updates = [span.end for span in own if span.track == "stage 0" and span.name == "update"]
         start, end = ([0.0, *updates[:1]] if len(updates) < 2 else updates[:2])[:2]
         within = [span for span in own if span.start >= start - _ENOUGH and span.end <= end + _ENOUGH]
@@ -93,16 +93,6 @@ def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
 def _replica(spec: RunSpec, name: str) -> ReplicaSettings:
     """Return the replica that a timeline names; the first one of several alike."""
     return next(one for one in spec.config.replicas if name in (one.name, one.name.rpartition("-")[0]))
-
-
-def _last_pass(spans: Sequence[Span]) -> Sequence[Span]:
-    """Return the spans of the last time that the simulator timed the replica: with shared lines it does so again."""
-    first, before = 0, 0.0
-    for index, span in enumerate(spans):
-        if span.track == "stage 0":
-            first = index if span.start < before else first
-            before = span.start
-    return spans[first:]
 
 
 _KINDS = {"activation": "there", "gradient": "back"}

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from hetero_pp.core.bounded import ROUNDS_GAP_MAX, parse_json, read_json_object
+from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
@@ -31,8 +31,6 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 _KEY_FRAMES = 600
 _UNKNOWN_MAX = 100
 """Kinds of unknown events that are told apart."""
-_STEPS_MAX = 1_000_000
-"""Most inner steps of a round whose number of steps is not known beforehand."""
 _STRANGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
@@ -186,10 +184,10 @@ class Record:
         """Apply one report. One that this run cannot have is skipped: a damaged line may hold any number."""
         view = self.view
         try:
-            if not _is_possible(report, view.state):
-                problems.append(f"{self._lines.here} is damaged and was skipped")
-            elif view.state.apply(report):
+            if view.state.apply(report):
                 view.take(report)
+            else:
+                problems.append(f"{self._lines.here} is damaged and was skipped")
         except Exception as error:  # noqa: BLE001 (the page shows what it has)
             problems.append(f"{self._lines.here} does not fit the run ({type(error).__name__}: {error})")
 
@@ -217,15 +215,6 @@ class Record:
             if self.view.state.is_over:
                 return "over"
             return f"failed: {self.view.state.failed or 'it ended without a summary'}"
-
-
-def _is_possible(report: Report, state: RunState) -> bool:
-    """Return False for a closed round that would take memory and time without bound."""
-    if not report.HasField("round_closed"):
-        return True
-    record, most = report.round_closed, state.inner_steps or _STEPS_MAX
-    last = max(state.rounds, state.rounds_planned) + ROUNDS_GAP_MAX
-    return 1 <= record.round <= last and all(one.steps <= most for one in record.contributions)
 
 
 def _interval(path: Path) -> float:

@@ -17,6 +17,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hetero_pp.config.links import LOOPBACK_NAMES
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
 from hetero_pp.program.view.run_view import RunView
@@ -35,7 +36,6 @@ _HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
 def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> Starlette:

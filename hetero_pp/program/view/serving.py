@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import ssl
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,36 +19,36 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hetero_pp.config.links import is_loopback
+from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
+from hetero_pp.program.view.admitted import Door
 from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
-from hetero_pp.program.view.server import LOOPBACK_NAMES, page_app
+from hetero_pp.program.view.server import page_app
 from hetero_pp.program.view.sources import Source
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.tickets import ticket_of
 
 LOOPBACK = "127.0.0.1:0"
 _SECONDS_TO_END = 2.0
 _MOST_CONNECTIONS = 200
+_SECONDS_BETWEEN_LOOKS = 10.0
+"""Interval at which it is checked whether a caller is still a member."""
 
 
 class Served:
     """The page at an open port."""
 
-    def __init__(
-        self, sources: Mapping[str, Source], address: str = LOOPBACK, identities: Sequence[Identity] = ()
-    ) -> None:
+    def __init__(self, sources: Mapping[str, Source], address: str = LOOPBACK, doors: Sequence[Door] = ()) -> None:
         """Open the port (0: any free one).
 
-        `identities`: this host's in each run, of which the first is shown to callers. They are needed beyond loopback,
-        where every caller has to show a certificate of a member of one of the runs.
+        `doors`: the runs. Beyond loopback every caller has to show a certificate of a member of one of them. Callers
+        are shown this host's identity in the first one.
 
-        Raises ConfigError for an address that cannot be opened, or without identities beyond loopback.
+        Raises ConfigError for an address that cannot be opened, or without doors beyond loopback.
         """
         host, _, port = address.rpartition(":")
         host, is_local = host.strip("[]"), is_loopback(address)
-        if not is_local and not identities:
+        if not is_local and not doors:
             found = "an address that others reach, and no certificate of a run by which to know its members"
             wanted = "127.0.0.1:PORT, or a run that this host serves or joined"
             raise ConfigError((), f"--listen {address}: found {found}, expected {wanted}")
@@ -61,7 +63,7 @@ class Served:
             lifespan="off",
             server_header=False,
             ws="none",
-            http="auto" if is_local else _OfMembers,
+            http="auto" if is_local else partial(_OfMembers, doors),  # type: ignore[arg-type]
             timeout_keep_alive=20,
             timeout_graceful_shutdown=1,
             log_level="critical",  # it would log viewers that it cuts off as errors, between the lines of the run
@@ -69,7 +71,7 @@ class Served:
         )
         config.load()
         if not is_local:
-            config.ssl = _only_members(identities)
+            config.ssl = _only_members([door.identity for door in doors])
         self._server = _Server(config, app.state.broadcasts)
 
     def run(self) -> None:
@@ -95,14 +97,33 @@ class Served:
 
 
 class _OfMembers(H11Protocol):
-    """Connection of a member. It is cut for a ticket: its holder has not joined."""
+    """Connection of a member. It is cut once the run no longer admits its caller."""
+
+    def __init__(self, doors: Sequence[Door], *arguments: Any, **values: Any) -> None:
+        super().__init__(*arguments, **values)
+        self._doors = doors
+        self._watch: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        shown = transport.get_extra_info("peercert") or {}
-        names = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
-        if any(ticket_of(name) is not None for name in names):
-            transport.abort()
+        transport.pause_reading()  # until the caller is known
+        self._watch = self.loop.create_task(self._cut_strangers(transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _cut_strangers(self, transport: Any) -> None:
+        shown = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        if await self._is_admitted(shown):
+            transport.resume_reading()
+            while await self._is_admitted(shown):
+                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        transport.abort()
+
+    async def _is_admitted(self, certificate: bytes) -> bool:
+        return await asyncio.to_thread(lambda: any(door.admits(certificate) for door in self._doors))
 
 
 class _Server(uvicorn.Server):

@@ -37,42 +37,52 @@ function connection(ends, size, item, limits) {
     ? [
         text(x, y - 13, "small halo", "", "middle"),
         text(x, y - 26, "small halo", "", "middle"),
+        text(x, y - 39, "small halo", "", "middle"),
         text(x, y + 22, "small halo", "", "middle"),
         text(x, y + 35, "small halo", "", "middle"),
+        text(x, y + 48, "small halo", "", "middle"),
       ]
     : size === "small"
       ? []
       : [
-          text(x - 14, y - 3, "small halo", "", "end"),
-          text(x - 14, y + 11, "small muted halo", "", "end"),
-          text(x + 14, y - 3, "small halo"),
-          text(x + 14, y + 11, "small muted halo"),
+          text(x - 14, y - 10, "small halo", "", "end"),
+          text(x - 14, y + 4, "small halo", "", "end"),
+          text(x - 14, y + 18, "small halo", "", "end"),
+          text(x + 14, y - 10, "small halo"),
+          text(x + 14, y + 4, "small halo"),
+          text(x + 14, y + 18, "small halo"),
         ];
-  const node = svg("g", button(item, ""), hit, there, back, words.filter(Boolean));
+  const tip = svg("title");
+  const node = svg("g", button(item, ""), tip, hit, there, back, words);
   const update = (ways, label) => {
     [there, back].forEach((line, n) => {
       attribute(line, "stroke-width", stroke(ways[n]?.busy, size).toFixed(1));
       const share = ways[n]?.busy == null ? "" : percent(ways[n].busy);
       const speed = [ways[n]?.rate == null ? "" : rate(ways[n].rate), share].filter(Boolean).join(" · ");
       const capacity = limits[n] == null ? "" : `of ${rate(limits[n])}`;
-      if (!isHorizontal && words.length) {
-        say(words[2 * n], speed);
-        say(words[2 * n + 1], capacity);
-      } else if (lines === 2 && words.length) {
-        say(words[2 * n], n || !capacity ? speed : capacity);
-        say(words[2 * n + 1], n || !capacity ? capacity : speed);
-        attribute(words[2 * n + (n || !capacity ? 1 : 0)], "class", "small muted halo");
-      } else if (lines === 1 && words.length) say(words[2 * n], share);
+      const late = ways[n]?.awaited == null ? "" : `awaited ${percent(ways[n].awaited)}`;
+      const own = words.slice(3 * n, 3 * n + 3);
+      if (!own.length) return;
+      if (!isHorizontal || lines === 2) {
+        const told = [speed, capacity, late].filter(Boolean);
+        if (isHorizontal && !n) told.reverse(); // above the line the first words stand next to it, too
+        own.forEach((line, at) => {
+          say(line, told[at] ?? "");
+          attribute(line, "class", `small halo${told[at] === speed ? "" : " muted"}`);
+        });
+      } else if (lines === 1) say(own[0], share);
     });
     attribute(node, "aria-label", label);
+    say(tip, label);
   };
   return [node, update];
 }
 
 function describe(link, flow) {
   const way = (name) =>
-    `${rate(flow?.[name]?.rate)} of ${link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name])}`;
-  return `link ${link.source} to ${link.target}: there ${way("there")}, back ${way("back")}`;
+    `${rate(flow?.[name]?.rate)} of ${link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name])}, ` +
+    `awaited ${percent(flow?.[name]?.awaited)} of the last round`;
+  return `link ${link.source} to ${link.target}: there ${way("there")}; back ${way("back")}`;
 }
 
 export function linksLayer({ picture, history, updates }) {
@@ -122,7 +132,7 @@ export function toExchange(history, replica, now) {
   return up || down ? `exchange ↑ ${percent(up?.busy)} ↓ ${percent(down?.busy)}` : "";
 }
 
-// All links of a replica to the exchange are drawn as one: rates are added, the busiest counts.
+// All links of a replica to the exchange are drawn as one: rates are added, the busiest and the most awaited count.
 export function lanesLayer({ picture, history, updates }) {
   const own = new Map(picture.replicas.map((frame) => [frame.id, exchangeLinks(history, frame.replica)]));
   const bus = picture.isNarrow
@@ -161,6 +171,9 @@ export function lanesLayer({ picture, history, updates }) {
 function summed(flows, way) {
   const known = flows.map((flow) => flow[way]).filter((flow) => flow?.rate != null);
   if (!known.length) return null;
-  const shares = known.map((flow) => flow.busy).filter((busy) => busy !== null && busy !== undefined);
-  return { rate: known.reduce((sum, flow) => sum + flow.rate, 0), busy: shares.length ? Math.max(...shares) : null };
+  const most = (name) => {
+    const shares = known.map((flow) => flow[name]).filter((share) => share != null);
+    return shares.length ? Math.max(...shares) : null;
+  };
+  return { rate: known.reduce((sum, flow) => sum + flow.rate, 0), busy: most("busy"), awaited: most("awaited") };
 }

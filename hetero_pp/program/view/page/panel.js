@@ -102,14 +102,8 @@ function link(id, { history, frame }, choose) {
   const own = history.topology.links.find((one) => one.id === id);
   if (!own) return null;
   const now = frame?.links[id] ?? {};
-  const way = (name, from, to) => [
-    `${from} → ${to}`,
-    rate(now[name]?.rate),
-    own.bandwidth?.[name] == null ? "unlimited" : rate(own.bandwidth[name]),
-    percent(now[name]?.busy),
-    bytes(now[name]?.bytes),
-    seconds(own.latency?.[name]),
-  ];
+  const ways = ["there", "back"];
+  const row = (title, value) => [title, ...ways.map(value)];
   return {
     title: `${own.source} – ${own.target}`,
     content: [
@@ -119,8 +113,15 @@ function link(id, { history, frame }, choose) {
       ]),
       table(
         "Both ways",
-        ["Way", "Rate", "Capacity", "Busy", "Sent", "Latency"],
-        [way("there", own.source, own.target), way("back", own.target, own.source)],
+        ["Way", `→ ${own.target}`, `→ ${own.source}`],
+        [
+          row("Rate", (way) => rate(now[way]?.rate)),
+          row("Capacity", (way) => (own.bandwidth?.[way] == null ? "unlimited" : rate(own.bandwidth[way]))),
+          row("Busy", (way) => percent(now[way]?.busy)),
+          row("Awaited", (way) => percent(now[way]?.awaited)),
+          row("Sent", (way) => bytes(now[way]?.bytes)),
+          row("Latency", (way) => seconds(own.latency?.[way])),
+        ],
       ),
       ...marksOf(history, (mark) => mark.member === own.source || mark.member === own.target),
     ],

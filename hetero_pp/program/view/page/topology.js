@@ -245,7 +245,7 @@ function card(member, picture, history, updates) {
     attribute(stripe, "class", `tone-${form.tone}`);
     attribute(symbol, "class", `tone-${form.tone}`);
     attribute(symbol, "d", path(form.icon));
-    say(state, cut(activity(form, facts), WORD[size]));
+    say(state, cut(activity(form, facts, size), WORD[size]));
     say(layers, cut([member.layers, facts.device].filter(Boolean).join(" · "), 24));
     const flow = line && now?.lines?.[line.id];
     say(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "");
@@ -255,12 +255,16 @@ function card(member, picture, history, updates) {
 }
 
 // The detail already says what waits: "waits for home.2".
-const activity = (form, facts) => (facts.detail && facts.state === "waiting" ? facts.detail : form.word);
+function activity(form, facts, size) {
+  if (!facts.detail || facts.state !== "waiting") return form.word;
+  return size === "full" ? facts.detail : facts.detail.replace(/^waits for/, "for"); // beside an hourglass
+}
 
 function legend() {
   const item = (form) => el("li", {}, icon(form), form.word);
   const ways =
-    "A line is as thick as it is busy; the upper arrow points there, the lower one back.";
+    "A line is as thick as it is busy; the upper arrow points there, the lower one back. Awaited: share of its last " +
+    "round in which the receiver waited for messages on this link, also while the sender computed.";
   return el(
     "details",
     { class: "legend" },
@@ -299,12 +303,13 @@ function linksTable(history, frame) {
       rate(flow[name]?.rate),
       link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]),
       percent(flow[name]?.busy),
+      percent(flow[name]?.awaited),
     ];
     return [`${link.source} – ${link.target}`, ...way("there"), ...way("back")];
   });
   return table(
     "Links",
-    ["Link", "Rate there", "Capacity there", "Busy there", "Rate back", "Capacity back", "Busy back"],
+    ["Link", ...["there", "back"].flatMap((way) => ["Rate", "Capacity", "Busy", "Awaited"].map((one) => `${one} ${way}`))],
     rows,
   );
 }

@@ -1,0 +1,86 @@
+"""Who may see the page from another machine: members that a run admits now, by their certificates."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from functools import partial
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.program.join.status import Known
+from hetero_pp.rpc.admission_client import status
+from hetero_pp.rpc.certificates import Identity, read_certificate
+from hetero_pp.rpc.tickets import ticket_of
+from hetero_pp.run.folder import RunFolder
+from replica_groups.exchange.memberships import Memberships
+
+_SECONDS_KNOWN = 10.0
+"""Seconds for which an answer about the holders of slots counts."""
+_SECONDS_TO_ANSWER = 5.0
+
+Holders = Callable[[], Mapping[str, int] | None]
+"""Returns slot -> number of the present holder with a ticket, 0 if there is none; None if nobody can say."""
+
+
+class Door:
+    """One run: its authority, and the holders of its slots. May be used by many threads."""
+
+    def __init__(self, identity: Identity, holders: Holders) -> None:
+        """`identity`: this host's in the run."""
+        self.identity = identity
+        self._authority = x509.load_pem_x509_certificate(identity.authority.encode())
+        self._ask, self._asked = holders, -_SECONDS_KNOWN
+        self._holders: Mapping[str, int] | None = None
+        self._lock = threading.Lock()
+
+    def admits(self, certificate: bytes) -> bool:
+        """Return whether a certificate (DER) is valid, and its owner a member of the run now.
+
+        Processes that were started with the run's secret are. If nobody can say who holds the slots, the certificate
+        alone counts: it is valid for a day at most.
+        """
+        found = x509.load_der_x509_certificate(certificate)
+        try:
+            found.verify_directly_issued_by(self._authority)
+        except (InvalidSignature, TypeError, ValueError):
+            return False
+        shown = read_certificate(found.public_bytes(Encoding.PEM))
+        if ticket_of(shown.name) is not None or shown.until < time.time():
+            return False
+        holders = self._known() if shown.holder else None
+        return holders is None or holders.get(shown.name) == shown.holder
+
+    def _known(self) -> Mapping[str, int] | None:
+        with self._lock:
+            if time.monotonic() >= self._asked + _SECONDS_KNOWN:
+                told = self._ask()
+                self._holders = self._holders if told is None else told
+                self._asked = time.monotonic()
+            return self._holders
+
+
+def door_of(known: Known) -> Door:
+    """Return the door of a run that this host serves, where it reads who holds the slots, or asks the exchange."""
+    return Door(known.identity, partial(_on_disk, known.folder) if known.serves else partial(_told, known))
+
+
+def _on_disk(folder: RunFolder) -> Mapping[str, int] | None:
+    if not folder.memberships.is_file():
+        return {}
+    with suppress(HeteroPPError), closing(Memberships(folder.memberships)) as memberships:
+        places = {holder.place for holder in memberships.holders()}
+        return {place: found.number for place in places if (found := memberships.held_by(place)) is not None}
+    return None
+
+
+def _told(known: Known) -> Mapping[str, int] | None:
+    with suppress(HeteroPPError):
+        reply = status(known.address, known.identity, _SECONDS_TO_ANSWER)
+        return {place.name: place.holder for place in reply.places}
+    return None
