@@ -27,7 +27,7 @@ from replica_groups.outer.ranks import Ranks
 from stages.anchors import anchors_of
 from stages.boundary import boundary_of
 from stages.stage import Stage
-from stages.transcript import NOT_KEPT, KeepsMessages, Sketches, Transcript
+from stages.transcript import NOT_KEPT, KeepsMessages, Place, Sketches, Transcript
 from stages.worker import StageWorker, WorkerSettings
 
 
@@ -120,8 +120,8 @@ def _build_stage(
     )
     transcript: KeepsMessages = NOT_KEPT
     if (audit := config.audit.recompute) is not None:
-        format_ = stage.boundary.format
-        transcript = Transcript(Sketches(format_, config.seed, replica.name) if audit.tolerance > 0 else None)
+        sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
+        transcript = Transcript(Place(spec.run, replica.members, member.stage.index), sketches)
     worker = StageWorker(stage, settings, ends.upstream, ends.downstream, transcript)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
