@@ -94,14 +94,12 @@ class StageWorker:
     """One pipeline stage with its links. `upstream` is None on the first stage, `downstream` on the last."""
 
     def __init__(
-        self,
-        stage: Stage,
-        settings: WorkerSettings,
-        upstream: LinkEnd | None,
-        downstream: LinkEnd | None,
-        transcript: KeepsMessages = NOT_KEPT,
+        self, stage: Stage, settings: WorkerSettings, upstream: LinkEnd | None, downstream: LinkEnd | None
     ) -> None:
-        self.stage, self.settings, self.transcript = stage, settings, transcript
+        self.stage = stage
+        self.settings = settings
+        self.transcript: KeepsMessages = NOT_KEPT
+        """Set to another one if the run is audited by recomputation."""
         self.timing = Timing()
         self.activity = Activity()
         self.gradient_norm = math.nan
