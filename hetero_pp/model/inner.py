@@ -242,7 +242,7 @@ class InnerOptimizer:
             parameters = [one for group in self.optimizers[int(number)].param_groups for one in group["params"]]
             if value.shape not in ((), parameters[int(index)].shape) or name not in _MOMENTS:
                 raise ValueError(f"{key} {list(value.shape)} is no moment of {list(parameters[int(index)].shape)}")
-            states[int(number)].setdefault(int(index), {})[name] = value
+            states[int(number)].setdefault(int(index), {})[name] = value.clone()
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 

@@ -17,6 +17,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.run.check_recomputed import check_recomputed
 from hetero_pp.run.check_topology import check_exchange, check_lines, check_topology
 from hetero_pp.run.counted import counted
 from hetero_pp.run.plan_section import PlanSettings, check_participants
@@ -133,6 +134,8 @@ class RunConfig(Settings):
             raise ConfigError(
                 ("states", "to"), "found `store` without a `store.url`, expected `folder`, or a `store.url`, too"
             )
+        if self.audit.recompute is not None:
+            check_recomputed(self.outer, self.replicas, self.states.undo)
         if self.inner.optimizer != "adamw":
             self._require_no_adamw()
         if self.outer.overlap:

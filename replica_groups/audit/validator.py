@@ -22,6 +22,7 @@ from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.follower import Follower
 from replica_groups.audit.gauntlet.check import GauntletCheck
+from replica_groups.audit.recompute.recomputation import recomputation_of
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
 from replica_groups.outer.apply_round import FetchBlob
@@ -44,6 +45,9 @@ class RoundCheck(Protocol):
         `theta`: all parameters before the round, which must not be changed. `fetch` reads the round's blobs.
         """
 
+    def finish(self) -> Iterator[Judgement]:
+        """Yield what is found after the last round, within some seconds."""
+
 
 class ValidatedRun(Protocol):
     """The run that a validator follows."""
@@ -63,10 +67,13 @@ class ValidatedRun(Protocol):
         """Hand over the judgements about one round."""
 
 
-def checks_of(spec: RunSpec, source: Source, secret: str, device: torch.device) -> list[RoundCheck]:
-    """Return the checks that the run's audit asks for. `secret`: the run's; it decides what is checked."""
-    gauntlet = spec.config.audit.gauntlet
-    return [] if gauntlet is None else [GauntletCheck(spec, gauntlet, source, secret, device)]
+def checks_of(
+    spec: RunSpec, log: ContributionLog, source: Source, secret: str, device: torch.device
+) -> list[RoundCheck]:
+    """Return the checks that the run's audit asks for. `secret`: the run's; it decides what is scored."""
+    gauntlet, again = spec.config.audit.gauntlet, recomputation_of(spec, log, source, device)
+    scores: list[RoundCheck] = [] if gauntlet is None else [GauntletCheck(spec, gauntlet, source, secret, device)]
+    return scores if again is None else [*scores, again]
 
 
 class Validator:
@@ -111,6 +118,9 @@ class Validator:
                 self._follower = self._follow(newest)
                 continue
             on_round(round_, count)
+        for check in self._checks:
+            for judgement in check.finish():
+                self._run.take([judgement])
 
     def _judge(self, record: RoundRecord, fetch: FetchBlob) -> int:
         """Check a round, unless it is long closed; return the number of judgements."""

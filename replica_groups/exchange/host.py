@@ -227,7 +227,7 @@ def _validator(
 
     def make() -> Validator:
         source = open_source(spec.config.data, folder.cache)
-        checks = checks_of(spec, source, secret, torch.device("cpu"))
+        checks = checks_of(spec, exchange.log, source, secret, torch.device("cpu"))
         judged = snapshot.round if last_round is None else last_round
         return Validator(spec, _Beside(exchange), checks, snapshot, judged, folder.path)
 

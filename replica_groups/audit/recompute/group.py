@@ -63,7 +63,8 @@ class ReplicaHere:
         self.outers: dict[str, OuterRound] = {}
         self.blobs: dict[str, bytes] = {}
         """What the replica contributes to the round, by block; filled by `train`."""
-        self._first = 0
+        self.first = 0
+        """Number of the round's first step, counted over the run."""
         for one in own:
             self._add(one, source, Ranks(device=device))
         for name, member in self.members.items():
@@ -81,12 +82,12 @@ class ReplicaHere:
         if (state := start.states.get(name)) is not None:
             restore(trainer, outer, state)
             known = state.rest["steps"]
-        self._first, last = (0, None) if known is None else (int(known["first"]), known["last"])
+        self.first, last = (0, None) if known is None else (int(known["first"]), known["last"])
         if spec.config.inner.steps is not None:
-            self._first = (start.round - 1) * spec.config.inner.steps
+            self.first = (start.round - 1) * spec.config.inner.steps
         outer.restore()
-        trainer.follow(spec.rates_in(start.round, self._first, last))
-        trainer.take_share(spec.share_of(self._replica, start.round), self._first)
+        trainer.follow(spec.rates_in(start.round, self.first, last))
+        trainer.take_share(spec.share_of(self._replica, start.round), self.first)
         self.members[name], self.outers[name] = trainer, outer
 
     def train(self, steps: int) -> Mapping[str, bytes]:
@@ -100,7 +101,7 @@ class ReplicaHere:
         def work(name: str) -> None:
             member, round_ = self.members[name], self.start.round
             for step in range(steps):
-                member.inner_step(round_, step, self._first + step, announces and step == steps - 1)
+                member.inner_step(round_, step, self.first + step, announces and step == steps - 1)
             member.end_inner_loop(round_)
 
         self._together(work)

@@ -1,0 +1,252 @@
+"""Computes drawn rounds of replicas again, and judges what they contributed.
+
+Files of a drawn round arrive while later rounds are trained, so its judgement comes with a later round. Nothing waits
+for it but the end of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_pp.config.audit import RecomputeSettings
+from hetero_pp.core.device import CPU
+from hetero_pp.core.errors import HeteroPPError, OutOfMemory, StoreError
+from hetero_pp.data.sources import Source
+from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, RoundRecord
+from hetero_pp.messages.messages_pb2 import Recomputed as Finding
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.recompute.chains import Chains
+from replica_groups.audit.recompute.compare import Comparison, compare, difference
+from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
+from replica_groups.audit.recompute.group import RoundStart
+from replica_groups.audit.recompute.hops import blame
+from replica_groups.audit.recompute.replica import Recomputed, recompute
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.showing import ARRIVED, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
+from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
+from replica_groups.outer.apply_round import FetchBlob
+
+SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_TO_FINISH = 25.0
+"""Longest time that the end of a run waits for checkpoints of its last rounds."""
+
+Theta = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A closed round, until its draw is known and the files of what it drew are here."""
+
+    record: RoundRecord
+    theta: Theta
+    """All parameters before the round."""
+    fetch: FetchBlob
+
+
+class Recomputation:
+    """Judges drawn rounds of one run. Implements RoundCheck."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: RecomputeSettings,
+        log: ContributionLog,
+        source: Source | None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`source`: the run's text. `device`: where rounds are computed again."""
+        self.spec, self._settings, self._log, self._source, self._device = spec, settings, log, source, device
+        self.chains = Chains()
+        self.unaudited = 0
+        """Number of drawn rounds of replicas whose members left before they could be asked."""
+        self._basis: Tensor | None = None
+        self._undrawn: list[_Seen] = []
+        self._waiting: list[tuple[_Seen, str]] = []
+        """(round, replica) whose files are not all here."""
+
+    def check(self, record: RoundRecord, theta: Theta, fetch: FetchBlob) -> Iterator[Judgement]:
+        """Take a round, and yield what was found about this or earlier ones. As RoundCheck.check."""
+        for broken in self.chains.follow(record):
+            cause = f"{broken.member} began round {record.round} with another state than it ended the one before"
+            yield _judgement(record.round, broken.replica, Comparison(0.0, cause, broken.member))
+        if any(entry.commitments for entry in record.contributions):
+            self._undrawn.append(_Seen(record, theta, fetch))
+        yield from self._judge_arrived(record.round)
+
+    def finish(self) -> Iterator[Judgement]:
+        """Yield what is found about the last rounds, whose files may still be on their way."""
+        until = time.monotonic() + SECONDS_TO_FINISH
+        while True:
+            yield from self._judge_arrived(None)
+            if not (self._undrawn or self._waiting) or time.monotonic() > until:
+                return
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _judge_arrived(self, round_: int | None) -> Iterator[Judgement]:
+        """Judge the rounds whose files are here. `round_`: the newest one; older ones are given up after a time."""
+        with suppress(StoreError):
+            self._read_draws()
+            waiting, self._waiting = self._waiting, []
+            for seen, replica in waiting:
+                arrived = self._read(f"{evidence_key(seen.record.round, replica)}/{ARRIVED}")
+                if arrived is not None:
+                    yield from self._judge(seen, replica, arrived["missing"])
+                elif round_ is None or seen.record.round + 2 * ROUNDS_TO_SHOW > round_:
+                    self._waiting.append((seen, replica))
+
+    def _read_draws(self) -> None:
+        """Read what was drawn. A draw is published with the first assignment after its round."""
+        for seen in list(self._undrawn):
+            if (draw := self._read(draw_key(seen.record.round))) is not None:
+                self._undrawn.remove(seen)
+                self._waiting += [(seen, replica) for replica in draw["drawn"]]
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._log.store.get(key))
+        except FileNotFoundError:
+            return None
+
+    # ---- one round of one replica ----
+
+    def _judge(self, seen: _Seen, replica: str, missing: Mapping[str, str]) -> Iterator[Judgement]:
+        number = seen.record.round
+        entry = next(one for one in seen.record.contributions if one.replica == replica)
+        if LEFT in missing.values():
+            self.unaudited += 1
+        elif missing:
+            member, why = next(iter(missing.items()))
+            yield _judgement(number, replica, Comparison(0.0, f"{member} {why}", member))
+        else:
+            yield self._recomputed(seen, entry)
+            return
+        self._forget(number, replica)
+
+    def _recomputed(self, seen: _Seen, entry: ContributionEntry) -> Judgement:
+        number, own = seen.record.round, {blob.block: seen.fetch(entry.replica, blob.block) for blob in entry.blobs}
+        again: Recomputed | None = None
+        try:
+            with _files(self._log, evidence_key(number, entry.replica)) as folder:
+                start = RoundStart(number, seen.theta, self._basis_of_run(), _states(folder, entry))
+                again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
+                found = self.compared(entry, number, own, again, _messages(folder, entry))
+        except OutOfMemory:
+            raise
+        except HeteroPPError as error:
+            member = entry.commitments[0].member if len(entry.commitments) == 1 else ""
+            found = Comparison(0.0, f"its round cannot be computed again: {error}", member)
+        if found.is_equal:
+            self._forget(number, entry.replica)
+            return _judgement(number, entry.replica, found)
+        hashes = {name: parameter_sha256(tensor) for name, tensor in seen.theta.items()}
+        evidence = Evidence(
+            version=VERSION,
+            run=self.spec.run,
+            round=number,
+            replica=entry.replica,
+            tolerance=self._settings.tolerance,
+            difference=min(found.difference, 1e300),
+            member=found.member,
+            cause=found.cause[:500],
+            theta_sha256=parameters_sha256(hashes).hex(),
+            machine=this_machine(),
+            files={},
+        )
+        blobs = {} if again is None else again.blobs
+        write_evidence(self._log.store, self.spec, seen.record, evidence, own, blobs)
+        return _judgement(number, entry.replica, found, evidence_key(number, entry.replica))
+
+    def compared(
+        self,
+        entry: ContributionEntry,
+        number: int,
+        contributed: Mapping[str, bytes],
+        again: Recomputed,
+        messages: Mapping[str, bytes],
+    ) -> Comparison:
+        """Compare a contribution, and name the stage of a group that computed something else if it can be told."""
+        tolerance, compression = self._settings.tolerance, self.spec.config.outer.compression
+        differences = {
+            block: difference(
+                BlobAddress(self.spec.run, number, entry.replica, block),
+                shapes,
+                compression,
+                contributed[block],
+                again.blobs[block],
+            )
+            for block, shapes in shapes_by_block(self.spec.parameter_shapes).items()
+        }
+        found = compare(entry, differences, again, tolerance)
+        if found.is_equal or len(again.here.members) == 1:
+            return (
+                found if found.is_equal else Comparison(found.difference, found.cause, next(iter(again.here.members)))
+            )
+        differing = [block for block, one in differences.items() if one > tolerance]
+        named = blame(again.here, messages, differing, other_text="another text" in found.cause)
+        return found if named is None else Comparison(found.difference, named.cause, named.member)
+
+    def _basis_of_run(self) -> Tensor | None:
+        """Return U, which never changes, from any run checkpoint."""
+        if self._basis is None and self.spec.largest_rank is not None:
+            self._basis = self._log.read_snapshot(min(self._log.snapshots())).basis
+        return self._basis
+
+    def _forget(self, number: int, replica: str) -> None:
+        """Remove what was shown for a round against which there is no finding by recomputation."""
+        store = self._log.store
+        store.delete(store.below(evidence_key(number, replica)))
+
+
+@contextmanager
+def _files(log: ContributionLog, folder: str) -> Iterator[Path]:
+    """Yield the files that members showed, in a folder on this machine."""
+    path = log.store.path(folder)
+    if path is not None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-shown-") as scratch:
+        for key in log.store.below(folder):
+            to = Path(scratch) / key.removeprefix(f"{folder}/")
+            to.parent.mkdir(parents=True, exist_ok=True)
+            log.store.get_to(key, to)
+        yield Path(scratch)
+
+
+def _states(folder: Path, entry: ContributionEntry) -> dict[str, Any]:
+    return {one.member: load_state(folder / one.member / BEFORE) for one in entry.commitments}
+
+
+def _messages(folder: Path, entry: ContributionEntry) -> dict[str, bytes]:
+    return {one.member: (folder / one.member / MESSAGES).read_bytes() for one in entry.commitments if one.messages}
+
+
+def _judgement(round_: int, replica: str, found: Comparison, evidence: str = "") -> Judgement:
+    finding = Finding(
+        is_equal=found.is_equal,
+        difference=found.difference,
+        member=found.member,
+        cause=found.cause[:250],
+        evidence=evidence,
+    )
+    return Judgement(round=round_, replica=replica, recomputed=finding)
+
+
+def recomputation_of(
+    spec: RunSpec, log: ContributionLog, source: Source | None, device: torch.device = CPU
+) -> Recomputation | None:
+    """Return the recomputation that a run's audit asks for, if it does."""
+    settings = spec.config.audit.recompute
+    return None if settings is None else Recomputation(spec, settings, log, source, device)
