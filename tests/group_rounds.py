@@ -175,6 +175,6 @@ def poisons(pair: Sequence[int], hits: list[tuple[int, int]]) -> Alter:
             output[:, 1:][is_pair] = 1.0
             return output
 
-        stage.forward = poisoned  # type: ignore[method-assign, assignment]
+        stage.forward = poisoned  # type: ignore[method-assign]
 
     return alter

@@ -84,6 +84,8 @@ class Showing:
 
     def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
         self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
+        self.authority: str | None = None
+        """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain = Chain(secrets.token_bytes(32), 1)
         self._next = 1
@@ -162,7 +164,8 @@ class Showing:
             self._open = [one for one in self._open if not one.is_over]
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
-            self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
+            known = {"round": one.round, "replica": one.replica, "missing": failures, "authority": self.authority}
+            self._put(f"{one.folder}/{ARRIVED}", known)
 
     def end(self) -> None:
         """Draw from the last rounds, so that a validator knows for what to wait."""

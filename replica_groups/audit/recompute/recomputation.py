@@ -103,7 +103,7 @@ class Recomputation:
             for seen, replica in waiting:
                 arrived = self._read(f"{evidence_key(seen.record.round, replica)}/{ARRIVED}")
                 if arrived is not None:
-                    yield from self._judge(seen, replica, arrived["missing"])
+                    yield from self._judge(seen, replica, arrived["missing"], arrived["authority"])
                 elif round_ is None or seen.record.round + 2 * ROUNDS_TO_SHOW > round_:
                     self._waiting.append((seen, replica))
 
@@ -122,7 +122,9 @@ class Recomputation:
 
     # ---- one round of one replica ----
 
-    def _judge(self, seen: _Seen, replica: str, missing: Mapping[str, str]) -> Iterator[Judgement]:
+    def _judge(
+        self, seen: _Seen, replica: str, missing: Mapping[str, str], authority: str | None
+    ) -> Iterator[Judgement]:
         number = seen.record.round
         entry = next(one for one in seen.record.contributions if one.replica == replica)
         if LEFT in missing.values():
@@ -131,18 +133,18 @@ class Recomputation:
             member, why = next(iter(missing.items()))
             yield _judgement(number, replica, Comparison(0.0, f"{member} {why}", member))
         else:
-            yield self._recomputed(seen, entry)
+            yield self._recomputed(seen, entry, authority)
             return
         self._forget(number, replica)
 
-    def _recomputed(self, seen: _Seen, entry: ContributionEntry) -> Judgement:
+    def _recomputed(self, seen: _Seen, entry: ContributionEntry, authority: str | None) -> Judgement:
         number, own = seen.record.round, {blob.block: seen.fetch(entry.replica, blob.block) for blob in entry.blobs}
         again: Recomputed | None = None
         try:
             with _files(self._log, evidence_key(number, entry.replica)) as folder:
                 start = RoundStart(number, seen.theta, self._basis_of_run(), _states(folder, entry))
                 again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
-                found = self.compared(entry, number, own, again, _messages(folder, entry))
+                found = self.compared(entry, number, own, again, _messages(folder, entry), authority)
         except OutOfMemory:
             raise
         except HeteroPPError as error:
@@ -176,8 +178,12 @@ class Recomputation:
         contributed: Mapping[str, bytes],
         again: Recomputed,
         messages: Mapping[str, bytes],
+        authority: str | None = None,
     ) -> Comparison:
-        """Compare a contribution, and name the stage of a group that computed something else if it can be told."""
+        """Compare a contribution, and name the stage of a group that computed something else if it can be told.
+
+        `authority`: as for `blame`.
+        """
         tolerance, compression = self._settings.tolerance, self.spec.config.outer.compression
         differences = {
             block: difference(
@@ -195,7 +201,8 @@ class Recomputation:
                 found if found.is_equal else Comparison(found.difference, found.cause, next(iter(again.here.members)))
             )
         differing = [block for block, one in differences.items() if one > tolerance]
-        named = blame(again.here, messages, differing, other_text="another text" in found.cause)
+        is_text = "another text" in found.cause
+        named = blame(again.here, messages, differing, is_text, generation=entry.epoch, authority=authority)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
 
     def _basis_of_run(self) -> Tensor | None:
