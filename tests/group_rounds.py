@@ -40,9 +40,12 @@ AUTHORITY = Authority("the secret of a run with a liar")
 
 
 def group_spec(
-    corpus: Path, boundary: Mapping[str, Any] | None = None, tolerance: float = 0.0, **changes: Any
+    corpus: Path, boundary: Mapping[str, Any] | None = None, tolerance: float | None = 0.0, **changes: Any
 ) -> RunSpec:
-    """Return a run of one group of four stages, by default with 4-bit boundaries and two micro-batches."""
+    """Return a run of one group of four stages, by default with 4-bit boundaries and two micro-batches.
+
+    Without a tolerance it is not audited.
+    """
     home = {"name": GROUP, "kind": "participants", "stages": [{"layers": 1}] * STAGES}
     boundary = {"rank": "1/4", "bits": 4} if boundary is None else dict(boundary)
     config: dict[str, Any] = {
@@ -52,7 +55,7 @@ def group_spec(
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 4},
         "inner": {"steps": STEPS, "warmup_steps": 0, "learning_rate": 0.01},
         "outer": {"rounds": 200},
-        "audit": {"recompute": {"tolerance": tolerance}},
+        "audit": {"recompute": None if tolerance is None else {"tolerance": tolerance}},
         "replicas": [{**home, "batch_size": 4, "micro_batches": 2, "boundary": boundary} | changes],
     }
     return RunSpec(RunConfig.model_validate(config), 256)
