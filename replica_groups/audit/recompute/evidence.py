@@ -78,7 +78,7 @@ def write_evidence(
     folder = evidence_key(found.round, found.replica)
     contents = {f"contributed/{block}.blob": data for block, data in contributed.items()}
     contents |= {f"recomputed/{block}.blob": data for block, data in recomputed.items()}
-    known = {"config": spec.config.model_dump(mode="json"), "changes": json.loads(spec.changes.to_json())}
+    known = {"config": spec.config.model_dump(mode="json"), "changes": spec.changes.to_json()}
     contents["run.json"] = json.dumps(known, indent=1).encode()
     contents["record.json"] = MessageToJson(record, preserving_proto_field_name=True).encode()
     for name, data in contents.items():

@@ -72,6 +72,8 @@ class Recomputation:
         self.chains = Chains()
         self.unaudited = 0
         """Number of drawn rounds of replicas whose members left before they could be asked."""
+        self._broken: set[tuple[int, str]] = set()
+        """(round, replica) whose chain was found to be broken, so that nothing else needs to be found."""
         self._basis: Tensor | None = None
         self._undrawn: list[_Seen] = []
         self._waiting: list[tuple[_Seen, str]] = []
@@ -79,8 +81,11 @@ class Recomputation:
 
     def check(self, record: RoundRecord, theta: Theta, fetch: FetchBlob) -> Iterator[Judgement]:
         """Take a round, and yield what was found about this or earlier ones. As RoundCheck.check."""
-        for broken in self.chains.follow(record):
+        self._broken = {key for key in self._broken if key[0] > record.round - 2 * ROUNDS_TO_SHOW}
+        found = {broken.replica: broken for broken in self.chains.follow(record)}
+        for broken in found.values():
             cause = f"{broken.member} began round {record.round} with another state than it ended the one before"
+            self._broken.add((record.round, broken.replica))
             yield _judgement(record.round, broken.replica, Comparison(0.0, cause, broken.member))
         if any(entry.commitments for entry in record.contributions):
             self._undrawn.append(_Seen(record, theta, fetch))
@@ -129,6 +134,8 @@ class Recomputation:
         entry = next(one for one in seen.record.contributions if one.replica == replica)
         if LEFT in missing.values():
             self.unaudited += 1
+        elif (number, replica) in self._broken:
+            pass
         elif missing:
             member, why = next(iter(missing.items()))
             yield _judgement(number, replica, Comparison(0.0, f"{member} {why}", member))
