@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from group_rounds import flips_activations
-from lying_run import LyingRun, lying_spec
+from lying_run import HONEST, LyingRun, lying_spec
 
 from hetero_pp.link.protocol import Message
-from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader, Recomputed
+from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, Judgement, LinkHeader
 from replica_groups.loop import take_part
 from replica_groups.member.participants import StageMember
 from stages.transcript import Entry, Transcript, Way
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 # gRPC raises this in a thread that polls the connectivity of a closed channel.
 
 GROUP = {"kind": "participants", "stages": 3, "boundary": {"rank": "1/4"}}
-ROUNDS = 3
+ROUNDS = 2
 
 
 class _Whitewashed(Transcript):
@@ -52,7 +53,7 @@ def _whitewashes(worker: StageWorker) -> None:
 
     def flipped(header: LinkHeader, packed: Any, source: Any, entry: Entry, symbols: Any) -> Message:
         honest = activation(header, packed, source, entry, symbols)
-        if header.purpose == FLUSH or entry is None:
+        if header.purpose == EVALUATION:
             return honest
         lie = Message(header, (honest.tensors[0], -honest.tensors[1]))
         return transcript.sent.expect(Way.SENT_ACTIVATION, header).note(lie)
@@ -66,9 +67,16 @@ LIARS: dict[str, Callable[[StageWorker], None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over, in which both liars lied in every round."""
+
+    judged: list[Judgement]
+    without_ticket: set[str]
+
+
 @pytest.fixture(scope="module")
-def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingRun]:
-    """Return a run that is over, in which both liars lied in every round."""
+def outcome(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     build = take_part.build_member
 
     def lying(spec: Any, member: Any, *arguments: Any) -> Any:
@@ -78,22 +86,18 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lyin
             LIARS[member.name](built.worker)
         return built
 
-    spec = lying_spec(
-        corpus, ROUNDS, {"c": GROUP, "d": GROUP}, layers=3, audit={"recompute": {"share": 1}}, exchange={"quorum": 1.0}
-    )
+    audit = {"recompute": {"share": 1}}
+    spec = lying_spec(corpus, ROUNDS, {"c": GROUP, "d": GROUP}, layers=3, audit=audit, exchange={"quorum": 1.0})
     with LyingRun(spec, tmp_path_factory.mktemp("run")) as run, mock.patch.object(take_part, "build_member", lying):
         run.until_over()
-    yield run
+        gone = {name for name in spec.members if name not in HONEST and run.memberships.held_by(name) is None}
+    return Outcome([report.judged for report in run.told if report.HasField("judged")], gone)
 
 
-def _found(run: LyingRun) -> list[Recomputed]:
-    judged = [report.judged for report in run.told if report.HasField("judged")]
-    return [one.recomputed for one in judged if one.HasField("recomputed")]
-
-
-def test_each_liar_is_named_and_nobody_else_is(run: LyingRun) -> None:
-    found = _found(run)
-    assert {one.member for one in found if not one.is_equal} == set(LIARS), [str(one.standing) for one in run.told if one.HasField("standing")]
-    causes = {one.member: one.cause for one in found if not one.is_equal}
+def test_each_liar_is_named_and_loses_its_ticket_and_nobody_else_does(outcome: Outcome) -> None:
+    found = [(one.replica, one.recomputed) for one in outcome.judged if not one.recomputed.is_equal]
+    assert {(replica, one.member) for replica, one in found} == {("c", "c.1"), ("d", "d.1")}
+    causes = {one.member: one.cause for _, one in found}
     assert "c.1 sent another activation of micro-batch 0 in step 0" in causes["c.1"]
     assert "d.1 sent and signed another activation of micro-batch 0 in step 0 than it says" in causes["d.1"]
+    assert outcome.without_ticket == set(LIARS)
