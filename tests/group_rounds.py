@@ -65,8 +65,10 @@ def group_spec(
 class Contributed:
     """What the members of a group contributed to a round."""
 
-    blobs: Mapping[str, bytes]
-    messages: Mapping[str, bytes]
+    blobs: dict[str, bytes]
+    """By block."""
+    messages: dict[str, bytes]
+    """Member -> its transcript."""
 
 
 class GroupRounds:

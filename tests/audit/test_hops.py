@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,16 @@ from group_rounds import (
     starts_elsewhere,
     trains_faster,
 )
+from torch import Tensor
 
 from hetero_pp.messages.messages_pb2 import StageMessages
 from hetero_pp.model.transformer import block_of
 from replica_groups.audit.recompute.group import ReplicaHere
+from replica_groups.audit.recompute.hops import blame
+from replica_groups.member.participants import StageMember
 from stages.transcript import RECORD, Way, records_of
 
+PAIR = (ord("t"), ord("h"))
 FIRST, MIDDLE, LAST = 0, 2, STAGES - 1
 
 
@@ -196,6 +201,32 @@ def test_a_stage_without_a_transcript_of_its_messages_is_named(
 ) -> None:
     found = judged(again, replace(right, messages=right.messages | {_of(1): data}))
     assert found is not None and (found.member, cause in found.cause) == (_of(1), True), found
+
+
+def _on_another_machine(here: ReplicaHere) -> ReplicaHere:
+    """Let all stages round differently, so that no message has the bits of another machine."""
+    for member in here.members.values():
+        assert isinstance(member, StageMember)
+        stage = member.worker.stage
+        stage._compute = partial(_scaled, stage._compute)  # type: ignore[method-assign]
+    return here
+
+
+def _scaled(compute: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, tokens: Tensor) -> Tensor:
+    return compute(inputs, tokens) * (1 + 1e-6)
+
+
+def test_with_a_tolerance_honest_differences_name_nobody_and_lies_do(corpus: Path, tmp_path: Path) -> None:
+    rounds = GroupRounds(group_spec(corpus, tolerance=0.1), tmp_path)
+    rounds.go_on()
+    again = _on_another_machine(rounds.here())
+    again.train(STEPS)
+    right = rounds.lie(MIDDLE, honest)
+    assert right.messages[_of(LAST)] != again.members[_of(LAST)].message_digests()
+    assert blame(again, right.messages, []) is None
+    for lie in (flips_gradients, freezes, poisons(PAIR, [])):
+        found = blame(again, rounds.lie(MIDDLE, lie).messages, [])
+        assert found is not None and found.member == _of(MIDDLE), lie
 
 
 def test_a_stage_that_shows_nothing_makes_nobody_else_guilty(again: ReplicaHere, flipped: Contributed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,13 @@ def rounds(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> GroupRound
 class _Lazy:
     """A thread that digests a message only when somebody waits for it."""
 
-    def submit(self, do: Callable[..., Any], *arguments: Any) -> _Lazy:
-        future = _Lazy()
-        future.call, future.found = (do, arguments), []
-        return future
+    def submit(self, do: Callable[..., Any], *arguments: Any) -> _Later:
+        return _Later(partial(do, *arguments))
 
-    def result(self) -> Any:
-        if not self.found:
-            do, arguments = self.call
-            self.found.append(do(*arguments))
-        return self.found[0]
+
+class _Later:
+    def __init__(self, do: Callable[[], Any]) -> None:
+        self.result = cache(do)
 
 
 def test_both_ends_of_each_link_hold_the_same_messages_in_schedule_order(
