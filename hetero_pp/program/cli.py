@@ -32,6 +32,7 @@ for command in (
     results.reproduce,
     results.export,
     results.replay,
+    results.verify,
     results.compare,
     results.volume,
     results.methods,

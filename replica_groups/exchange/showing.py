@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.errors import DamagedFile
@@ -29,7 +30,7 @@ from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import Chain, drawn
 
-DRAWS, EVIDENCE, ARRIVED = "draws", "evidence", "arrived.json"
+DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
@@ -84,7 +85,7 @@ class Showing:
 
     def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
         self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
-        self.authority: str | None = None
+        self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain = Chain(secrets.token_bytes(32), 1)
@@ -94,7 +95,7 @@ class Showing:
 
     def begin(self, last_round: int) -> None:
         """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds."""
-        self._chain, self._next = Chain(self._chain.secret(1), last_round + 1), last_round + 1
+        self._chain, self._next = Chain(secrets.token_bytes(32), last_round + 1), last_round + 1
         known = {"first": self._next, "end": self._chain.end.hex(), "share": self._shows.share}
         self._put(f"{DRAWS}/{self._chain.end.hex()[:16]}.json", known)
         store = self._log.store
@@ -164,8 +165,9 @@ class Showing:
             self._open = [one for one in self._open if not one.is_over]
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
-            known = {"round": one.round, "replica": one.replica, "missing": failures, "authority": self.authority}
-            self._put(f"{one.folder}/{ARRIVED}", known)
+            if (authority := self.authority) is not None:
+                self._state.decisions.patiently(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
+            self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
 
     def end(self) -> None:
         """Draw from the last rounds, so that a validator knows for what to wait."""

@@ -43,13 +43,13 @@ def _lying(build: Callable[..., Any]) -> Callable[..., Any]:
         if member.name == "skips":
             _skip(trainer)
         elif member.name == "invents":
-            honest = outer._contributed  # noqa: SLF001
-            outer._contributed = lambda round_, name: -honest(round_, name)  # noqa: SLF001
+            honest = outer._contributed
+            outer._contributed = lambda round_, name: -honest(round_, name)
         elif member.name == "rereads":
-            read = trainer.batches._batches_of  # noqa: SLF001
-            trainer.batches._batches = read(trainer.batches._share)  # noqa: SLF001
-            train = trainer.batches._batches.train  # noqa: SLF001
-            object.__setattr__(trainer.batches._batches, "train", lambda step: train(0))  # noqa: SLF001
+            read = trainer.batches._batches_of
+            trainer.batches._batches = read(trainer.batches._share)
+            train = trainer.batches._batches.train
+            object.__setattr__(trainer.batches._batches, "train", lambda step: train(0))
         return trainer, outer, holds
 
     return built
@@ -76,7 +76,7 @@ def _commit(commit: Callable[[Commitments, int, int], None]) -> Callable[[Commit
 
     def lied(own: Commitments, round_: int, steps: int) -> None:
         commit(own, round_, steps)
-        made = own._exchange.commitment  # noqa: SLF001
+        made = own._exchange.commitment
         assert made is not None
         if made.member == "forges":  # a chain of made-up digests
             made.before, made.after = (hashlib.sha256(str(one).encode()).digest() for one in (round_, round_ + 1))
@@ -137,7 +137,6 @@ def test_the_run_goes_on_without_the_liars(run: LyingRun) -> None:
 
 def test_only_evidence_against_liars_is_kept(run: LyingRun) -> None:
     store = run.exchange.log.store
-    assert not {one.replica for one in _found(run) if not one.recomputed.is_equal} & {*HONEST}
     kept = {key.split("/")[1] for key in store.below(EVIDENCE) if key.endswith("evidence.json")}
-    assert {one.partition("-")[2] for one in kept} >= {"skips", "invents", "rereads"}
+    assert {"skips", "invents", "rereads"} <= {one.partition("-")[2] for one in kept} <= CAUSES.keys()
     assert len(store.names(DRAWS)) == ROUNDS + 1

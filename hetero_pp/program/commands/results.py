@@ -136,6 +136,24 @@ def replay(
         replay_run(run, round_, json_path, to)
 
 
+def verify(
+    evidence: Annotated[
+        str,
+        typer.Argument(metavar="EVIDENCE", help="Folder of evidence, such as runs/quickstart/evidence/000007-home."),
+    ],
+    log: Annotated[str | None, typer.Option(metavar="LOG", help="Run log, if the folder is not in it.")] = None,
+    corpus: Annotated[str | None, typer.Option(metavar="TEXT", help="Read the run's text from this path.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Allow this relative difference; by default that of the evidence.")
+    ] = None,
+) -> None:
+    """Check evidence that a replica contributed something else: compute its round again, and compare."""
+    with readable_errors():
+        from hetero_pp.program.verify import verify as check
+
+        check(evidence, log, corpus, tolerance)
+
+
 def compare(
     named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs in runs/, or run folders.")],
     chart: Annotated[Path, typer.Option(help="Draw a picture of the losses in this file (.png).")] = Path(

@@ -37,10 +37,9 @@ VERSION = 1
 MOST_FILES = 10_000
 MOST_OF_JSON = 8 << 20
 """Bytes of a JSON file that is read at once."""
-MOST_OF_EVIDENCE = 1 << 40
 
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}(/[A-Za-z0-9_.-]{1,200}){0,2}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}(/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}){0,2}$")]
 
 
 class Evidence(BaseModel):
