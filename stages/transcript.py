@@ -184,7 +184,10 @@ class Transcript:
         """`sketches` is set if an audit allows a tolerance."""
         self._place, self._sketches = place, sketches
         self._thread = ThreadPoolExecutor(1, "digests")
+        self._done: list[NDArray[np.void]] = []
+        """Records of the steps before the newest one."""
         self._entries: list[_Kept] = []
+        """Messages of the newest step."""
         self._step = 0
         self._generation = 0
         self._signer: Signer | None = None
@@ -194,13 +197,14 @@ class Transcript:
         self._generation, self._signer = generation, signer
 
     def begin(self) -> None:
-        self._entries, self._statements = [], {}
+        self._done, self._entries, self._step, self._statements = [], [], 0, {}
 
     def expect(self, way: Way, header: LinkHeader) -> Entry:
         if header.purpose == EVALUATION:
             return NOT_KEPT
-        if header.purpose != FLUSH:
-            self._step = header.step
+        if header.purpose != FLUSH and header.step != self._step:
+            self._done.append(self._newest())
+            self._entries, self._step = [], header.step
         entry = _Kept(self, way, self._step + (header.purpose == FLUSH), header.micro_batch)
         self._entries.append(entry)
         return entry
@@ -236,6 +240,10 @@ class Transcript:
 
     def _records(self) -> NDArray[np.void]:
         """Return the records of all messages [N], once they are digested."""
+        return np.concatenate([*self._done, self._newest()])
+
+    def _newest(self) -> NDArray[np.void]:
+        """Return the records of the newest step."""
         records = np.zeros(len(self._entries), RECORD if self._sketches is None else SKETCHED)
         for record, entry in zip(records, self._entries, strict=True):
             entry.write(record)
