@@ -229,6 +229,22 @@ def test_with_a_tolerance_honest_differences_name_nobody_and_lies_do(corpus: Pat
         assert found is not None and found.member == _of(MIDDLE), lie
 
 
+def test_a_stage_that_only_widens_a_difference_is_not_named(corpus: Path, tmp_path: Path) -> None:
+    """It received messages that differ by less than the tolerance, and sent some that differ by more."""
+    rounds = GroupRounds(group_spec(corpus, tolerance=0.1), tmp_path)
+    again = rounds.here()
+    again.train(STEPS)
+
+    def widen(claimed: StageMessages) -> None:
+        records = records_of(claimed, is_sketched=True).copy()
+        records["sketch"][records["way"] == Way.RECEIVED_ACTIVATION] *= 1.06
+        records["sketch"][records["way"] == Way.SENT_ACTIVATION] *= 1.12
+        claimed.records = records.tobytes()
+
+    right = rounds.lie(MIDDLE, honest)
+    assert blame(again, _claims(right, _of(MIDDLE), widen).messages, []) is None
+
+
 def test_a_stage_that_shows_nothing_makes_nobody_else_guilty(again: ReplicaHere, flipped: Contributed) -> None:
     shown = {member: data for member, data in flipped.messages.items() if member != _of(MIDDLE)}
     assert judged(again, replace(flipped, messages=shown), authority=None) is None
