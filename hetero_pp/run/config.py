@@ -17,6 +17,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.run.check_audit import check_audit
 from hetero_pp.run.check_recomputed import check_recomputed
 from hetero_pp.run.check_topology import check_exchange, check_lines, check_topology
 from hetero_pp.run.counted import counted
@@ -129,6 +130,7 @@ class RunConfig(Settings):
         check_topology(self.replicas, self.links, values)
         check_lines(self.replicas, self.exchange, self.sites, self.lines)
         check_exchange(self.exchange)
+        check_audit(self.audit, self.outer, self.inner, self.data)
         check_participants(self.plan, self.links, self.lines, values.layers)
         if self.states.to == "store" and self.store.url is None:
             raise ConfigError(

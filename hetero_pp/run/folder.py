@@ -43,6 +43,11 @@ class RunFolder:
         return self.path / "token"
 
     @property
+    def validators(self) -> Path:
+        """Address and secret of the exchange, for validators on its host; only in a run that has some."""
+        return self.path / "validators.json"
+
+    @property
     def memberships(self) -> Path:
         """Invitations, and the members that hold slots by them; on the exchange's host."""
         return self.path / "authority" / "members.sqlite"

@@ -20,18 +20,15 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.follower import Follower
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.recompute.recomputation import recomputation_of
+from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
 from replica_groups.outer.apply_round import FetchBlob
 
 MOST_BEHIND = 8
 """Closed rounds after a round from which the round is applied without being checked."""
-
-BESIDE_EXCHANGE = "exchange"
-"""Name of the validator beside the exchange."""
 
 T = TypeVar("T")
 
@@ -52,7 +49,9 @@ class RoundCheck(Protocol):
 class ValidatedRun(Protocol):
     """The run that a validator follows."""
 
-    log: ContributionLog
+    @property
+    def log(self) -> ContributionLog:
+        """The run's log."""
 
     def record(self, round_: int) -> RoundRecord:
         """Wait until a round is closed; return its record. Raises RunFailed if it never will be."""
@@ -152,8 +151,12 @@ class ValidatorThread:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
+        make = self._make
+        del self._make  # it holds the first snapshot
         try:
-            self._make().run()
+            validator = make()
+            del make
+            validator.run()
         except RunFailed:
             return
         except Exception as error:  # noqa: BLE001 (a run goes on without its validator)

@@ -10,9 +10,9 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import RunFailed, StoreError
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
 from hetero_pp.run.snapshot import Snapshot
-from replica_groups.audit.follower import Follower
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.retention import Retention
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
@@ -35,9 +34,9 @@ from replica_groups.exchange.decided import DecidedRounds
 from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.deposits import Deposits
 from replica_groups.exchange.joining import Joining
-from replica_groups.exchange.judgements import Judgements
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
@@ -71,7 +70,6 @@ class Exchange(ExchangeService):
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
         shows: Shows | None = None,
-        audit: AuditSettings | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
@@ -92,7 +90,7 @@ class Exchange(ExchangeService):
         )
         self.coordinator = self.decisions.coordinator
         self._refusals = Refusals(lambda refusal: self.reports.tell_own(pb.Report(refusal=refusal)))
-        self._state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
+        self.state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
         self.presence = Presence(state)
         self.reports = Reports(state, self.presence, bounds or ReportBounds())
         self.addresses = Addresses(state)
@@ -106,8 +104,8 @@ class Exchange(ExchangeService):
             self.assignments.showing = self.showing = Showing(state, log, shows, own)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
-        weighs = settings.weights == "scores"
-        self.judgements = Judgements(state, log, self.reports, self.assignments, audit or AuditSettings(), weighs)
+        self.audits = NoAudits()
+        """Replaced before the run begins, if it is audited."""
         self.decisions.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
         # The servers also call these methods of the parts, which answer no request.
@@ -136,7 +134,7 @@ class Exchange(ExchangeService):
         `note` says without which data the run goes on; `spec` is the changed run, if something was changed.
         `limits` bound the contributions to rounds after this.
         """
-        state, last_round = self._state, snapshot.round if last_round is None else last_round
+        state, last_round = self.state, snapshot.round if last_round is None else last_round
         with state.changed:
             self.deposits.begin(shapes_by_block(shapes_of(snapshot.parameters)))
             if limits is not None:
@@ -150,25 +148,25 @@ class Exchange(ExchangeService):
         if self.showing is not None:
             self.showing.begin(last_round)
         self.decisions.tell(e.Began(last_round, state.rounds))
-        self.judgements.begin(last_round)
+        self.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(pb.Report(begun=begun))
 
     def _decide_by_audits(self, record: pb.RoundRecord) -> None:
         """Let the audits change a record before it is written."""
-        self.judgements.decide(record)
+        self.audits.decide(record)
         if self.deposits.commitments is not None:
             self.deposits.commitments.add_to(record)
 
     def _on_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules, and tell the audits of it."""
         if isinstance(effect, e.Bounded) and effect.scale == 0:
-            effect = replace(effect, cause=self.judgements.exclusions.why(effect.round, effect.replica))
+            effect = replace(effect, cause=self.audits.why(effect.round, effect.replica))
         self.reports.tell_effect(effect)
         if isinstance(effect, e.Closed):
-            self.judgements.closed(effect.record.round)
+            self.audits.closed(effect.record.round)
         elif isinstance(effect, e.Heal):
-            self.judgements.differed(self.roster.members[effect.place], effect.round)
+            self.audits.differed(self.roster.members[effect.place], effect.round)
 
     # ---- requests of members ----
 
@@ -187,7 +185,7 @@ class Exchange(ExchangeService):
             pb.RecordRequest: self.decided.record,
             pb.HashReport: self.confirmations.confirm,
             pb.ReportRequest: self.reports.report,
-            pb.JudgeRequest: self.judgements.judge,
+            pb.JudgeRequest: lambda request, caller: self.audits.judge(request, caller),
         }
 
     def call(self, request: Message, caller: Caller) -> Any:
@@ -216,7 +214,7 @@ class Exchange(ExchangeService):
     def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
         """Raise Refused for a file that a member was not asked to show, or that is too large."""
         if self.showing is None:
-            raise self._state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
+            raise self.state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
         self.showing.expect(header, caller)
 
     def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
@@ -225,12 +223,12 @@ class Exchange(ExchangeService):
         self.showing.take(header, path, caller)
 
     def _last_round(self, request: pb.LastRoundRequest, caller: Caller) -> pb.LastRoundReply:
-        self._state.wait_until_begun(caller.is_asked)
+        self.state.wait_until_begun(caller.is_asked)
         return pb.LastRoundReply(last_round=self.coordinator.last_round)
 
     def _changes(self, request: pb.ChangesRequest, caller: Caller) -> pb.ChangesReply:
-        self._state.wait_until_begun(caller.is_asked)
-        return pb.ChangesReply(changes=self._state.changes.to_json())
+        self.state.wait_until_begun(caller.is_asked)
+        return pb.ChangesReply(changes=self.state.changes.to_json())
 
     def _broken(self, request: pb.BrokenRequest, caller: Caller) -> pb.BrokenReply:
         self.assignments.link_broke(request, caller)
@@ -267,7 +265,7 @@ class Exchange(ExchangeService):
 
         Returns after `seconds` at the latest, and at once for a round that an earlier process of the exchange closed.
         """
-        if round_ > self._state.begun_after:
+        if round_ > self.state.begun_after:
             self.confirmations.wait_for(self.record(round_), self.presence.here, seconds)
 
     def fail(self, cause: str) -> None:
@@ -277,6 +275,8 @@ class Exchange(ExchangeService):
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""
         self.decisions.wait_until(lambda: self.coordinator.is_through)
+        if self.showing is not None:
+            self.showing.end()
 
     def end_watching(self) -> None:
         """End the streams of reports, and decide nothing any more."""

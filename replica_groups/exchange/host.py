@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
-
-import torch
 
 from hetero_pp.config.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
-from hetero_pp.data.sources import open_source
-from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
@@ -26,7 +18,6 @@ from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
-from replica_groups.audit.validator import BESIDE_EXCHANGE, Validator, ValidatorThread, checks_of
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.limits import contribution_limits, inner_steps
@@ -38,53 +29,11 @@ from replica_groups.exchange.showing import Shows
 from replica_groups.protocol.rules import Rules, Window
 
 _ROOM_OF_HEADERS = 1 << 20
-T = TypeVar("T")
-
 _STEPS_A_SECOND, _STEPS_OF_ANY_ROUND = 100, 10_000
-
-_SECONDS_TO_JUDGE = 30.0
-"""Seconds that the end of a run waits for the judgements of its last rounds."""
 
 
 class UnderWay(HeteroPPError):
     """Members of the run are there, so it cannot resume as requested. They wait for another exchange."""
-
-
-@dataclass(frozen=True)
-class Followers:
-    """Threads that follow the rounds of a run."""
-
-    auditor: Auditor
-    validator: ValidatorThread | None
-
-    def join(self, seconds: float | None = None) -> None:
-        """Wait until the last round is replayed or the run has failed, for at most `seconds`."""
-        self.auditor.join(seconds)
-        if self.validator is not None:
-            self.validator.join(_SECONDS_TO_JUDGE if seconds is None else min(seconds, _SECONDS_TO_JUDGE))
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """The run of a validator beside the exchange. Implements ValidatedRun."""
-
-    exchange: Exchange
-
-    @property
-    def log(self) -> ContributionLog:
-        return self.exchange.log
-
-    def record(self, round_: int) -> RoundRecord:
-        return self.exchange.record(round_)
-
-    def last_round(self) -> int:
-        return self.exchange.coordinator.last_round
-
-    def patiently(self, do: Callable[[], T]) -> T:
-        return self.exchange.decisions.patiently(do)
-
-    def take(self, judgements: Sequence[Judgement]) -> None:
-        self.exchange.judgements.take(judgements, BESIDE_EXCHANGE)
 
 
 def make_exchange(
@@ -116,7 +65,6 @@ def make_exchange(
         text=folder.text,
         bounds=bounds_of(spec),
         shows=shows_of(spec),
-        audit=spec.config.audit,
     )
 
 
@@ -168,17 +116,11 @@ def tokens_a_step(spec: RunSpec) -> dict[str, int]:
 
 
 def begin_run(
-    exchange: Exchange,
-    spec: RunSpec,
-    folder: RunFolder,
-    resume: Values | None,
-    goes_on: bool = False,
-    secret: str | None = None,
-) -> Followers:
-    """Begin the run once all required members have joined and reported their states; return the followers of its log.
+    exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None, goes_on: bool = False
+) -> Auditor:
+    """Begin the run once all required members have joined and reported their states; return its auditor.
 
-    `secret`: the run's, from which the draws of audits follow; None: a new one. `resume`: None for a new run, else the
-    keys to change when it resumes, which are kept in its folder. With `goes_on`
+    `resume`: None for a new run, else the keys to change when it resumes, which are kept in its folder. With `goes_on`
     the exchange replaces one that has ended: it waits for nothing and removes no round. The same holds if the run is
     resumed while a member on another host still runs.
 
@@ -213,27 +155,7 @@ def begin_run(
     limits = contribution_limits(spec)
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, limits=limits)
     exchange.snapshots.kept(start.snapshot.round)
-    return Followers(auditor, _validator(exchange, spec, folder, start, secret or secrets.token_hex(16)))
-
-
-def _validator(
-    exchange: Exchange, spec: RunSpec, folder: RunFolder, start: Restart, secret: str
-) -> ValidatorThread | None:
-    """Start the validator beside the exchange, if the run has one."""
-    audit = spec.config.audit
-    if audit.by != "exchange" or (audit.gauntlet is None and audit.recompute is None):
-        return None
-    snapshot, last_round = start.snapshot, start.last_round
-
-    def make() -> Validator:
-        source = open_source(spec.config.data, folder.cache)
-        checks = checks_of(spec, exchange.log, source, secret, torch.device("cpu"))
-        judged = snapshot.round if last_round is None else last_round
-        return Validator(spec, _Beside(exchange), checks, snapshot, judged, folder.path)
-
-    validator = ValidatorThread(make, spec.config.threads, exchange.judgements.unaudited)
-    validator.start()
-    return validator
+    return auditor
 
 
 def _require_unchanged(wanted: Values) -> None:

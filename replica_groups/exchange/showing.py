@@ -147,16 +147,15 @@ class Showing:
                     for one in entry.commitments
                 }
                 self._open.append(_Drawn(round_, replica, members))
-            self._give_up(round_ - ROUNDS_TO_SHOW)
+            self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
         self._settle()
 
-    def _give_up(self, round_: int) -> None:
+    def _give_up(self, round_: int, when: str) -> None:
         """End the wait for the files of rounds up to this one."""
         for one in self._open:
             for asked in one.members.values() if one.round <= round_ else ():
                 if asked.missing and not asked.failure:
-                    why = f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"
-                    asked.failure = why if asked.told else LEFT
+                    asked.failure = f"did not show its checkpoint {when}" if asked.told else LEFT
 
     def _settle(self) -> None:
         """Write what arrived of the draws that are over."""
@@ -170,8 +169,11 @@ class Showing:
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
 
     def end(self) -> None:
-        """Draw from the last rounds, so that a validator knows for what to wait."""
+        """End all waits, because the members have left after the last round."""
         self._draw()
+        with self._lock:
+            self._give_up(self._next, "before it left the run")
+        self._settle()
 
     # ---- files ----
 

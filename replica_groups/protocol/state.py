@@ -136,7 +136,7 @@ class State:
         return self.open.opened_at if self.open is not None and self.open.number == round_ else None
 
     def arrived(self, round_: int) -> list[str]:
-        """Return the replicas whose contributions to a round are complete, in order of arrival; none if it is closed."""
+        """Return the replicas whose contributions to the open round are complete, in the order of their arrival."""
         return list(self.open.whole) if self.open is not None and self.open.number == round_ else []
 
     def deposited(self, replica: str, epoch: int, block: str) -> Hashable | None:

@@ -34,7 +34,7 @@ ROSTER = Roster(
 
 _EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died Status Preview Measure"
 _MEMBERS = "Agree Join Fetch Report Stay Carry"
-_MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm"
+_MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm Show"
 
 MAY: dict[tuple[str, bool], str] = {
     ("dc", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_TERM}",
@@ -43,8 +43,8 @@ MAY: dict[tuple[str, bool], str] = {
     ("home.1", False): f"{_EVERYBODY} {_MEMBERS}",
     ("home", True): _EVERYBODY,
     ("home", False): _EVERYBODY,
-    (LAUNCHER, True): _EVERYBODY,
-    (LAUNCHER, False): _EVERYBODY,
+    (LAUNCHER, True): f"{_EVERYBODY} Judge",
+    (LAUNCHER, False): f"{_EVERYBODY} Judge",
     (EXCHANGE, True): _EVERYBODY,
     (EXCHANGE, False): _EVERYBODY,
 }
@@ -94,6 +94,8 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "over": (pb.Report(over=pb.Over(round=9, rounds=9)), set()),
     "reading": (pb.Report(reading=pb.Reading(what="text")), set()),
     "standing": (pb.Report(standing=pb.Standing(what=pb.TERM_OVER)), set()),
+    "scores": (pb.Report(scores=pb.Scores(round=1)), set()),
+    "judgement": (pb.Report(judged=pb.Judgement(round=1)), set()),
     "nothing": (pb.Report(), set()),
 }
 """Reports by name, each with the callers that may send it."""
@@ -350,7 +352,7 @@ def test_a_member_confirms_what_it_holds_only(tmp_path: Path) -> None:
     run = Run(tmp_path, {"a": 1}, quorum=1.0)
     run.assign(0, "a")
     block = sorted(run.exchange.roster.blocks["a"])[0]
-    run.exchange._state.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
+    run.exchange.state.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
     [name] = [name for name in run.snapshot.parameters if name.startswith(block)][:1]
     with pytest.raises(Refused, match="another member's"):
         run.exchange.confirm("a", 1, {name: bytes(32)})

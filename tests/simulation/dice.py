@@ -28,6 +28,8 @@ class Faults:
     clock_jumps: float | None = None
     power_cuts: float | None = None
     idles: float | None = None
+    condemnations: float | None = None
+    """Judgements by which a replica is barred, without any effect on its members."""
     lost: float = 0.0
     doubled: float = 0.0
     late: float = 0.0
@@ -125,6 +127,11 @@ def draw_faults(dice: Random) -> Faults:
 def draw_idles(dice: Random, faults: Faults) -> Faults:
     """Add members that take rounds and contribute nothing, in some histories."""
     return replace(faults, idles=dice.choice((100.0, 300.0, 1000.0))) if dice.random() < 0.3 else faults
+
+
+def draw_condemnations(dice: Random, faults: Faults) -> Faults:
+    """Add audits that bar replicas, in some histories."""
+    return replace(faults, condemnations=dice.choice((100.0, 300.0, 1000.0))) if dice.random() < 0.3 else faults
 
 
 HARSH = Faults(

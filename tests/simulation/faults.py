@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 from simulation.member import TRAINING
@@ -40,6 +41,25 @@ class FaultInjector:
         ):
             if mean is not None:
                 self._plan(mean, strike)
+
+        self._judge = Random(f"{world.seed}: judgements")  # the other faults of a history are as without audits
+        if faults.condemnations is not None:
+            self._plan_judgement(faults.condemnations)
+
+    def _plan_judgement(self, mean: float) -> None:
+        self._world.timeline.after(self._judge.expovariate(1 / mean), self._condemn, mean)
+
+    def _condemn(self, mean: float) -> None:
+        """Have an audit bar a replica at a coordinator whose run has begun."""
+        if self.is_over:
+            return
+        world, replica = self._world, self._judge.choice(self._world.rules.replicas)
+        for host in [one for one in world.hosts if one.coordinator.rounds is not None and not one.is_away]:
+            last, rounds = host.coordinator.last_round, self._judge.choice((1, 4, 16))
+            world.condemned.add(replica)
+            world.tell(f"condemned for {rounds} rounds: {replica}")
+            host.receive(None, e.Condemned(replica, last, last + 1 + rounds, "an audit"))
+        self._plan_judgement(mean)
 
     def _plan(self, mean: float, strike: object) -> None:
         self._world.timeline.after(self._world.dice.expovariate(1 / mean), self._strike, mean, strike)

@@ -169,7 +169,7 @@ class Invariants:
             raise Violation(1, f"a coordinator was given a record of round {event.record.round} that is not the first")
         if isinstance(event, e.Woke):
             watched.since = host.now
-        if isinstance(event, e.Tick | e.Began | e.Recorded | e.NotRecorded | e.Woke | e.Audited):
+        if isinstance(event, e.Tick | e.Began | e.Recorded | e.NotRecorded | e.Woke | e.Audited | e.Condemned):
             return None
         if isinstance(event, e.Applied | e.Claimed | e.NotClaimed | e.Noted):
             return None
@@ -267,7 +267,9 @@ class Invariants:
                 watched.unawaited_until[replica] = host.now + seconds
             case e.Over():
                 watched.finish_by = host.now + host.coordinator.rules.grace.most
-            case e.Heal(place) | e.Barred(place) if place not in self._world.corrupted:
+            case e.Heal(place) if place not in self._world.corrupted:
+                raise Violation(4, f"{place} holds the bits of replay, and is told that it does not")
+            case e.Barred(place) if not {place, places[place]} & (self._world.corrupted | self._world.condemned):
                 raise Violation(4, f"{place} holds the bits of replay, and is told that it does not")
             case e.Barred(place, _, _, until):
                 self._world.barred_until[places[place]] = until

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from simulation.dice import Faults, draw_faults, draw_idles, draw_optional, draw_rules
+from simulation.dice import Faults, draw_condemnations, draw_faults, draw_idles, draw_optional, draw_rules
 from simulation.faults import FaultInjector
 from simulation.host import Host
 from simulation.invariants import Invariants
@@ -61,6 +61,7 @@ class World:
         self.timeline = Timeline()
         self.rules = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
         drawn = draw_idles(Random(f"{seed}: who idles"), draw_faults(self.dice))
+        drawn = draw_condemnations(Random(f"{seed}: who is condemned"), drawn)
         self.faults = drawn if faults is None else faults
         self.states_every = self.dice.choice((1, 1, 2, 3))
         self.places_of = {replica: self.rules.places_of(replica) for replica in self.rules.replicas}
@@ -74,6 +75,8 @@ class World:
         self.corrupt_again_at = 0.0
         self.corrupted: set[str] = set()
         """Slots of which a member once held wrong parameters."""
+        self.condemned: set[str] = set()
+        """Replicas that an audit once condemned."""
         self.barred_until: dict[str, int] = {}
         """First round that a replica may take part in again, by replica."""
         self._number = 0

@@ -154,6 +154,18 @@ def verify(
         check(evidence, log, corpus, tolerance)
 
 
+def scores(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the scores to this file.")] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Show the scores of a run's replicas, and which of them are excluded and why (docs/audit.md)."""
+    with readable_errors():
+        from hetero_pp.program.scores import print_scores
+
+        print_scores(runs, run, json_path)
+
+
 def compare(
     named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs in runs/, or run folders.")],
     chart: Annotated[Path, typer.Option(help="Draw a picture of the losses in this file (.png).")] = Path(

@@ -247,6 +247,33 @@ def status(
         ask_and_print(runs, run, parsed_address("--address", address), json_path)
 
 
+def validate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
+    exchange: Annotated[
+        str | None,
+        typer.Option("--exchange", metavar="HOST:PORT", help="Dial the exchange at this address, from another host."),
+    ] = None,
+    token: Annotated[
+        Path | None, typer.Option("--token-file", help="With --exchange: read the run's token from this file.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ...")
+    ] = "auto",
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, that of this host.")
+    ] = None,
+    log_format: LogFormat = "text",
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Follow a run, and judge its contributions for its exchange, in a process of its own (docs/audit.md)."""
+    with readable_errors(log_format):
+        from hetero_pp.config.topology import parse_device
+        from hetero_pp.program.validate import validate as follow
+
+        where = parsed("--device", parse_device, device)
+        follow(runs, run, parsed_address("--exchange", exchange), token, where, name)
+
+
 def _started() -> float:
     """Return when the user started the command, in seconds since the epoch: imports alone may take seconds."""
     import psutil

@@ -23,8 +23,9 @@ from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
+from replica_groups.audit.beside import Followers, audited, followed
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.host import Followers, begin_run, make_exchange, rules_of
+from replica_groups.exchange.host import begin_run, make_exchange, rules_of
 from replica_groups.loop.gate import Gate
 from replica_groups.loop.round_length import StepsOf
 from replica_groups.loop.take_part import take_part
@@ -66,7 +67,9 @@ def run_in_process(
 
 
 def require_threads(spec: RunSpec) -> None:
-    """Raise ConfigError for a replica whose engine starts its own processes."""
+    """Raise ConfigError for a replica whose engine starts its own processes, and for audits by other processes."""
+    if spec.config.audit.by == "validators":
+        raise ConfigError(("audit", "by"), "found `validators`, expected `exchange` with --in-process")
     for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             raise ConfigError(
@@ -128,7 +131,7 @@ class MemberThreads:
         """
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
-        self.exchange = make_exchange(spec, folder, resume, lonely=True)
+        self.exchange = audited(make_exchange(spec, folder, resume, lonely=True), spec)
         self.gate = Gate(spec.needed)
         self._resume = resume
         self._steps_of, self._missed = steps_of, missed
@@ -154,7 +157,8 @@ class MemberThreads:
         """
         for thread in self._threads:
             thread.start()
-        self._followers = begin_run(self.exchange, self._spec, self._folder, self._resume)
+        auditor = begin_run(self.exchange, self._spec, self._folder, self._resume)
+        self._followers = followed(auditor, self.exchange, self._spec, self._folder)
 
     def train(self, round_: int) -> None:
         """Train all rounds up to `round_` (0: none), and wait until all reports about them have been handed on.

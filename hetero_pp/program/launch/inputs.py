@@ -28,6 +28,8 @@ from hetero_pp.run.known_keys import Key
 from hetero_pp.run.round_optimizer import require_own_steps
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.audit.gauntlet.ratings import require_openskill
+from replica_groups.audit.gauntlet.texts import Texts
 from replica_groups.engines.build import require_engine
 
 
@@ -110,6 +112,8 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
         require_reachable(config, names)
     _require_engines(config, names)
     config.outer.compression.require_accelerator()
+    if config.audit.gauntlet is not None and EXCHANGE in names:
+        require_openskill()
     require_relay(config)
     return spec, names, on_weights
 
@@ -150,13 +154,17 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
 
 
 def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: OnProgress) -> Source | None:
-    """Encode or open the corpus if a member started here reads it."""
+    """Encode or open the corpus if a member started here reads it, or a validator beside the exchange does."""
     readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
-    if not readers:
+    audit = spec.config.audit
+    validates = EXCHANGE in names and audit.gauntlet is not None and audit.by == "exchange"
+    if not readers and not validates:
         return None
     source = open_source(spec.config.data, cache, on_progress)
     for member in readers:
         replica_batches(spec, member, source)
+    if validates and audit.gauntlet is not None:
+        Texts(spec, source, audit.gauntlet.sequences)
     return source
 
 

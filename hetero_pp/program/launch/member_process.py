@@ -49,6 +49,7 @@ from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Faults
+from replica_groups.audit.beside import audited, followed
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
@@ -143,7 +144,7 @@ def _run_exchange(
     lifeline.stop = _leave
 
     def make() -> Exchange:
-        return make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
+        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=faults), spec)
 
     try:
         exchange = keep_trying(make, _say) if job.again else make()
@@ -168,7 +169,8 @@ def _run_exchange(
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, spec.config.exchange.timeout):
-            followers = begin_run(exchange, spec, job.folder, job.resume, job.again, message["secret"])
+            auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
+            followers = followed(auditor, exchange, spec, job.folder, message["secret"])
             exchange.wait_until_finished()
         followers.join()
     except UnderWay as error:

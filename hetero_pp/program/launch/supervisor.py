@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import ConfigError, GivenUp, RunFailed
+from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
@@ -240,6 +241,9 @@ class Supervisor:
         if "failure" in answer:
             raise RunFailed(self._cause(EXCHANGE, answer))
         self._exchange = {"exchange": answer["address"], "token_file": "", "listen": ""}
+        if self._spec.config.audit.by == "validators":
+            told = {"exchange": answer["address"], "secret": secret, "encrypted": encrypted}
+            write_whole(self._folder.validators, json.dumps(told).encode(), is_secret=True)
         return answer["address"]
 
     def join_exchange(self, members: Sequence[str], address: str, token_file: str = "", listen: str = "") -> None:

@@ -97,6 +97,11 @@ def _contributions(view: View) -> Samples:
     return [((name, outcome), found[name, outcome]) for name in names for outcome in Outcome]
 
 
+def _scores(view: View) -> Samples:
+    names = [one.name for one in view.observed.replicas(view.state)]
+    return [((name,), found.final) for name in names if (found := view.state.scores.get(name)) is not None]
+
+
 def _refusals(view: View) -> Samples:
     return [((kind.name.lower(),), view.state.refusals[kind]) for kind in Kind]
 
@@ -182,6 +187,8 @@ METRICS = (
               partial(_of_replicas, lambda replica: replica.tokens), needs_all=True),
     Described("hetero_pp_contributions_total", (*REPLICA, "outcome"), "contributions",
               "What became of the replica's contributions to closed rounds.", _contributions, needs_all=True),
+    Described("hetero_pp_score", REPLICA, "", "Final score of the replica's contributions; no sample without scores.",
+              _scores, needs_all=True),
 
     Described("hetero_pp_link_wire_bytes_total", LINK, "bytes", "Bytes on the wire, with framing.",
               partial(_of_links, lambda direction: direction.wire_bytes)),

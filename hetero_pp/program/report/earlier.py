@@ -21,7 +21,17 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.open_log import open_log
 
-_KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
+_KEPT = (
+    "begun",
+    "inner_step",
+    "evaluation",
+    "link_use",
+    "member_round",
+    "refusal",
+    "round_verified",
+    "scores",
+    "judged",
+)
 """Events that a resumed run reports again up to a round. Closed rounds are in the log instead."""
 
 _LINE_CHARACTERS_MAX = 2**20

@@ -13,6 +13,7 @@ from hetero_pp.messages.messages_pb2 import (
     Awaited,
     BlobEntry,
     ContributionEntry,
+    Judgement,
     Missing,
     Report,
     RoundRecord,
@@ -27,7 +28,7 @@ _EVENTS = frozenset(field.name for field in Report.DESCRIPTOR.oneofs_by_name["ev
 
 
 def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
-    """Yield a report as flat objects: one, and one per contribution of a closed round."""
+    """Yield a report as flat objects: one, and one per contribution of a closed round; one per replica's score."""
     event = report.WhichOneof("event")
     head = {"time": report.time, "member": report.member}
     if event == "round_closed":
@@ -43,6 +44,11 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
         yield head | {"event": event} | since | {name: text for name, text in texts.items() if text}
     elif event == "waiting":
         yield head | {"event": event} | _waiting(report.waiting)
+    elif event == "scores":
+        of_round = head | {"event": event, "round": report.scores.round}
+        yield from (of_round | _fields(score) for score in report.scores.scores)
+    elif event == "judged":
+        yield head | {"event": event} | _judgement(report.judged)
     elif event == "over":
         over = {"round": report.over.round, "rounds": report.over.rounds}
         yield head | {"event": event} | over | {"finishing": _JOINED.join(report.over.finishing)}
@@ -73,6 +79,13 @@ def _waiting(told: Waiting) -> dict[str, Any]:
     texts = {name: _JOINED.join(found) for name, found in lists.items()} | {"obstacle": told.obstacle}
     members = {"members": _JOINED.join(one.member for one in told.missing)}
     return what | members | {name: text for name, text in texts.items() if text}
+
+
+def _judgement(told: Judgement) -> dict[str, Any]:
+    finding = told.WhichOneof("finding") or ""
+    found = getattr(told, finding, None)
+    of_finding = _fields(found) if isinstance(found, Message) else {finding: found}
+    return {"round": told.round, "replica": told.replica, "finding": finding} | of_finding
 
 
 def _fields(event: Message) -> dict[str, Any]:
@@ -112,8 +125,13 @@ def report_of(line: Mapping[str, Any]) -> Report:
     if event == "waiting":
         _fill_waiting(report.waiting, line)
         return report
-    for field in told.DESCRIPTOR.fields:
-        _set(told, field, line.get(field.name))
+    _fill(told, line)
+    if event == "scores":
+        _fill(report.scores.scores.add(), line)
+    elif event == "judged" and line["finding"] in ("losses", "recomputed"):
+        finding = getattr(report.judged, line["finding"])
+        finding.SetInParent()
+        _fill(finding, line)
     return report
 
 
@@ -124,6 +142,11 @@ def contribution_of(line: Mapping[str, Any]) -> ContributionEntry:
     entry.digest = bytes.fromhex(line["digest"])
     entry.steps, entry.tokens, entry.scale = line.get("steps", 0), line.get("tokens", 0), line.get("scale", 0.0)
     return entry
+
+
+def _fill(message: Any, line: Mapping[str, Any]) -> None:
+    for field in message.DESCRIPTOR.fields:
+        _set(message, field, line.get(field.name))
 
 
 def _fill_waiting(waiting: Waiting, line: Mapping[str, Any]) -> None:

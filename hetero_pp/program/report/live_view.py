@@ -79,6 +79,7 @@ def _status(state: RunState, now: float) -> Iterator[Text]:
 def status_lines(state: RunState, now: float) -> Iterator[tuple[str, bool]]:
     """Yield lines on members that are gone, and on what the run waits for; each with whether it is trouble."""
     yield from ((line, True) for line in _trouble_lines(state.standings, now))
+    yield from ((line, True) for line in _audit_lines(state))
     if state.waiting is not None and state.waiting_told is not None:
         yield waiting_line(state, now), True
     elif state.reading is not None:
@@ -100,8 +101,19 @@ def _trouble_lines(standings: Standings, now: float) -> Iterator[str]:
         yield f"and {format_count(len(causes) - ROWS_OF_TROUBLE, 'more slot')} without a member"
 
 
+def _audit_lines(state: RunState) -> Iterator[str]:
+    """Yield lines about excluded replicas, and about the end of audits."""
+    if state.standings.unaudited is not None:
+        yield f"unaudited: {state.standings.unaudited}"
+    excluded = [f"{one.replica} is excluded: {one.excluded}" for one in state.scores.values() if one.excluded]
+    yield from excluded[:ROWS_OF_TROUBLE]
+    if len(excluded) > ROWS_OF_TROUBLE:
+        yield f"and {format_count(len(excluded) - ROWS_OF_TROUBLE, 'more replica')} excluded"
+
+
 def _live_replicas(state: RunState, now: float) -> PlainTable:
-    table = PlainTable(["replica", "kind"], ["inner step", "loss", "validation loss", "tokens/s"])
+    heads = ["inner step", "loss", "validation loss", "tokens/s", *(["score"] if state.scores else [])]
+    table = PlainTable(["replica", "kind"], heads)
     for replica in state.replicas.values():
         validation = replica.validation_loss
         table.add_row(
@@ -111,8 +123,14 @@ def _live_replicas(state: RunState, now: float) -> PlainTable:
             format_loss(replica.loss),
             format_loss(validation[max(validation)] if validation else None),
             f"{state.tokens_per_second(replica, now):,.0f}",
+            *([_score(state, replica)] if state.scores else []),
         )
     return table
+
+
+def _score(state: RunState, replica: ReplicaState) -> str:
+    found = state.scores.get(replica.name)
+    return "–" if found is None else "excluded" if found.excluded else f"{found.final:.2f}"
 
 
 def _steps(state: RunState, replica: ReplicaState) -> str:

@@ -15,14 +15,17 @@ from typing import Any
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.messages.messages_pb2 import (
+    AUDITED,
     GIVEN_UP,
     HEALED,
     LATE,
+    LEFT_OUT,
     PAUSED,
     RESTARTED,
     SILENT,
     SUSPENDED,
     TERM_OVER,
+    UNAUDITED,
     WENT_ON,
     Report,
     RoundRecord,
@@ -40,7 +43,7 @@ class Outcome(StrEnum):
     LOST = "lost"
     """A slot of the replica was vacant at some moment of the round."""
     REJECTED = "rejected"
-    """Far too large."""
+    """Far too large, or as an audit decided."""
     ABSENT = "absent"
     """The replica had not joined, or took no part."""
 
@@ -110,6 +113,10 @@ class Standings:
         """Recoveries by slot."""
         self.returned: defaultdict[str, list[int]] = defaultdict(list)
         """Rounds for which a replica was late, by replica."""
+        self.unaudited: str | None = None
+        """Why nobody audits the run any more; None if somebody does, or nobody has to."""
+        self._out_by_audit: dict[tuple[int, str], str] = {}
+        """(round, replica) -> why an audit excluded the replica's contribution."""
         self.pauses: list[Pause] = []
         self.has_begun = False
         """Whether a start of the run was reported. A resumed run has no earlier reports before that."""
@@ -157,6 +164,10 @@ class Standings:
                 self.pauses.append(Pause(told.round, time, told.cause))
             case what if what == WENT_ON and self.pauses:
                 self.pauses[-1].end = time
+            case what if what == LEFT_OUT and told.cause:
+                self._out_by_audit[told.round, told.replica] = told.cause
+            case what if what in (UNAUDITED, AUDITED):
+                self.unaudited = told.cause if what == UNAUDITED else None
             case what if what == HEALED:
                 self.healed[told.place] += 1
             case what if what == RESTARTED:
@@ -219,7 +230,8 @@ class Standings:
         """Return why a closed round excludes a replica, as a kind and in words."""
         closed, before = self.rounds[round_], self.rounds.get(round_ - 1)
         if replica in closed.left_out:  # a fact of the record, even if a slot was vacant for a moment
-            return Outcome.REJECTED, f"{replica} sent a contribution that is too large"
+            why = self._out_by_audit.get((round_, replica))
+            return Outcome.REJECTED, f"{replica}: {why}" if why else f"{replica} sent a contribution that is too large"
         gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
         if gone is not None:
             return Outcome.LOST, gone

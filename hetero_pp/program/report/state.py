@@ -21,6 +21,7 @@ from hetero_pp.messages.messages_pb2 import (
     Evaluation,
     Failure,
     InnerStep,
+    Judgement,
     LinkUse,
     Over,
     Reading,
@@ -28,6 +29,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     RoundRecord,
     RoundVerified,
+    Score,
     Waiting,
 )
 from hetero_pp.messages.refusals import Kind
@@ -110,6 +112,10 @@ class RunState:
         self.started: float | None = None
         self.first_step: float | None = None
         self.latest: float | None = None
+        self.scores: dict[str, Score] = {}
+        """Newest scores, by replica; empty without audits."""
+        self.failed_checks: list[Judgement] = []
+        """Recomputations that found something else than a replica had contributed."""
         self.standings = Standings(spec)
         self.spent = {name: Spent() for name in spec.members}
         """Seconds of each member's rounds."""
@@ -164,6 +170,10 @@ class RunState:
                     self._joined(report.time, report.member)
                 case "reading":
                     self.reading = report.reading if report.reading.share < 1 else None
+                case "scores":
+                    self.scores |= {one.replica: one for one in report.scores.scores if self._replica(one.replica)}
+                case "judged" if report.judged.HasField("recomputed") and not report.judged.recomputed.is_equal:
+                    self.failed_checks.append(report.judged)
                 case "waiting":
                     self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf.message import Message
+
 from hetero_pp.config.lines import WAYS, LineSpec
 from hetero_pp.program.report.carried import LineState, LinkState
 from hetero_pp.program.report.replica_state import ReplicaState
@@ -34,7 +36,24 @@ def summary_of(state: RunState) -> dict[str, Any]:
             "refusals_by_kind": dict(sorted(state.refusals.items())),
             "refusals_told_by": dict(sorted(state.refusals_told.items())),
             "changes": state.changes.history,
+            **_audit(state),
         } | ({} if state.failed is None else {"failed": state.failed})
+
+
+def _audit(state: RunState) -> dict[str, Any]:
+    """Return what audits found, under `audit`; nothing for a run without audits."""
+    found = {
+        "scores": [_fields(one) for one in state.scores.values()],
+        "failed_checks": [
+            {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
+        ],
+        "unaudited": state.standings.unaudited,
+    }
+    return {"audit": found} if any(found.values()) else {}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _link(link: LinkState, seconds: float, rounds: range) -> dict[str, Any]:

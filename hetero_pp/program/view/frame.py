@@ -123,8 +123,14 @@ def _replicas(view: Followed, now: float) -> dict[str, Any]:
     for replica in state.spec.replicas_ever:
         found = state.replicas.get(replica.name)
         numbers = dict.fromkeys(_NUMBERS) if found is None else _numbers(state, found, now)
-        replicas[replica.name] = {"state": _state_of(view, replica, vacant), **numbers}
+        replicas[replica.name] = {"state": _state_of(view, replica, vacant), **numbers, **_score(state, replica.name)}
     return replicas
+
+
+def _score(state: RunState, replica: str) -> dict[str, Any]:
+    """Return the score of a replica's contributions; nothing for a run without scores."""
+    found = state.scores.get(replica)
+    return {} if found is None else {"score": found.final, "excluded": found.excluded}
 
 
 _NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_done")

@@ -25,6 +25,8 @@ _KINDS: Mapping[str, str] = {
     "SCALED": "scaled",
     "EXCLUDED": "barred",
     "NOT_AWAITED": "not_awaited",
+    "UNAUDITED": "failed",
+    "AUDITED": "resumed",
 }
 MARKED = ("begun", "failure", "joined", "standing", "state_saving", "waiting")
 """Events that may have marks."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Losses, Score
-from replica_groups.audit.gauntlet.ratings import Rating, rated
+from replica_groups.audit.gauntlet.ratings import NEW, Rating, rated
 
 RECENT_ROUNDS = 16
 """Rounds for which a replica that is away still counts as a rival."""
+
+KNOWN_ROUNDS = 64
+"""Rounds for which a score counts after a replica's last evaluation."""
+
+PROBATION = 2.0
+"""Moving average with which a replica returns, over the threshold. It stays if its first evaluations are good."""
 
 
 @dataclass(frozen=True)
@@ -24,34 +31,48 @@ class RoundFacts:
     included: frozenset[str]
     """Replicas whose contributions are in the round's mean."""
     missed: frozenset[str]
-    """Replicas that took part and whose contributions are not in the mean, as they came late or were refused."""
+    """Replicas that took part and whose contributions did not arrive in time."""
     synchronisation: Mapping[str, float]
     """1 for a replica that started from the right parameters, 0 for another; 1 by default."""
     copies: Mapping[str, str]
     """Original by copy."""
+    left_out: frozenset[str] = frozenset()
+    """Replicas whose contributions arrived in time and are not in the mean."""
 
 
 @dataclass(frozen=True)
 class _Entry:
     """What is known of one replica."""
 
-    rating: Rating = Rating()
+    rating: Rating = NEW
     average: float = 0.0
-    """Moving average of the indicator."""
+    """Moving average of the indicator, at least 0."""
     gain: float = 0.0
-    """Moving average of the score."""
+    """Mean of the scores until the grace is over, then their moving average."""
     evaluations: int = 0
-    """Since it was last excluded."""
     present: int = 0
     contributed: int = 0
+    """Rounds in which it was present, and to which it contributed, without those of an exclusion."""
     last: int = 0
     """Last round in which it was present."""
+    evaluated: int = 0
+    """Last round in which it was evaluated."""
     synchronisation: float = 1.0
     pending: float | None = None
     """Newest score since the last match."""
     until: int = 0
     """Last round of its exclusion."""
     cause: str = ""
+    """Why it is excluded."""
+
+    @property
+    def final(self) -> float:
+        """Product of three factors, none of which is negative: two negative ones would make a good score."""
+        return max(0.0, self.rating.ordinal) * self.average * self.synchronisation
+
+    @property
+    def uptime(self) -> float:
+        return self.contributed / self.present if self.present else 1.0
 
 
 class ScoreBook:
@@ -68,15 +89,17 @@ class ScoreBook:
         Losses of a replica that did not take part in the round are ignored.
         """
         self._round = facts.round
-        for name in sorted(facts.included | facts.missed):
+        here = sorted(facts.included | facts.missed | facts.left_out | facts.copies.keys())
+        for name in here:
             entry = self._present(name, facts)
-            if name in facts.copies:
+            if name in facts.copies or entry.synchronisation == 0:
                 entry = self._evaluated(entry, -1.0, 0.0)
             elif name in losses:
                 entry = self._evaluated(entry, *_judged(losses[name]))
             self._entries[name] = entry
-        self._rate()
-        self._exclude(facts)
+        self._play()
+        self._readmit()
+        self._exclude(here, facts)
 
     def scores(self) -> dict[str, Score]:
         """Return the score of every replica."""
@@ -86,10 +109,10 @@ class ScoreBook:
                 rating=entry.rating.ordinal,
                 average=entry.average,
                 synchronisation=entry.synchronisation,
-                final=_final(entry),
+                final=entry.final,
                 evaluations=entry.evaluations,
                 excluded=entry.cause,
-                uptime=entry.contributed / entry.present if entry.present else 1.0,
+                uptime=entry.uptime,
             )
             for name, entry in self._entries.items()
         }
@@ -99,16 +122,27 @@ class ScoreBook:
         return {name: entry.cause for name, entry in self._entries.items() if entry.cause}
 
     def chosen(self, replicas: Iterable[str]) -> list[str]:
-        """Return those of the replicas that a round includes: the `include` with the best scores, or all."""
-        names, best = sorted(replicas), self._settings.include
-        ranks = self._filled({name: score.final * score.uptime for name, score in self.scores().items()}, names)
-        return sorted(sorted(names, key=lambda name: (-ranks[name], name))[:best])
+        """Return those of the replicas that a round includes: the `include` with the best scores, or all.
+
+        The best are those with the highest product of final score and uptime. A replica without a score is in the
+        middle. Of equal ones, the best are those with the fewest contributions so far.
+        """
+        entries = {name: self._entries.get(name, _Entry()) for name in sorted(replicas)}
+        values = self._filled({name: entry.final * entry.uptime for name, entry in self._entries.items()}, entries)
+        order = sorted(entries, key=lambda name: (-values[name], entries[name].contributed, name))
+        return sorted(order[: self._settings.include])
 
     def weights(self, replicas: Iterable[str]) -> dict[str, float]:
-        """Return the weight of each of the replicas in a round's mean; one of them at least has a weight above 0."""
+        """Return the weight of each of the replicas in a round's mean, of which the largest is 1.
+
+        It is in proportion to the final score and to the improvement itself: two replicas that share one contribution
+        then have no more weight together than its owner would have. A replica without a score is in the middle.
+        """
         names = sorted(replicas)
-        weights = self._filled({name: _final(entry) for name, entry in self._entries.items()}, names)
-        return weights if any(weights.values()) else dict.fromkeys(names, 1.0)
+        values = {name: entry.final * max(0.0, entry.gain) for name, entry in self._entries.items()}
+        weights = self._filled(values, names)
+        largest = max(weights.values(), default=0.0)
+        return {name: weight / largest if largest > 0 else 1.0 for name, weight in weights.items()}
 
     def forget(self, replica: str) -> None:
         """Forget a replica, whose slot has another holder now."""
@@ -121,80 +155,97 @@ class ScoreBook:
 
     @classmethod
     def from_json(cls, settings: GauntletSettings, text: str) -> ScoreBook:
-        """Return the book that `to_json` described."""
-        found = json.loads(text)
+        """Return the book that `to_json` described. Raises DamagedFile."""
         book = cls(settings, ())
-        book._round = found["round"]
-        for name, entry in found["replicas"].items():
-            book._entries[name] = _Entry(**{**entry, "rating": Rating(*entry["rating"])})
+        try:
+            found = json.loads(text)
+            book._round = found["round"]
+            for name, entry in found["replicas"].items():
+                book._entries[name] = _Entry(**{**entry, "rating": Rating(*entry["rating"])})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedFile(f"scores: found text that is no book of scores ({error})") from None
         return book
 
     def _present(self, name: str, facts: RoundFacts) -> _Entry:
         entry = self._entries.get(name, _Entry())
-        contributed = entry.contributed + (name in facts.included or name in facts.copies)
-        synchronisation = facts.synchronisation.get(name, 1.0)
-        if entry.cause and facts.round > entry.until:
-            entry = replace(entry, cause="", average=0.0, evaluations=0)
+        if entry.cause:
+            return replace(entry, last=facts.round)
         return replace(
             entry,
             present=entry.present + 1,
-            contributed=contributed,
+            contributed=entry.contributed + (name not in facts.missed),
             last=facts.round,
-            synchronisation=synchronisation,
+            synchronisation=facts.synchronisation.get(name, 1.0),
         )
 
     def _evaluated(self, entry: _Entry, indicator: float, score: float) -> _Entry:
-        alpha = self._settings.alpha
+        alpha, count = self._settings.alpha, entry.evaluations + 1
+        newest = max(alpha, 1 / count)
         return replace(
             entry,
             average=max(0.0, (1 - alpha) * entry.average + alpha * indicator),
-            gain=(1 - alpha) * entry.gain + alpha * score,
-            evaluations=entry.evaluations + 1,
+            gain=(1 - newest) * entry.gain + newest * score,
+            evaluations=count,
+            evaluated=self._round,
             pending=score,
         )
 
-    def _rate(self) -> None:
-        """Rate a match once more than half of the rivals have a score."""
+    def _play(self) -> None:
+        """Rate a match between the replicas with a new score, once they are more than half of all rivals.
+
+        In matches of a few, two replicas that meet only each other could raise the rating of one without limit.
+        """
         rivals = [name for name, entry in self._entries.items() if entry.last > self._round - RECENT_ROUNDS]
-        scores = {name: pending for name in rivals if (pending := self._entries[name].pending) is not None}
+        scores = {name: score for name in rivals if (score := self._entries[name].pending) is not None}
         if len(scores) < 2 or 2 * len(scores) <= len(rivals):
             return
         ratings = {name: self._entries[name].rating for name in scores}
         for name, rating in rated(ratings, scores).items():
             self._entries[name] = replace(self._entries[name], rating=rating, pending=None)
 
-    def _exclude(self, facts: RoundFacts) -> None:
-        until = facts.round + self._settings.excluded_rounds
-        for name in sorted(facts.included | facts.missed):
-            entry = self._entries[name]
-            cause = self._cause(name, entry, facts)
-            if cause and not entry.cause:
-                self._entries[name] = replace(entry, cause=cause, until=until)
+    def _readmit(self) -> None:
+        probation = PROBATION * self._settings.threshold
+        for name, entry in self._entries.items():
+            if entry.cause and entry.until <= self._round:
+                self._entries[name] = replace(entry, cause="", average=probation)
 
-    def _cause(self, name: str, entry: _Entry, facts: RoundFacts) -> str:
-        bound, grace = self._settings.threshold, self._settings.grace
-        if name in facts.copies:
-            return f"its contribution to round {facts.round} is a copy of that of {facts.copies[name]}"
-        if entry.evaluations >= grace and entry.average < bound:
-            return f"its assigned text improves too rarely: {entry.average:.2f} on average, expected at least {bound:g}"
-        return ""
+    def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
+        """Exclude copies, and replicas below the bound unless these are most: then something else is at fault."""
+        bound, until = self._settings.threshold, facts.round + self._settings.excluded_rounds
+        free = {name: entry for name in here if not (entry := self._entries[name]).cause}
+        judged = {name: entry for name, entry in free.items() if entry.evaluations >= max(1, self._settings.grace)}
+        below = [name for name, entry in judged.items() if entry.average < bound]
+        causes = {
+            name: f"its assigned text improves too rarely: {judged[name].average:.2f}, expected at least {bound:g}"
+            for name in (below if 2 * len(below) <= len(judged) else ())
+        }
+        for name, original in facts.copies.items():
+            causes[name] = f"its contribution to round {facts.round} is a copy of that of {original}"
+        for name in causes.keys() & free.keys():
+            self._entries[name] = replace(free[name], cause=causes[name], until=until)
 
     def _filled(self, values: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-        """Return the values of `names`; the median for those without an evaluation."""
-        known = {name for name, entry in self._entries.items() if entry.evaluations}
+        """Return the values of `names`; for those without a score the median of the others."""
+        grace, since = max(1, self._settings.grace), self._round - KNOWN_ROUNDS
+        entries = self._entries.items()
+        known = {name for name, entry in entries if entry.evaluations >= grace and entry.evaluated > since}
         middle = median([values[name] for name in sorted(known)]) if known else 1.0
         return {name: values[name] if name in known else middle for name in names}
 
 
-def _final(entry: _Entry) -> float:
-    """Return the product of three factors, none of which is negative: two negative ones would give a good score."""
-    return max(0.0, entry.rating.ordinal) * max(0.0, entry.average) * entry.synchronisation
-
-
 def _judged(losses: Losses) -> tuple[float, float]:
-    """Return the indicator and the score."""
+    """Return the indicator and the score of a contribution.
+
+    The indicator is the difference between the improvements over its standard error, from -1 to 1. Gauntlet takes its
+    sign, with which chance counts as much as a clear difference.
+    """
+    if min(losses.assigned_before, losses.other_before) <= 0:
+        return -1.0, 0.0
     assigned = (losses.assigned_before - losses.assigned_after) / losses.assigned_before
     other = (losses.other_before - losses.other_after) / losses.other_before
-    if not (math.isfinite(assigned) and math.isfinite(other)):
+    difference = assigned - other
+    if not math.isfinite(difference) or not math.isfinite(losses.error):
         return -1.0, -1.0
-    return (1.0 if assigned > other else -1.0), other
+    if difference == 0 or losses.error <= 0:
+        return (1.0 if difference > 0 else -1.0), other
+    return max(-1.0, min(1.0, difference / losses.error)), other

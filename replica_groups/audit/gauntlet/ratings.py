@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hetero_pp.core.errors import ConfigError
 
 BETA, TAU = 7.0, 0.1
-"""Spread of a performance around a rating, and growth of a rating's uncertainty in a match; Gauntlet's deployed values."""
+"""Spread of a performance around a rating, and growth of a rating's uncertainty in a match: Gauntlet's values."""
 
 
 class Rating(NamedTuple):
@@ -21,6 +21,10 @@ class Rating(NamedTuple):
     def ordinal(self) -> float:
         """Strength that the replica has almost certainly: 0 for a new one."""
         return self.mu - 3 * self.sigma
+
+
+NEW = Rating()
+"""Rating before the first match."""
 
 
 def require_openskill() -> None:

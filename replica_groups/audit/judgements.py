@@ -21,11 +21,13 @@ from hetero_pp.messages.messages_pb2 import Happened
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller
 from replica_groups.audit.bounds import complaint
+from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.exchange.assignments import Assignments
-from replica_groups.exchange.exclusions import Exclusions
 from replica_groups.exchange.kept_scores import keep_scores, newest_scores
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
 
@@ -51,7 +53,7 @@ class _Told:
     """Each replica of a pair -> the other one."""
 
 
-class Judgements:
+class Judgements(NoAudits):
     """Judgements about one run. Thread-safe."""
 
     def __init__(
@@ -69,7 +71,7 @@ class Judgements:
         gauntlet = settings.gauntlet
         self._book = None if gauntlet is None else ScoreBook(gauntlet, state.roster.replicas)
         self._weighs = weighs
-        self._taking = threading.Lock()
+        self._taking = threading.Condition()
         """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
         self._lock = threading.Lock()
         """Guards the book for moments."""
@@ -92,11 +94,15 @@ class Judgements:
 
     # ---- what the exchange tells ----
 
+    def admit(self, guests: Memberships | None) -> None:
+        self.exclusions.guests = guests
+
+    def why(self, round_: int, replica: str) -> str:
+        return self.exclusions.why(round_, replica)
+
     def begin(self, last_round: int) -> None:
         """Restore the scores and exclusions after a round, from which the run begins or resumes."""
         self._judged = self._heard = last_round
-        if self._settings.gauntlet is None and self._settings.recompute is None:
-            return
         try:
             kept = self._state.decisions.patiently(lambda: newest_scores(self._log.store, last_round))
         except DamagedFile as error:
@@ -110,7 +116,6 @@ class Judgements:
         self.exclusions.restore(kept.excluded, last_round)
 
     def decide(self, record: pb.RoundRecord) -> None:
-        """Leave out contributions of a record that nobody has read yet, and set weights, as the scores say."""
         with self._state.changed:
             self._arrived[record.round] = self._state.coordinator.arrived(record.round)
         names = [one.replica for one in record.contributions]
@@ -132,7 +137,6 @@ class Judgements:
         self.exclusions.note(record.round, out)
 
     def closed(self, round_: int) -> None:
-        """Note that a round is closed. The caller holds the lock of the decisions."""
         self.exclusions.closed(round_)
         awaits = self._book is not None and self._settings.by == "validators"
         if awaits and self.is_audited and round_ - self._heard > UNAUDITED_ROUNDS:
@@ -140,7 +144,6 @@ class Judgements:
             self.unaudited(f"{since}; `hetero-pp validate` starts one")
 
     def differed(self, replica: str, round_: int) -> None:
-        """Note that a replica's parameters after a round differ from the log's, so it begins the next one with them."""
         self._differing[round_ + 1].add(replica)
 
     def unaudited(self, cause: str) -> None:
@@ -155,7 +158,6 @@ class Judgements:
     # ---- what validators tell ----
 
     def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
-        """Take judgements of a validator in another process. Raises Refused for all of them if one is wrong."""
         self.take(request.judgements, request.validator)
         return pb.JudgeReply()
 
@@ -181,6 +183,17 @@ class Judgements:
             while (due := self._due()) is not None:
                 for round_ in range(max(self._judged, due - JUDGED_ROUNDS) + 1, due + 1):
                     self._settle(round_)
+            self._taking.notify_all()
+
+    def wait_until_judged(self, seconds: float) -> None:
+        """Wait until the book has the last round, if any validator keeps up; for at most `seconds`."""
+
+        def is_judged() -> bool:
+            last, newest = self._state.coordinator.last_round, max(self._validators.values(), default=0)
+            return self._judged >= last or newest < last - AWAITED_ROUNDS
+
+        with self._taking:
+            self._taking.wait_for(is_judged, seconds)
 
     def _complaint(self, one: pb.Judgement, validator: str, new: set[tuple[int, str, str]]) -> str | None:
         """Return why a judgement is refused; None if it is not. `new`: those of the same request."""

@@ -38,13 +38,17 @@ class Follower:
         """Apply the next round; return the hashes of the parameters after it."""
         hashes: dict[str, bytes] = {}
         for names in self._parts:
-            theta = {name: self._theta.read(name) for name in names}
-            apply_round(theta, self._run, record, fetch, self._optimizer)
-            for name, tensor in theta.items():
-                self._theta.keep(name, tensor)
-            hashes |= {name: parameter_sha256(tensor) for name, tensor in theta.items()}
+            hashes |= self._apply_to(names, record, fetch)
         self.round = record.round
         return hashes
+
+    def _apply_to(self, names: list[str], record: RoundRecord, fetch: FetchBlob) -> dict[str, bytes]:
+        """Apply a round to some parameters; return their hashes."""
+        theta = {name: self._theta.read(name) for name in names}
+        apply_round(theta, self._run, record, fetch, self._optimizer)
+        for name, tensor in theta.items():
+            self._theta.keep(name, tensor)
+        return {name: parameter_sha256(tensor) for name, tensor in theta.items()}
 
     def theta(self) -> dict[str, Tensor]:
         """Return a copy of all parameters, in memory."""

@@ -1,0 +1,171 @@
+"""`hetero-pp validate`: a validator in a process of its own, which follows a run and judges its rounds."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from hetero_pp.config.links import LAUNCHER
+from hetero_pp.core.bounded import read_json_object
+from hetero_pp.core.device import resolved
+from hetero_pp.core.errors import ConfigError, ExchangeLost, Refused, RunFailed, RunOver, StoreError
+from hetero_pp.data.sources import open_source
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.program.join.status import run_folder
+from hetero_pp.program.launch.hosts import read_token
+from hetero_pp.program.open_run import open_run
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.store.opening import folder_of
+from replica_groups.audit.validator import Validator, checks_of
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.restart import newest_sound
+
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_QUESTIONS = 10.0
+"""Interval at which a validator without a new round asks whether the run goes on."""
+SECONDS_FOR_AN_EXCHANGE = 30.0
+"""Time after which judgements are given up if the exchange does not answer."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a validator reaches the exchange."""
+
+    address: str
+    secret: str
+    encrypted: bool
+
+
+class FollowedRun:
+    """A run elsewhere, by its log and its exchange. Implements ValidatedRun."""
+
+    def __init__(self, name: str, spec: RunSpec, log: ContributionLog, access: Access, say: Callable[[str], None]):
+        """`name`: that of the validator."""
+        self.log = log
+        self._name, self._say = name, say
+        credentials = Secret(access.secret).credentials(LAUNCHER, encrypted=access.encrypted)
+        self.client = ExchangeClient(access.address, credentials, spec.run)
+        self._last = 0
+
+    def record(self, round_: int) -> pb.RoundRecord:
+        asked = time.monotonic()
+        while True:
+            try:
+                return self.patiently(lambda: self.log.read_record(round_))
+            except FileNotFoundError:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            if time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
+                asked = time.monotonic()
+                self._require_going_on()
+
+    def last_round(self) -> int:
+        self._last = max(self._last, self.patiently(self.log.last_record))
+        return self._last
+
+    def patiently(self, do: Callable[[], T]) -> T:
+        while True:
+            try:
+                return do()
+            except StoreError as error:
+                self._say(f"{error}; retrying")
+                time.sleep(SECONDS_BETWEEN_QUESTIONS)
+
+    def take(self, judgements: Sequence[pb.Judgement]) -> None:
+        """Send judgements. What the exchange refuses, or does not answer in time, is told and given up."""
+        request = pb.JudgeRequest(validator=self._name, judgements=judgements)
+        until, round_ = time.monotonic() + SECONDS_FOR_AN_EXCHANGE, judgements[0].round
+        while True:
+            try:
+                self.client.call(request, Caller(LAUNCHER))
+                return
+            except Refused as error:
+                self._say(f"round {round_}: the exchange refused the judgements: {error}")
+                return
+            except ExchangeLost as error:
+                if time.monotonic() > until:
+                    self._say(f"round {round_}: the judgements are lost: {error}")
+                    return
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _require_going_on(self) -> None:
+        """Raise RunFailed if the run has failed. An exchange that is gone may come back."""
+        try:
+            self.client.last_round()
+        except ExchangeLost as error:
+            self._say(f"{error}; waiting for it")
+
+
+def validate(runs: Path, run: str, exchange: str | None, token: Path | None, device: str, name: str | None) -> None:
+    """Follow a run until its last round, and judge its rounds. `run`: its name, its folder or the URL of its log.
+
+    `exchange` and `token`: address and token file, for another host than the exchange's. Raises ConfigError for a run
+    without audits, and if this host cannot reach the exchange.
+    """
+    is_url = folder_of(run) is None
+    folder = None if is_url else run_folder(runs.absolute(), run)
+    spec, log = open_run(run if folder is None else str(folder.path))
+    audit, title = spec.config.audit, spec.config.name
+    if audit.gauntlet is None and audit.recompute is None:
+        raise ConfigError((), f"{title}: found a run without audits, expected `audit.gauntlet` or `audit.recompute`")
+    access = access_to(spec, folder, exchange, token)
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).strip("-._")[:40] or "validator"
+
+    def say(line: str) -> None:
+        tell(standard_output(), f"{title}: {line}")
+
+    def on_round(round_: int, count: int) -> None:
+        say(f"round {round_}: {count} judgements" if count else f"round {round_}: not judged")
+
+    followed = FollowedRun(name, spec, log, access, say)
+    source = open_source(spec.config.data, (folder or RunFolder(runs.absolute() / title)).cache)
+    torch.set_num_threads(spec.config.threads)
+    checks = checks_of(spec, log, source, access.secret, resolved(device))
+    say(f"{name} judges its rounds for the exchange at {access.address}")
+    try:
+        _wait_for_snapshot(followed)
+        Validator(spec, followed, checks, newest_sound(log, followed.last_round(), [])).run(on_round)
+    except (RunFailed, RunOver) as error:
+        say(f"the run has ended: {error}")
+    finally:
+        followed.client.close()
+
+
+def access_to(spec: RunSpec, folder: RunFolder | None, exchange: str | None, token: Path | None) -> Access:
+    """Return how to reach the exchange: as told, or else as this host's exchange wrote it into the run's folder."""
+    if exchange is not None and token is not None:
+        return Access(exchange, read_token(token), not spec.config.exchange.insecure)
+    if exchange is not None or token is not None:
+        raise ConfigError((), "expected --exchange HOST:PORT and --token-file FILE together")
+    if folder is None or not folder.validators.is_file():
+        where = spec.config.name if folder is None else folder.validators
+        here = "its exchange writes the file if the YAML has `audit: {by: validators}`"
+        raise ConfigError(
+            (),
+            f"{where}: found no address of an exchange on this host; {here}; on another host, use "
+            "--exchange and --token-file",
+        )
+    try:
+        told = read_json_object(folder.validators)
+        return Access(str(told["exchange"]).replace("0.0.0.0", "127.0.0.1"), told["secret"], told["encrypted"])
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError((), f"{folder.validators}: cannot be read ({error})") from None
+
+
+def _wait_for_snapshot(run: FollowedRun) -> None:
+    while not run.patiently(run.log.snapshots):
+        time.sleep(SECONDS_BETWEEN_LOOKS)

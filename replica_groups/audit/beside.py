@@ -1,0 +1,111 @@
+"""Audits of a run in the process of its exchange: the judgements, and a validator if it runs beside the exchange."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hetero_pp.data.sources import open_source
+from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.judgements import Judgements
+from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.restart import newest_sound
+
+BESIDE_EXCHANGE = "exchange"
+"""Name of the validator beside the exchange."""
+
+_SECONDS_TO_JUDGE = 30.0
+"""Seconds that the end of a run waits for the judgements of its last rounds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """The run of a validator beside the exchange. Implements ValidatedRun."""
+
+    exchange: Exchange
+    judgements: Judgements
+
+    @property
+    def log(self) -> ContributionLog:
+        return self.exchange.log
+
+    def record(self, round_: int) -> RoundRecord:
+        return self.exchange.record(round_)
+
+    def last_round(self) -> int:
+        return self.exchange.coordinator.last_round
+
+    def patiently(self, do: Callable[[], T]) -> T:
+        return self.exchange.decisions.patiently(do)
+
+    def take(self, judgements: Sequence[Judgement]) -> None:
+        self.judgements.take(judgements, BESIDE_EXCHANGE)
+
+
+class Followers:
+    """Threads that follow the rounds of a run beside its exchange: the auditor, and a validator."""
+
+    def __init__(
+        self, auditor: Auditor, judgements: Judgements | None = None, validator: ValidatorThread | None = None
+    ) -> None:
+        self._auditor, self._judgements, self._validator = auditor, judgements, validator
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the last round is replayed or the run has failed, for at most `seconds`.
+
+        The judgements of the last rounds are awaited for half a minute at most.
+        """
+        self._auditor.join(seconds)
+        seconds = _SECONDS_TO_JUDGE if seconds is None else min(seconds, _SECONDS_TO_JUDGE)
+        if self._validator is not None:
+            self._validator.join(seconds)
+        elif self._judgements is not None:
+            self._judgements.wait_until_judged(seconds)
+
+
+def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
+    """Return the exchange, which takes judgements from now on if the run's configuration asks for audits."""
+    audit = spec.config.audit
+    if audit.gauntlet is not None or audit.recompute is not None:
+        weighs = spec.config.outer.weights == "scores"
+        exchange.audits = Judgements(
+            exchange.state, exchange.log, exchange.reports, exchange.assignments, audit, weighs=weighs
+        )
+    return exchange
+
+
+def followed(
+    auditor: Auditor, exchange: Exchange, spec: RunSpec, folder: RunFolder, secret: str | None = None
+) -> Followers:
+    """Start the validator of a run that has begun, if it runs beside the exchange; return all followers of its log.
+
+    `secret`: the run's, from which the draws of the audits follow; None: a new one.
+    """
+    judgements = exchange.audits
+    if not isinstance(judgements, Judgements):
+        return Followers(auditor)
+    if spec.config.audit.by != "exchange":
+        return Followers(auditor, judgements)
+    run, since = _Beside(exchange, judgements), exchange.state.begun_after
+    spec = spec.with_changes(exchange.state.changes)
+
+    def make() -> Validator:
+        snapshot = run.patiently(lambda: newest_sound(exchange.log, since, []))
+        source = open_source(spec.config.data, folder.cache)
+        checks = checks_of(spec, exchange.log, source, secret or secrets.token_hex(16), torch.device("cpu"))
+        return Validator(spec, run, checks, snapshot, since, folder.path)
+
+    validator = ValidatorThread(make, spec.config.threads, judgements.unaudited)
+    validator.start()
+    return Followers(auditor, judgements, validator)

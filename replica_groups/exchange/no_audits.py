@@ -1,0 +1,35 @@
+"""What the exchange tells the audits of a run, and asks them. Here for a run without any."""
+
+from __future__ import annotations
+
+from hetero_pp.core.errors import Refused
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller
+from replica_groups.exchange.memberships import Memberships
+
+
+class NoAudits:
+    """Audits of a run that has none: nothing is left out. Audits override these methods."""
+
+    def admit(self, guests: Memberships | None) -> None:
+        """Note who knows the members with a ticket."""
+
+    def begin(self, last_round: int) -> None:
+        """Begin or resume after a round."""
+
+    def decide(self, record: pb.RoundRecord) -> None:
+        """Leave out contributions of a record that nobody has read yet, and set weights."""
+
+    def why(self, round_: int, replica: str) -> str:
+        """Return why an audit left a replica out of a round; empty if none did."""
+        return ""
+
+    def closed(self, round_: int) -> None:
+        """Note that a round is closed. The caller holds the lock of the decisions."""
+
+    def differed(self, replica: str, round_: int) -> None:
+        """Note that a replica's parameters after a round differ from the log's, so it begins the next one with them."""
+
+    def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
+        """Take judgements of a validator. Raises Refused for all of them if one is wrong, or nobody asked for any."""
+        raise Refused("this run has no audits: its YAML has neither `audit.gauntlet` nor `audit.recompute`")
