@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.errors import DamagedFile
@@ -29,7 +30,7 @@ from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import Chain, drawn
 
-DRAWS, EVIDENCE, ARRIVED = "draws", "evidence", "arrived.json"
+DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
@@ -84,6 +85,8 @@ class Showing:
 
     def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
         self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
+        self.authority: bytes | None = None
+        """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain = Chain(secrets.token_bytes(32), 1)
         self._next = 1
@@ -144,16 +147,15 @@ class Showing:
                     for one in entry.commitments
                 }
                 self._open.append(_Drawn(round_, replica, members))
-            self._give_up(round_ - ROUNDS_TO_SHOW)
+            self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
         self._settle()
 
-    def _give_up(self, round_: int) -> None:
+    def _give_up(self, round_: int, when: str) -> None:
         """End the wait for the files of rounds up to this one."""
         for one in self._open:
             for asked in one.members.values() if one.round <= round_ else ():
                 if asked.missing and not asked.failure:
-                    why = f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"
-                    asked.failure = why if asked.told else LEFT
+                    asked.failure = f"did not show its checkpoint {when}" if asked.told else LEFT
 
     def _settle(self) -> None:
         """Write what arrived of the draws that are over."""
@@ -162,11 +164,16 @@ class Showing:
             self._open = [one for one in self._open if not one.is_over]
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
+            if (authority := self.authority) is not None:
+                self._state.decisions.patiently(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
 
     def end(self) -> None:
-        """Draw from the last rounds, so that a validator knows for what to wait."""
+        """End all waits, because the members have left after the last round."""
         self._draw()
+        with self._lock:
+            self._give_up(self._next, "before it left the run")
+        self._settle()
 
     # ---- files ----
 

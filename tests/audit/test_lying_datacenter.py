@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
+from audited_run import flips, lying, rereads, skips
 from lying_run import HONEST, LyingRun, lying_spec
 
 from hetero_pp.messages.messages_pb2 import Judgement, Recomputed, ShownFile
@@ -19,9 +18,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from replica_groups.exchange import showing
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.showing import DRAWS, EVIDENCE
-from replica_groups.loop import take_part
 from replica_groups.loop.commitments import Commitments
-from replica_groups.member.datacenter import DatacenterMember
 
 ROUNDS = 5
 CAUSES = {
@@ -33,42 +30,6 @@ CAUSES = {
     "swaps": "another state than it ended the one before",
 }
 """Replica -> part of the cause by which it is found."""
-
-
-def _lying(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_build` after which some members lie about their training."""
-
-    def built(spec: Any, run: str, member: Any, *rest: Any, **others: Any) -> Any:
-        trainer, outer, holds = build(spec, run, member, *rest, **others)
-        if member.name == "skips":
-            _skip(trainer)
-        elif member.name == "invents":
-            honest = outer._contributed
-            outer._contributed = lambda round_, name: -honest(round_, name)
-        elif member.name == "rereads":
-            read = trainer.batches._batches_of
-            trainer.batches._batches = read(trainer.batches._share)
-            train = trainer.batches._batches.train
-            object.__setattr__(trainer.batches._batches, "train", lambda step: train(0))
-        return trainer, outer, holds
-
-    return built
-
-
-def _skip(trainer: DatacenterMember) -> None:
-    """Take only the first step of each round."""
-    step = trainer.inner_step
-
-    def first_only(round_: int, number: int, global_step: int, is_last: bool = False) -> Any:
-        before = [one.detach().clone() for one in trainer.engine.whole.parameters.values()]  # type: ignore[attr-defined]
-        report = step(round_, number, global_step, is_last)
-        if number > 0:
-            with torch.no_grad():
-                for one, old in zip(trainer.engine.whole.parameters.values(), before, strict=True):  # type: ignore[attr-defined]
-                    one.copy_(old)
-        return report
-
-    trainer.inner_step = first_only  # type: ignore[method-assign]
 
 
 def _commit(commit: Callable[[Commitments, int, int], None]) -> Callable[[Commitments, int, int], None]:
@@ -101,11 +62,11 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lyin
     )
     with LyingRun(spec, tmp_path_factory.mktemp("run")) as one, ExitStack() as stack:
         for owner, name, change in (
-            (take_part, "_build", _lying),
             (Commitments, "commit", _commit),
             (ExchangeClient, "show_file", _show),
         ):
             stack.enter_context(mock.patch.object(owner, name, change(getattr(owner, name))))
+        stack.enter_context(lying({"skips": skips, "invents": flips, "rereads": rereads}))
         stack.enter_context(mock.patch.object(showing, "ROUNDS_TO_SHOW", 2))
         one.until_over()
         yield one

@@ -7,53 +7,25 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from audited_run import LIAR, audited_spec, flips, lying
 from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from replica_groups.loop import take_part
-
-LIAR, ROUNDS = "home", 2
-
-
-def small_spec(corpus: Path, **recompute: Any) -> RunSpec:
-    """Return a run of two datacenter replicas that is audited by recomputation."""
-    config: dict[str, Any] = {
-        "name": "t",
-        "seed": 3,
-        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
-        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 1},
-        "inner": {"steps": 2, "learning_rate": 0.01},
-        "outer": {"rounds": ROUNDS, "compression": {"density": 1 / 8}},
-        "audit": {"recompute": {"share": 1, **recompute}},
-        "replicas": [{"name": name, "kind": "datacenter", "batch_size": 1} for name in ("a", LIAR)],
-    }
-    return RunSpec(RunConfig.model_validate(config), 256)
 
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the folder of a run in which `home` flips the sign of what it contributes."""
-    folder, told, build = RunFolder(tmp_path_factory.mktemp("runs") / "t"), list[Report](), take_part._build
+    folder, told = RunFolder(tmp_path_factory.mktemp("runs") / "t"), list[Report]()
     folder.path.mkdir()
-
-    def lying(spec: Any, name: str, member: Any, *rest: Any, **others: Any) -> Any:
-        trainer, outer, holds = build(spec, name, member, *rest, **others)
-        if member.name == LIAR:
-            honest = outer._contributed
-            outer._contributed = lambda round_, one: -honest(round_, one)
-        return trainer, outer, holds
-
-    with mock.patch.object(take_part, "_build", lying):
-        run_in_process(small_spec(corpus), folder, told.append)
+    with lying({LIAR: flips}):
+        run_in_process(audited_spec(corpus), folder, told.append)
     found = [one.judged for one in told if one.HasField("judged") and not one.judged.recomputed.is_equal]
     assert {one.replica for one in found} == {LIAR}
     assert found[0].recomputed.evidence == f"evidence/000001-{LIAR}"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunsFolder, parsed
+from hetero_pp.program.commands.options import RunsFolder, parsed_address
 
 Experiments = Annotated[
     list[str] | None,
@@ -136,18 +136,6 @@ def replay(
         replay_run(run, round_, json_path, to)
 
 
-def scores(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the scores to this file.")] = None,
-    runs: RunsFolder = Path("runs"),
-) -> None:
-    """Show the scores of a run's replicas, and which of them are excluded and why (docs/audit.md)."""
-    with readable_errors():
-        from hetero_pp.program.scores import print_scores
-
-        print_scores(runs, run, json_path)
-
-
 def verify(
     evidence: Annotated[
         str,
@@ -164,6 +152,18 @@ def verify(
         from hetero_pp.program.verify import verify as check
 
         check(evidence, log, corpus, tolerance)
+
+
+def scores(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the scores to this file.")] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Show the scores of a run's replicas, and which of them are excluded and why (docs/audit.md)."""
+    with readable_errors():
+        from hetero_pp.program.scores import print_scores
+
+        print_scores(runs, run, json_path)
 
 
 def compare(
@@ -185,13 +185,16 @@ def view(
         list[str],
         typer.Argument(metavar="RUN...", help="Names of runs in runs/, run folders, or HOST:PORT of an exchange."),
     ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Serve the page at this port of this machine; 0: any free port.")
+    ] = 0,
     listen: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Serve the page at this address (port 0: any free one). Other machines need a member's certificate.",
+            help="Serve the page at this address instead; other machines need the certificate of a member of the run.",
         ),
-    ] = "127.0.0.1:0",
+    ] = None,
     export_path: Annotated[
         Path | None, typer.Option("--export", metavar="FILE", help="Write the page with its data to one HTML file.")
     ] = None,
@@ -199,10 +202,9 @@ def view(
 ) -> None:
     """Show runs on a page: topology, rounds, any moment again, and several runs side by side."""
     with readable_errors():
-        from hetero_pp.config.topology import parse_address
         from hetero_pp.program.view.command import view as show
 
-        show(runs, named, parsed("--listen", parse_address, listen), export_path)
+        show(runs, named, parsed_address("--listen", listen) or f"127.0.0.1:{port}", export_path)
 
 
 def volume(
