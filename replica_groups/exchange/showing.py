@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.errors import DamagedFile
@@ -29,7 +30,7 @@ from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import Chain, drawn
 
-DRAWS, EVIDENCE, ARRIVED = "draws", "evidence", "arrived.json"
+DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
@@ -84,6 +85,8 @@ class Showing:
 
     def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
         self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
+        self.authority: bytes | None = None
+        """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain = Chain(secrets.token_bytes(32), 1)
         self._next = 1
@@ -161,6 +164,8 @@ class Showing:
             self._open = [one for one in self._open if not one.is_over]
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
+            if (authority := self.authority) is not None:
+                self._state.decisions.patiently(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
 
     def end(self) -> None:

@@ -36,7 +36,7 @@ from replica_groups.audit.recompute.group import RoundStart
 from replica_groups.audit.recompute.hops import blame
 from replica_groups.audit.recompute.replica import Recomputed, recompute
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import ARRIVED, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
+from replica_groups.exchange.showing import ARRIVED, AUTHORITY, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
 from replica_groups.outer.apply_round import FetchBlob
 
@@ -185,7 +185,10 @@ class Recomputation:
             states = {one.member: load_state(shown / one.member / BEFORE) for one in entry.commitments}
             start = RoundStart(number, before.parameters, before.basis, states)
             again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
-            return self.compared(entry, number, contributed, again, _messages(shown, entry)), again.blobs
+            file = shown / AUTHORITY
+            authority = file.read_text(encoding="ascii") if file.is_file() else None
+            found = self.compared(entry, number, contributed, again, _messages(shown, entry), authority)
+            return found, again.blobs
         except (OutOfMemory, StoreError):
             raise
         except HeteroPPError as error:
@@ -199,8 +202,12 @@ class Recomputation:
         contributed: Mapping[str, bytes],
         again: Recomputed,
         messages: Mapping[str, bytes],
+        authority: str | None = None,
     ) -> Comparison:
-        """Compare a contribution, and name the stage of a group that computed something else if it can be told."""
+        """Compare a contribution, and name the stage of a group that computed something else if it can be told.
+
+        `authority`: as for `blame`.
+        """
         tolerance, compression = self._settings.tolerance, self.spec.config.outer.compression
         differences = {
             block: difference(
@@ -218,7 +225,8 @@ class Recomputation:
                 found if found.is_equal else Comparison(found.difference, found.cause, next(iter(again.here.members)))
             )
         differing = [block for block, one in differences.items() if one > tolerance]
-        named = blame(again.here, messages, differing, other_text="another text" in found.cause)
+        is_text = "another text" in found.cause
+        named = blame(again.here, messages, differing, is_text, entry.epoch, authority)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
 
     def _basis_of_run(self) -> Tensor | None:
