@@ -1,6 +1,6 @@
 """Measure the time and the memory of robust means of contributions beside those of the mean.
 
-    python benchmarks/robust_means.py [--elements 2097152] [--json FILE]
+    python benchmarks/robust_means.py [--elements 1048576] [--json FILE]
 
 The contributions of 8 and of 64 replicas to one matrix are combined, sparse as in SparseLoCo (1/32 of the values) and
 dense as in DiLoCo. Values are random around one direction. Seconds are CPU seconds of one thread, the median of three.
@@ -11,7 +11,7 @@ the mean one after the other. `held` is their size. Decoding is not part of the 
 from __future__ import annotations
 
 import argparse
-import gc
+import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,16 +52,24 @@ def combine(name: str, shape: tuple[int, int], weighted: list[tuple[float, Decod
 
 
 def measured(run: Callable[[], Tensor]) -> tuple[float, int]:
-    """Return (CPU seconds, bytes by which the resident set grew at most)."""
-    seconds, grown = [], []
-    for _ in range(REPEATS):
-        gc.collect()
+    """Return (CPU seconds, bytes by which the resident set grew at most) in a process of its own."""
+    context = multiprocessing.get_context("fork")  # shares the contributions
+    ours, theirs = context.Pipe()
+
+    def work() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the largest resident set is counted from now on
-        before, started = _resident("VmRSS"), time.process_time()
-        run()
-        seconds.append(time.process_time() - started)
-        grown.append(_resident("VmHWM") - before)
-    return median(seconds), max(grown)
+        before, seconds = _resident("VmRSS"), []
+        for _ in range(REPEATS):
+            started = time.process_time()
+            run()
+            seconds.append(time.process_time() - started)
+        theirs.send((median(seconds), _resident("VmHWM") - before))
+
+    process = context.Process(target=work)
+    process.start()
+    found: tuple[float, int] = ours.recv()
+    process.join()
+    return found
 
 
 def _resident(key: str) -> int:
@@ -79,17 +87,16 @@ def measure(replicas: int, elements: int, density: float) -> list[dict[str, Any]
         ratio = seconds / found[0]["seconds"] if found else 1.0
         entry = {"mean": name, "replicas": replicas, "density": density, "seconds": seconds, "over_the_mean": ratio}
         found.append({**entry, "grown_bytes": grown, "held_bytes": held})
-        print(
-            f"{replicas:3} x {density:<8.3g}{name:18} {seconds * 1e9 / elements:7.1f} ns a value {ratio:6.1f} times the "
-            f"mean {grown / elements:6.1f} bytes a value, held {held / elements:5.1f}"
-        )
+        cost, memory, holds = seconds * 1e9 / elements, grown / elements, held / elements
+        print(f"{replicas:3} x {density:<8.3g}{name:18} {cost:7.1f} ns a value {ratio:6.1f} times the mean", end="")
+        print(f" {memory:6.1f} bytes a value, held {holds:5.1f}")
     return found
 
 
 def main() -> None:
     """Print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1 << 21)
+    parser.add_argument("--elements", type=int, default=1 << 20)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64])
     arguments = parse(parser, {"elements": 1 << 14, "replicas": [8]})
     torch.set_num_threads(1)
