@@ -29,7 +29,7 @@ from replica_groups.audit.gauntlet.overlap import overlap
 
 NAMES = [f"r{index}" for index in range(8)]
 HOSTILE = NAMES[-2:]
-ROUNDS = 4
+ROUNDS = 3
 SCORES: dict[str, Any] = {"evaluated": 8, "sequences": 2, "overlap": 1.0, "alpha": 0.5, "grace": 1, "threshold": 0.0}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Told:
     excluded: dict[str, int] = field(default_factory=dict)
     """Round after which a replica was first excluded, or its contribution left out, by replica."""
     causes: dict[str, str] = field(default_factory=dict)
+    """Why, by replica."""
     hostile: list[str] = field(default_factory=list)
     scaled: dict[str, int] = field(default_factory=dict)
     """Rounds in which a replica's contribution was scaled down, by replica."""
@@ -172,8 +174,8 @@ class HostileContributions(Contributions):
         return found
 
     def _parts(self) -> list[slice]:
-        ends = torch.tensor([0, *(tensor.numel() for tensor in self._theta.values())]).cumsum(0).tolist()
-        return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        ends = accumulate((tensor.numel() for tensor in self._theta.values()), initial=0)
+        return [slice(*both) for both in pairwise(ends)]
 
     def _vector(self, sent: Contribution) -> Tensor:
         """Return a contribution as a vector [P]."""
