@@ -12,7 +12,7 @@ LARGEST = 4.0
 
 _GROWTH = 1.2
 _SHARED = 0.35
-"""Share of positions that a disguised copy has in common with what it copies: below the bound on overlap of 0.4."""
+"""Share of the values that a disguised copy has in common with what it copies: below the bound on overlap of 0.4."""
 
 
 def no_work(known: Known) -> Tensor:
@@ -60,15 +60,15 @@ def drift(known: Known) -> Tensor:
 def sybils(known: Known) -> Tensor:
     """One of them trains, and the others contribute disguised copies of its contribution without training.
 
-    A disguised copy keeps a share of the values below the bound on overlap; values of the same size at random other
-    positions stand for the rest.
+    A disguised copy keeps a share of the values below the bound on overlap; the rest is noise of the same size.
     """
     original = known.fellows[0]
     if known.place == 0:
         return original
     stays = torch.rand(original.shape, generator=known.draw) < _SHARED
     rest = _with_norms(known, known.kept(_normal(known)), [original[part].norm() for part in known.parts])
-    return torch.where(stays & (original != 0), 2 * original, rest)
+    fills = torch.rand(original.shape, generator=known.draw) >= _SHARED
+    return torch.where(stays & (original != 0), original, rest * fills)
 
 
 def _normal(known: Known) -> Tensor:

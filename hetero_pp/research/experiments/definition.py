@@ -215,8 +215,8 @@ class Claim(Settings):
         "the cosine of a replica's memory and the momentum of all (`momentum`, or `kept_momentum` after dropped or "
         "sent values are removed), or the predicted `hours` of a row by the experiment's clock; or of a row with "
         "`research.attacks`: hostile replicas `caught` and rounds `until_caught`, honest replicas excluded "
-        "(`honest_out`), shares of compute (`evaluation`, `recomputation`), `audit_megabytes`, and the share of triggers "
-        "that a `backdoor` answers",
+        "(`honest_out`), shares of compute (`evaluation`, `recomputation`), `audit_megabytes`, and the share of "
+        "triggers that a `backdoor` answers",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None

@@ -42,7 +42,7 @@ COLUMNS = {
     "caught": "number of hostile replicas that were excluded, mean over seeds",
     "rounds until": "round after which they were excluded first, mean over those that were caught",
     "honest out": "number of honest replicas that were excluded, mean over seeds",
-    "evaluation, %": "compute of the primary evaluation by one validator, as a share of one replica's",
+    "evaluation, %": "compute of the primary evaluation by one validator, as a share of that of all replicas",
     "recomputed, %": "share of the replicas' rounds that were computed again",
     "audit, MB": "bytes that one validator reads over all rounds: contributions to score, and checkpoints",
     "backdoor, %": "share of triggers after which the final model predicts the attacker's target",

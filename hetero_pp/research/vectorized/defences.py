@@ -29,8 +29,6 @@ Contribution = Mapping[str, DecodedTensor]
 """Sent values by parameter."""
 
 _DRAWS = 2**63
-FORWARDS_A_STEP = 3
-"""Cost of a sequence in an inner step, in forward passes: the backward takes two."""
 BYTES_OF_A_CHECKPOINT = 16
 """Bytes for each parameter: its value, two moments, and error feedback."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from hetero_pp.research.settings import AttackSettings, research_of
 from hetero_pp.research.vectorized.contributions import Contributions, Mean
 from hetero_pp.research.vectorized.defences import (
     BYTES_OF_A_CHECKPOINT,
-    FORWARDS_A_STEP,
     Bounds,
     Contribution,
     Scores,
@@ -33,6 +33,7 @@ from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from replica_groups.audit.gauntlet.book import ScoreBook
+from replica_groups.audit.gauntlet.cost import FORWARDS_A_STEP
 from replica_groups.outer.ranks import Ranks
 
 FOR_EVER = 2**31
@@ -46,15 +47,16 @@ class Told:
     excluded: dict[str, int] = field(default_factory=dict)
     """Round after which a replica was first excluded, or its contribution left out, by replica."""
     causes: dict[str, str] = field(default_factory=dict)
+    """Why, by replica."""
     hostile: list[str] = field(default_factory=list)
     scaled: dict[str, int] = field(default_factory=dict)
     """Rounds in which a replica's contribution was scaled down, by replica."""
     recomputations: int = 0
     """Replica-rounds that were computed again."""
     evaluation_share: float = 0.0
-    """Cost of the primary evaluation, as a share of one replica's compute."""
+    """Compute of the primary evaluation by one validator, as a share of that of all replicas."""
     recomputation_share: float = 0.0
-    """Cost of recomputation, as a share of the compute of all replicas."""
+    """Compute of recomputation, as a share of that of all replicas."""
     audit_bytes: int = 0
     """Bytes that one validator reads: contributions for scores, and checkpoints for recomputation."""
 
@@ -172,8 +174,8 @@ class HostileContributions(Contributions):
         return found
 
     def _parts(self) -> list[slice]:
-        ends = torch.tensor([0, *(tensor.numel() for tensor in self._theta.values())]).cumsum(0).tolist()
-        return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        ends = accumulate((tensor.numel() for tensor in self._theta.values()), initial=0)
+        return [slice(*both) for both in pairwise(ends)]
 
     def _vector(self, sent: Contribution) -> Tensor:
         """Return a contribution as a vector [P]."""
@@ -234,8 +236,9 @@ class HostileContributions(Contributions):
     def _count(self, round_: int) -> None:
         """Add up what audits have cost so far."""
         spec = self._spec
-        of_replica = round_ * spec.inner_steps * spec.config.replicas[0].batch_size * FORWARDS_A_STEP
-        self.told.evaluation_share = 0.0 if self._scores is None else self._scores.forwards / of_replica
+        sequences = round_ * spec.inner_steps * sum(one.batch_size for one in spec.config.replicas)
+        forwards = 0 if self._scores is None else self._scores.forwards
+        self.told.evaluation_share = forwards / (FORWARDS_A_STEP * sequences)
         self.told.recomputation_share = self.told.recomputations / (round_ * len(self._names))
 
 

@@ -1,0 +1,347 @@
+"""Attacks do what their papers say; defences of tables find them; honest replicas are as without attacks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.messages.messages_pb2 import Losses
+from hetero_pp.model.transformer import build_filled
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.research.attacks import omniscient, plain, training
+from hetero_pp.research.attacks.attack import Attack, Known
+from hetero_pp.research.attacks.registry import ATTACKS
+from hetero_pp.research.settings import ResearchConfig
+from hetero_pp.research.vectorized import defences, hostile
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.hostile import HostileContributions, Told
+from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet.overlap import overlap
+
+NAMES = [f"r{index}" for index in range(8)]
+HOSTILE = NAMES[-2:]
+ROUNDS = 3
+SCORES: dict[str, Any] = {"evaluated": 8, "sequences": 2, "overlap": 1.0, "alpha": 0.5, "grace": 1, "threshold": 0.0}
+
+
+def _config(corpus: Path, attacks: dict[str, Any] | None, replicas: int = 8, **outer: Any) -> ResearchConfig:
+    values: dict[str, Any] = {
+        "name": "t",
+        "seed": 3,
+        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
+        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+        "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01},
+        "outer": {"rounds": ROUNDS, "compression": {"density": 1 / 4, "value_bits": 32}, **outer},
+        "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in NAMES[:replicas]],
+        "research": {} if attacks is None else {"attacks": attacks},
+    }
+    return ResearchConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    torch.set_num_threads(1)
+    return prepare_tokens(_config(corpus, None).data, tmp_path_factory.mktemp("tokens"))
+
+
+def _trained(corpus: Path, text: TokenStore, attacks: dict[str, Any] | None, **outer: Any) -> FastResult:
+    return train_fast(RunSpec(_config(corpus, attacks, **outer), 256), text)
+
+
+def _told(corpus: Path, text: TokenStore, attacks: dict[str, Any], **outer: Any) -> Told:
+    told = dict(_trained(corpus, text, attacks, **outer).attacks)
+    assert 0 <= told.pop("backdoor") <= 1
+    return Told(**told)
+
+
+def _known(place: int = 0, round_: int = 1, kept: int = 40, size: int = 400) -> Known:
+    """Return what a replica knows where six are honest and two are not; the format keeps the largest values."""
+    draw = torch.Generator().manual_seed(7)
+    everyone = torch.randn(8, size, generator=draw) + 0.5
+
+    def format_(vector: Tensor) -> Tensor:
+        return torch.zeros_like(vector).index_copy_(0, (at := vector.abs().topk(kept).indices), vector[at])
+
+    return Known(
+        round=round_,
+        place=place,
+        theta=torch.zeros(size),
+        fellows=[format_(one) for one in everyone[6:]],
+        honest=torch.stack([format_(one) for one in everyone[:6]]),
+        first=torch.full((size,), 3.0),
+        parts=[slice(0, size // 2), slice(size // 2, size)],
+        kept=format_,
+        draw=torch.Generator().manual_seed(place),
+    )
+
+
+def test_plain_attacks_send_what_their_names_say() -> None:
+    known, other = _known(), _known(place=1)
+    assert plain.no_work(known).count_nonzero() == 0
+    assert plain.stale_copy(known).equal(known.first)
+    assert plain.copy_of_another(other).equal(known.honest[1])
+    assert plain.sign_flip(other).equal(-known.fellows[1])
+    assert plain.scaled_by_10(known).equal(10 * known.own)
+    sent = plain.noise(known)
+    for part in known.parts:
+        assert sent[part].norm() == pytest.approx(known.own[part].norm().item(), rel=1e-5)
+    assert abs(torch.cosine_similarity(sent, known.own, dim=0)) < 0.5
+    assert not sent.equal(plain.noise(other))
+
+
+def test_a_drift_keeps_its_direction_and_grows_to_just_below_the_bound() -> None:
+    rounds = [plain.drift(_known(round_=round_)) for round_ in (1, 5, 60)]
+    medians = [_known().honest[:, part].norm(dim=1).median() for part in _known().parts]
+    for sent, factor in zip(rounds, (1, 1.2**4, plain.LARGEST), strict=True):
+        assert torch.cosine_similarity(sent, rounds[0], dim=0) > 0.99
+        for part, norm in zip(_known().parts, medians, strict=True):
+            assert sent[part].norm() == pytest.approx(factor * norm.item(), rel=1e-4)
+    assert plain.drift(_known(place=1)).equal(rounds[0])
+
+
+def test_a_sybils_disguised_copy_overlaps_by_less_than_the_bound() -> None:
+    known = _known(place=1, kept=400, size=12_800)
+    assert plain.sybils(_known(kept=400, size=12_800)).equal(known.fellows[0])
+
+    def sparse(vector: Tensor) -> dict[str, DecodedTensor]:
+        where = vector.nonzero().flatten()
+        return {"all": DecodedTensor(where, vector[where])}
+
+    sent = known.kept(plain.sybils(known))
+    assert 0.25 < overlap(sparse(sent), sparse(known.fellows[0])) < 0.4
+
+
+def test_alie_is_the_mean_less_z_deviations() -> None:
+    """Of 50 with 24 hostile ones, 2 of the 26 honest ones make a majority: z has 24/26 of a normal distribution."""
+    assert omniscient.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
+    assert omniscient.deviations(8, 2) == pytest.approx(0.0)
+    known = _known()
+    deviation = ((known.honest - known.honest.mean(0)) ** 2).mean(0).sqrt()
+    torch.testing.assert_close(omniscient.alie(known), known.honest.mean(0) - 1.5 * deviation)
+
+
+def test_min_max_is_as_far_as_two_honest_ones_are_and_no_farther() -> None:
+    known = _known()
+    sent = omniscient.min_max(known)
+    farthest = max((one - other).norm().item() for one in known.honest for other in known.honest)
+    distance = (known.honest - sent).norm(dim=1).max().item()
+    assert 0.9 * farthest < distance <= farthest * (1 + 1e-6)
+    assert (sent - known.kept(known.honest.mean(0))) @ known.honest.std(0) < 0
+
+
+def test_inner_product_manipulation_turns_the_mean_around() -> None:
+    known = _known()
+    sent = omniscient.inner_product(known)
+    mean = (known.honest.sum(0) + 2 * sent) / 8
+    assert mean @ known.honest.mean(0) < 0
+    torch.testing.assert_close(sent, -4 * known.honest.mean(0))
+
+
+def test_text_attacks_change_labels_and_add_triggers() -> None:
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.arange(40).view(2, 20)
+    assert training.other_text(tokens, 100, draw).equal(99 - tokens)
+    poisoned = training.with_triggers(tokens, 100, draw)
+    for row, before in zip(poisoned.tolist(), tokens.tolist(), strict=True):
+        assert [97, 98, 99] in [row[at : at + 3] for at in range(18)]
+        assert any(one == other for one, other in zip(row, before, strict=True))
+    assert tokens.max() == 39
+
+
+def test_the_success_of_a_backdoor_is_the_share_of_triggers_that_are_followed(corpus: Path) -> None:
+    spec = RunSpec(_config(corpus, None), 256)
+    theta = {name: torch.zeros(shape) for name, shape in spec.parameter_shapes.items()}
+    model, rows = build_filled(spec.shape, theta), [torch.zeros(3, 17, dtype=torch.int64)]
+    assert training.success(model, rows) == 0
+    *_, target = training.trigger(256)
+    for name, value in model.named_parameters():
+        with torch.no_grad():
+            value.copy_(torch.ones_like(value) if "norm" in name or "embed" in name else torch.zeros_like(value))
+            if name.startswith("lm_head"):
+                value[target] = 1
+    assert training.success(model, rows) == 1
+
+
+def test_without_attackers_defences_change_no_bit(corpus: Path, text: TokenStore) -> None:
+    """Also the key of a row without attacks is what it was: research has no such key then."""
+    plain_run = _trained(corpus, text, None)
+    defended = {"bounds": {}, "scores": {**SCORES, "threshold": -1.0}, "recomputes": {"share": 0.3}}
+    found = _trained(corpus, text, defended)
+    assert found.validation_loss == plain_run.validation_loss
+    assert plain_run.attacks == {} and found.attacks["excluded"] == {}
+    assert found.attacks["recomputations"] > 0 and found.attacks["audit_bytes"] > 0
+    assert found.attacks["evaluation_share"] == pytest.approx(8 * 4 * 2 / (3 * 8 * 2 * 2))
+
+
+def test_an_attack_changes_what_hostile_replicas_send_and_nothing_else(corpus: Path, text: TokenStore) -> None:
+    honest = AllReplicas(RunSpec(_config(corpus, {"attack": "none"}), 256), text)
+    attacked = AllReplicas(RunSpec(_config(corpus, {"attack": "sign_flip"}), 256), text)
+    before = {name: tensor.clone() for name, tensor in honest.theta.items()}
+    for group in (honest, attacked):
+        assert group.round(1)
+        assert isinstance(group.contributions, HostileContributions)
+    sent = [group.contributions._sent for group in (honest, attacked)]  # type: ignore[attr-defined]
+    for name in NAMES:
+        sign = -1 if name in HOSTILE else 1
+        for parameter, one in sent[0][name].items():
+            found = sent[1][name][parameter]
+            assert found.values.sort().values.equal((sign * one.values).sort().values)
+    for name, theta in attacked.theta.items():
+        total = torch.zeros_like(theta)
+        for one in sent[1].values():
+            one[name].add_to(total, 1.0)
+        torch.testing.assert_close(theta, before[name] - total / 8)
+
+
+def test_a_replica_that_is_excluded_is_not_in_the_mean_and_does_not_train(corpus: Path, text: TokenStore) -> None:
+    """A whole share is recomputed: the cheats are out from round 2 on, and the mean is of the six others."""
+    told = _told(corpus, text, {"attack": "noise", "recomputes": {"share": 1.0}})
+    assert told.excluded == dict.fromkeys(HOSTILE, 1)
+    assert told.recomputations == 8 + 6 * (ROUNDS - 1)
+    group = AllReplicas(RunSpec(_config(corpus, {"attack": "noise", "recomputes": {"share": 1.0}}), 256), text)
+    assert group.round(1)
+    before = {name: tensor.clone() for name, tensor in group.theta.items()}
+    assert group.round(2)
+    assert [group.settings[index].name for index in group.taking_part] == NAMES[:6]
+    sent = group.contributions._sent  # type: ignore[attr-defined]
+    assert list(sent) == NAMES[:6]
+    for name, theta in group.theta.items():
+        total = torch.zeros_like(theta)
+        for one in sent.values():
+            one[name].add_to(total, 1.0)
+        torch.testing.assert_close(theta, before[name] - total / 6)
+
+
+CAUGHT_BY_RECOMPUTATION = sorted(ATTACKS.keys() - {"none", "sybils", "stale_copy"})
+
+
+@pytest.mark.parametrize("attack", ["stale_copy", "backdoor", "flipped_stage", "alie", "sybils"])
+def test_recomputation_finds_whoever_sends_something_else(attack: str, corpus: Path, text: TokenStore) -> None:
+    """A stale copy is honest in the first round, and the sybil that works is honest in all."""
+    told = _told(corpus, text, {"attack": attack, "recomputes": {"share": 1.0}})
+    expected = {"sybils": {"r7": 1}, "stale_copy": dict.fromkeys(HOSTILE, 2)}
+    assert told.excluded == expected.get(attack, dict.fromkeys(HOSTILE, 1))
+
+
+def test_the_draws_of_recomputation_have_its_share_and_grow_with_it() -> None:
+    every = [(round_, name) for round_ in range(1, 1001) for name in NAMES]
+    drawn = {share: {one for one in every if defences.recomputed(1, *one, share)} for share in (0.02, 0.2)}
+    assert drawn[0.02] < drawn[0.2]
+    assert [len(one) / len(every) for one in drawn.values()] == pytest.approx([0.02, 0.2], rel=0.15)
+    assert drawn[0.2] != {one for one in every if defences.recomputed(2, *one, 0.2)}
+
+
+def test_bounds_scale_down_what_is_too_large(corpus: Path, text: TokenStore) -> None:
+    told = _told(corpus, text, {"attack": "scaled_by_10", "bounds": {}})
+    assert told.scaled == dict.fromkeys(HOSTILE, ROUNDS)
+    assert _told(
+        corpus, text, {"attack": "scaled_by_10", "bounds": {"scale": 2, "leave_out": 3}}
+    ).excluded.keys() == set(HOSTILE)
+
+
+def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothing(
+    corpus: Path, text: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses are set by hand: honest contributions help assigned text, flipped ones harm it. One of three lies."""
+
+    def losses_of(theta: Any, contribution: Any, *others: Any) -> Losses:
+        return Losses(assigned_before=5, assigned_after=4, other_before=5, other_after=4.5, error=0.01)
+
+    def judged(attack: Attack, validators: int) -> Told:
+        monkeypatch.setitem(ATTACKS, "mine", attack)
+        return _told(corpus, text, {"attack": "mine", "scores": SCORES | {"threshold": 0.2}, "validators": validators})
+
+    monkeypatch.setattr(defences, "losses_of", losses_of)
+
+    def slandered(is_hostile: bool, losses: Losses) -> Losses:
+        return Losses(assigned_before=5, assigned_after=6, other_before=5, other_after=5, error=0.01)
+
+    def of_hostile(is_hostile: bool, losses: Losses) -> Losses:
+        return slandered(True, losses) if is_hostile else losses
+
+    assert judged(Attack(plain.sign_flip, losses=slandered), 3).excluded == {}
+    assert set(judged(Attack(plain.sign_flip, losses=of_hostile), 1).excluded) == set(HOSTILE)
+
+
+def test_a_copy_is_the_contribution_that_arrives_later(corpus: Path, text: TokenStore) -> None:
+    scores = {**SCORES, "overlap": 0.9, "threshold": -1.0}
+    told = _told(corpus, text, {"attack": "copy_of_another", "scores": scores})
+    assert told.excluded == dict.fromkeys(HOSTILE, 1)
+    assert "copy" in told.causes["r6"] and "r0" in told.causes["r6"]
+
+
+def test_a_robust_mean_is_of_the_contributions_that_were_sent(corpus: Path, text: TokenStore) -> None:
+    plain_mean = _trained(corpus, text, {"attack": "inner_product"})
+    trimmed = _trained(corpus, text, {"attack": "inner_product"}, aggregation="trimmed_mean")
+    assert trimmed.validation_loss[-1] < plain_mean.validation_loss[-1]
+
+
+def test_a_row_with_attacks_resumes_with_the_same_bits(corpus: Path, text: TokenStore, tmp_path: Path) -> None:
+    attacks = {"attack": "stale_copy", "bounds": {}, "scores": SCORES, "recomputes": {"share": 0.1}}
+    spec = RunSpec(_config(corpus, attacks), 256)
+    whole = train_fast(spec, text)
+    stopped = tmp_path / "row.pt"
+
+    def stop(round_: int, loss: float) -> None:
+        if round_ == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_fast(spec, text, stop, checkpoint=stopped, checkpoint_seconds=0)
+    resumed = train_fast(spec, text, checkpoint=stopped, checkpoint_seconds=0)
+    assert resumed.validation_loss == whole.validation_loss
+    assert resumed.attacks == whole.attacks
+
+
+def test_an_attack_of_ones_own_takes_a_few_lines(
+    corpus: Path, text: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(known: Known) -> Tensor:
+        """Contribute twice what was trained."""
+        return 2 * known.own
+
+    monkeypatch.setitem(ATTACKS, "twice", Attack(twice))
+    told = _told(corpus, text, {"attack": "twice", "hostile": 3, "recomputes": {"share": 1.0}})
+    assert told.excluded == dict.fromkeys(NAMES[-3:], 1)
+
+
+@pytest.mark.parametrize(
+    ("attacks", "outer", "key", "words"),
+    [
+        ({"attack": "magic"}, {}, ("attacks", "attack"), r"found `magic`, expected one of none, no_work, "),
+        ({"hostile": 8}, {}, ("attacks", "hostile"), "found 8 of 8 replicas, expected an honest one at least"),
+        ({"attack": "noise"}, {"method": "adamw_ddp"}, ("attacks",), "found this key with averaged gradients"),
+        ({"attack": "noise"}, {"keep_local": True}, ("attacks",), "found this key with `outer.keep_local`"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    attacks: dict[str, Any], outer: dict[str, Any], key: tuple[str, ...], words: str, corpus: Path
+) -> None:
+    config = _config(corpus, attacks)
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    values["outer"] = {"rounds": 1, **outer}
+    with pytest.raises(ConfigError, match=words) as error:
+        ResearchConfig.model_validate(values).check()
+    assert error.value.key == ("research", *key)
+
+
+def test_every_attack_trains_a_round(corpus: Path, text: TokenStore) -> None:
+    ends = {}
+    for name in ATTACKS:
+        group = AllReplicas(RunSpec(_config(corpus, {"attack": name}), 256), text)
+        assert group.round(1)
+        ends[name] = group.evaluate()
+    assert all(math.isfinite(loss) for loss in ends.values())
+    same = {name for name, loss in ends.items() if loss == ends["none"]}
+    assert same == {"none", "stale_copy"}
+    assert ends["lying_validator"] == ends["sign_flip"]
+    assert hostile.FOR_EVER > 10**6
