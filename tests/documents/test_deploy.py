@@ -11,11 +11,14 @@ import re
 import shlex
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from ruamel.yaml import YAML
 from typer.main import get_command
 
@@ -46,6 +49,25 @@ def _queries() -> list[str]:
     variables = [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
     alerts = [rule["expr"] for group in _loaded("alerts.yaml")[0]["groups"] for rule in group["rules"]]
     return [target["expr"] for panel in _panels() for target in panel["targets"]] + variables + alerts
+
+
+def test_grafana_knows_every_key_of_the_dashboard() -> None:
+    """Its types drop what they do not know."""
+    source = json.loads((FOLDER / "grafana-dashboard.json").read_text())
+    known = json.loads(JSONEncoder().encode(Dashboard.from_json(source)))
+    assert list(_lost(source, known, "dashboard")) == []
+
+
+def _lost(source: Any, known: Any, path: str) -> Iterator[str]:
+    """Yield the parts of a value that another one lacks or has otherwise."""
+    if isinstance(source, dict) and isinstance(known, dict):
+        for key, value in source.items():
+            yield from _lost(value, known.get(key), f"{path}.{key}")
+    elif isinstance(source, list) and isinstance(known, list) and len(source) == len(known):
+        for index, pair in enumerate(zip(source, known, strict=True)):
+            yield from _lost(*pair, f"{path}[{index}]")
+    elif source != known:
+        yield path
 
 
 def test_every_query_names_metrics_and_labels_that_exist() -> None:

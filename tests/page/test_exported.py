@@ -80,6 +80,15 @@ def test_a_link_tells_how_long_it_was_awaited(address: str, opened: OpenPage) ->
     expect(page.get_by_role("region", name="Links")).to_contain_text("Awaited back")
 
 
+def test_a_host_that_joined_sees_what_its_member_adds(tmp_path: Path, opened: OpenPage) -> None:
+    data = two_kinds().data()
+    data["histories"]["faulty"]["own"] = ["home1.2"]
+    page = opened(as_file(self_contained(data), tmp_path) + "#view=topology&time=23")
+    told = re.compile(r"home1\.2.*\d+ of \d+ rounds of home1 included; 33 % of the tokens per second", re.DOTALL)
+    expect(page.locator('[data-tile="This host"]')).to_have_text(told)
+    expect(page.locator('[data-item="member:home1.2"]')).to_have_attribute("aria-label", re.compile("(this host)"))
+
+
 def test_the_keyboard_reaches_a_member_and_the_slider(address: str, opened: OpenPage) -> None:
     page = opened(f"{address}#view=topology&time=35")
     page.locator("#views a").first.focus()

@@ -366,12 +366,13 @@ def test_a_run_elsewhere_is_followed_over_breaks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(watched, "ExchangeClient", _Exchange)
     monkeypatch.setattr(watched, "_SECONDS_BETWEEN_TRIES", 0.0)
     monkeypatch.setattr(_Exchange, "connections", 0)
-    membership: Any = type("M", (), {"address": "a:1", "credentials": None})
+    membership: Any = type("M", (), {"address": "a:1", "credentials": None, "place": "home.1"})
     source = Watched(view_of([]).state.spec, membership)
     source.start()
     source._thread.join(60)
     assert (source.view.outcome, source.view.is_live) == ("over", False)
     assert summary_of(source.view.state) == summary_of(view_of(made_up_reports()).state)
+    assert source.view.history("x")["own"] == ["home.1"]
     source.close()
 
 

@@ -27,6 +27,8 @@ class Followed:
 
     def __init__(self, state: RunState) -> None:
         self.state = state
+        self.own: tuple[str, ...] = ()
+        """Members on this host, if it has joined a run of another host."""
         self.is_live = True
         self.outcome: str | None = None
         """How the run ended: `over`, or `failed: ` and the cause; None while it is not known to have ended."""

@@ -25,7 +25,7 @@ class Watched:
 
     def __init__(self, spec: RunSpec, membership: Membership) -> None:
         self._spec, self._membership = spec, membership
-        self.view = RunView(RunState(spec))
+        self.view = self._new_view()
         self._heard, self._ended = threading.Event(), threading.Event()
         self._client: ExchangeClient | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {spec.config.name}", daemon=True)
@@ -82,7 +82,12 @@ class Watched:
         return True
 
     def _begun(self, first: Report) -> RunView:
-        view = RunView(RunState(self._spec))
+        view = self._new_view()
         if first.WhichOneof("event") not in _FIRST:
             view.complain("the exchange tells only its last 10,000 reports: what happened before is missing")
+        return view
+
+    def _new_view(self) -> RunView:
+        view = RunView(RunState(self._spec))
+        view.own = (self._membership.place,)
         return view

@@ -129,7 +129,8 @@ function flowsOf(links, now) {
 
 export function toExchange(history, replica, now) {
   const [up, down] = flowsOf(exchangeLinks(history, replica), now);
-  return up || down ? `exchange ↑ ${percent(up?.busy)} ↓ ${percent(down?.busy)}` : "";
+  const told = (way) => (way?.busy == null ? rate(way?.rate) : percent(way.busy));
+  return up || down ? `exchange ↑ ${told(up)} ↓ ${told(down)}` : "";
 }
 
 // All links of a replica to the exchange are drawn as one: rates are added, the busiest and the most awaited count.

@@ -1,7 +1,7 @@
 // The run in a few numbers, and what needs attention.
 
 import { attribute, cut, el, say, show } from "./dom.js";
-import { count, duration, loss } from "./format.js";
+import { count, duration, loss, percent } from "./format.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
 
 const GONE = ["absent", "vacant", "given_up"];
@@ -68,6 +68,9 @@ export function drawTiles(root, { history, frame, time }) {
   fillTile(root, "Validation loss", loss(last?.validation_loss), change);
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
   fillTile(root, "Members here", `${here} of ${members.length}`, tally(members));
+  const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
+  if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, history, frame, speed, until));
+  else root.querySelector('[data-tile="This host"]')?.remove();
   const left = frame?.seconds_left;
   fillTile(
     root,
@@ -75,6 +78,16 @@ export function drawTiles(root, { history, frame, time }) {
     duration(frame?.elapsed),
     isOver ? (history.outcome ?? frame.phase) : left == null ? "" : `about ${duration(left)} left`,
   );
+}
+
+// What the replica of this host adds to the run.
+function share(replica, history, frame, speed, until) {
+  const cells = history.rounds.filter(({ closed }) => closed <= until).map(({ cells }) => cells[replica]?.state);
+  const there = cells.filter((state) => state && state !== "absent");
+  const included = `${there.filter((state) => state === "included").length} of ${there.length} rounds of ${replica} included`;
+  const own = frame?.replicas[replica];
+  if (!speed || own?.tokens_per_second == null || own.state === "suspended") return included;
+  return `${included}; ${percent(own.tokens_per_second / speed)} of the tokens per second`;
 }
 
 function tally(states) {

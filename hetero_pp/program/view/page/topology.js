@@ -230,7 +230,9 @@ function card(member, picture, history, updates) {
     "fill-rule": "evenodd",
   });
   const shortName = size === "small" ? member.id.slice(member.replica.length) || member.id : member.id;
-  const name = text(box.x + (size === "small" ? 26 : 11), box.y + nameY, "strong", cut(shortName, WORD[size]));
+  const isOwn = history.own?.includes(member.id);
+  const shown = isOwn && size === "full" ? `${cut(shortName, 9)} (this host)` : cut(shortName, WORD[size]);
+  const name = text(box.x + (size === "small" ? 26 : 11), box.y + nameY, "strong", shown);
   const state = text(box.x + 27, box.y + stateY, "");
   const layers = text(box.x + 11, box.y + 60, "small muted");
   const usage = text(box.x + 11, box.y + 78, "small muted");
@@ -241,7 +243,7 @@ function card(member, picture, history, updates) {
     const facts = now?.members[member.id] ?? { state: "absent" };
     const form = lookUp(MEMBER_STATES, facts.state);
     attribute(node, "data-state", facts.state);
-    attribute(outline, "class", `card is-${Object.hasOwn(MEMBER_STATES, facts.state) ? facts.state : "other"}`);
+    attribute(outline, "class", `card${isOwn ? " own" : ""} is-${Object.hasOwn(MEMBER_STATES, facts.state) ? facts.state : "other"}`);
     attribute(stripe, "class", `tone-${form.tone}`);
     attribute(symbol, "class", `tone-${form.tone}`);
     attribute(symbol, "d", path(form.icon));
@@ -249,7 +251,7 @@ function card(member, picture, history, updates) {
     say(layers, cut([member.layers, facts.device].filter(Boolean).join(" · "), 24));
     const flow = line && now?.lines?.[line.id];
     say(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "");
-    attribute(node, "aria-label", `${member.id}: ${form.word}${facts.detail ? `, ${facts.detail}` : ""}`);
+    attribute(node, "aria-label", `${member.id}${isOwn ? " (this host)" : ""}: ${form.word}${facts.detail ? `, ${facts.detail}` : ""}`);
   });
   return node;
 }
