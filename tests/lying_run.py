@@ -36,6 +36,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.beside import audited, followed
 from replica_groups.exchange import memberships
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.admission import Told
@@ -107,7 +108,7 @@ class LyingRun:
 
     def __enter__(self) -> LyingRun:
         self.folder.path.mkdir(parents=True)
-        self.exchange = make_exchange(self.spec, self.folder)
+        self.exchange = audited(make_exchange(self.spec, self.folder), self.spec)
         self.memberships = Memberships(self.folder.memberships)
         self._stack.callback(self.memberships.close)
         house = OpenHouse(
@@ -208,8 +209,9 @@ class LyingRun:
     def _serve(self) -> None:
         with suppress(RunFailed):
             auditor = begin_run(self.exchange, self.spec, self.folder, None)
+            followers = followed(auditor, self.exchange, self.spec, self.folder, SECRET.text)
             self.exchange.wait_until_finished()
-            auditor.join()
+            followers.join()
         self.exchange.end_watching()
 
     def _supervise(self, name: str) -> None:
