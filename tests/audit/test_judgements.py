@@ -27,9 +27,8 @@ NAN = math.nan
 
 
 def _audited(run: Run, weighs: bool = False, by: str = "exchange", **gauntlet: Any) -> Judgements:
-    settings = AuditSettings.model_validate(
-        {"by": by, "gauntlet": {"grace": 2, "alpha": 1, "excluded_rounds": 3, **gauntlet}}
-    )
+    own = {"grace": 2, "alpha": 1, "excluded_rounds": 3, **gauntlet}
+    settings = AuditSettings.model_validate({"by": by, "gauntlet": own})
     exchange = run.exchange
     judgements = Judgements(
         exchange.state, exchange.log, exchange.reports, exchange.assignments, settings, weighs=weighs
@@ -237,9 +236,7 @@ def test_damaged_scores_begin_anew_and_say_so(run: Run) -> None:
     _round(run, 1, *GROUPS)
     judgements.take(_losses(1, a=GOOD), "v")
     [key] = [key for key in run.log.store.below("audited") if "scores" in key]
-    run.log.store.put(
-        key, run.log.store.get(key).replace(b'"until"', b'"since"').replace(b"evaluations", b"valuations")
-    )
+    run.log.store.put(key, run.log.store.get(key).replace(b"evaluations", b"valuations"))
     _audited(run)
     [(_, _, cause)] = [one for one in _standings(run) if one[0] == pb.UNAUDITED]
     assert "does not match its digest; all scores begin anew" in cause
