@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import pytest
 
 from hetero_pp.config.audit import GauntletSettings
-from hetero_pp.core.errors import DamagedFile
+from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Losses
 from replica_groups.audit.gauntlet.book import RECENT_ROUNDS, RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.cost import share_of_compute
@@ -260,6 +261,12 @@ def test_a_book_has_the_same_bits_after_it_was_saved() -> None:
     assert restored.to_json() == book.to_json() and restored.weights(EIGHT) == book.weights(EIGHT)
     with pytest.raises(DamagedFile, match="no book of scores"):
         ScoreBook.from_json(settings, '{"round": 1}')
+
+
+def test_without_openskill_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openskill.models", None)
+    with pytest.raises(ConfigError, match=r"audit.gauntlet: .* pip install 'hetero-pp\[audit\]'$"):
+        ScoreBook(GauntletSettings(), EIGHT)
 
 
 def test_all_are_drawn_equally_often_also_those_drawn_before() -> None:

@@ -12,7 +12,7 @@ from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
-from replica_groups.audit.gauntlet.ratings import NEW, Rating, rated
+from replica_groups.audit.gauntlet.ratings import NEW, Rating, rated, require_openskill
 
 RECENT_ROUNDS = 16
 """Rounds for which a replica that is away still counts as a rival."""
@@ -53,7 +53,9 @@ class _Entry:
     average: float = 0.0
     """Moving average of the indicator, at least 0."""
     gain: float = 0.0
-    """Moving average of its score over the mean score of the match."""
+    """Moving average of its score in matches."""
+    usual: float = 0.0
+    """The same of the mean score of these matches."""
     matches: int = 0
     evaluations: int = 0
     present: int = 0
@@ -77,6 +79,11 @@ class _Entry:
         return max(0.0, self.rating.ordinal) * self.average * self.synchronisation
 
     @property
+    def improvement(self) -> float:
+        """Its improvement as a share of that of all in its matches."""
+        return max(0.0, self.gain) / self.usual if self.usual > 0 else 1.0
+
+    @property
     def uptime(self) -> float:
         return self.contributed / self.present if self.present else 1.0
 
@@ -85,6 +92,8 @@ class ScoreBook:
     """Scores by replica. Depends only on what `update` was told."""
 
     def __init__(self, settings: GauntletSettings, replicas: Iterable[str]) -> None:
+        """Begin without scores. Raises ConfigError if the package for ratings is not installed."""
+        require_openskill()
         self._settings = settings
         self._round = 0
         self._entries = {name: _Entry() for name in sorted(replicas)}
@@ -147,7 +156,7 @@ class ScoreBook:
         """
         names = sorted(replicas)
         entries = self._entries.items()
-        values = {name: max(0.0, entry.gain) * entry.average * entry.synchronisation for name, entry in entries}
+        values = {name: entry.improvement * entry.average * entry.synchronisation for name, entry in entries}
         weights = self._filled(values, names)
         largest = max(weights.values(), default=0.0)
         return {name: weight / largest if largest > 0 else 1.0 for name, weight in weights.items()}
@@ -211,8 +220,14 @@ class ScoreBook:
         for name, rating in rated({name: self._entries[name].rating for name in order}, order).items():
             entry = self._entries[name]
             newest = max(self._settings.alpha, 1 / (entry.matches + 1))
-            gain = (1 - newest) * entry.gain + newest * scores[name] / mean if mean > 0 else entry.gain
-            self._entries[name] = replace(entry, rating=rating, gain=gain, matches=entry.matches + 1, pending=None)
+            self._entries[name] = replace(
+                entry,
+                rating=rating,
+                gain=(1 - newest) * entry.gain + newest * scores[name],
+                usual=(1 - newest) * entry.usual + newest * mean,
+                matches=entry.matches + 1,
+                pending=None,
+            )
 
     def _readmit(self) -> None:
         probation = PROBATION * self._settings.threshold
