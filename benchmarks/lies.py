@@ -36,7 +36,7 @@ MOST_PAYLOAD_BYTES = 1 << 30
 UNKNOWN_FIELD = b"\xfa\x3f\x04made"
 """Field 1023 with four bytes, as it is sent."""
 
-HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
+HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Show": pb.ShownFile, "Open": pb.LinkHello}
 """Calls that send raw frames, with the message that their first frame holds."""
 RAW = frozenset({"Carry", "Probe", "Measure"})
 """Calls that send raw frames in which there is no message."""

@@ -3,6 +3,10 @@
 A stage commits to its transcript with its contribution. An audit trains the round again and compares the transcripts of
 all stages hop by hop, so that it finds the stage that computed something else.
 
+Two neighbours may say different things about a message. So at the end of an inner loop each signs for the other what it
+has sent; the other compares this with what it received, and keeps the signature as a proof. The flush that ends an
+inner loop carries it forward, and a second flush carries it backward.
+
 Machines whose bits differ also keep a sketch of each message: eight sums of all its numbers with random signs. A change
 of a single token moves all eight. Honest differences move them as little as they change the message.
 
@@ -14,10 +18,11 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,8 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.link.ends import Signer
 from hetero_pp.link.protocol import Message
-from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, LinkHeader
+from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, LinkHeader, StageMessages, Statement
 from hetero_pp.pipeline.coefficients import CoefficientFormat, Symbols
 
 SUMS = 8
@@ -49,7 +55,7 @@ class Way(IntEnum):
 RECORD = np.dtype([("way", "u1"), ("micro_batch", "<u2"), ("step", "<u4"), ("norm", "<f8"), ("sha256", "u1", 32)])
 """A message: way, micro-batch, inner step of the round, gradient norm in its header (NaN: none), and digest.
 
-The flush at the end of an inner loop counts as the first activation of one more step.
+The flushes at the end of an inner loop count as the first activation and the first gradient of one more step.
 """
 SKETCHED = np.dtype([*RECORD.descr, ("sketch", "<f4", (SUMS,))])
 """The same with a sketch."""
@@ -90,6 +96,12 @@ class Entry(Protocol):
 class KeepsMessages(Protocol):
     """The part of a transcript that a stage's worker needs."""
 
+    ends_both_ways: bool
+    """Whether a flush is sent backward, too, at the end of an inner loop."""
+
+    def enter(self, generation: int, signer: Signer | None) -> None:
+        """Sign in another generation of the group; without a signer, nothing is signed."""
+
     def begin(self) -> None:
         """Forget the messages of the inner loop before, or of one that was cut off."""
 
@@ -97,14 +109,21 @@ class KeepsMessages(Protocol):
         """Return the entry of the next message in the order of the schedule, for `Entry.note`."""
 
     def received(self, way: Way, message: Message, symbols: Symbols = ()) -> Entry:
-        """Begin to digest the next message in the order of the schedule, which has arrived; return its entry."""
+        """Begin to digest the next message in the order of the schedule, which has arrived; return its entry.
+
+        Raises MalformedMessage for a flush without the sender's signature under all that was received from it.
+        """
 
     def to_bytes(self) -> bytes:
-        """Return the records of all messages [N]; empty without any."""
+        """Return what the stage commits to (StageMessages), once all messages are digested; empty without any."""
 
 
 class _NotKept:
     """Keeps nothing. Implements KeepsMessages and Entry."""
+
+    ends_both_ways = False
+
+    def enter(self, generation: int, signer: Signer | None) -> None: ...
 
     def begin(self) -> None: ...
 
@@ -127,70 +146,145 @@ NOT_KEPT = _NotKept()
 """Transcript of a stage that is not audited."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A stage in its group. Signatures are valid there only."""
+
+    run: str
+    members: Sequence[str]
+    """Members of the group, in their order."""
+    stage: int
+
+    @property
+    def member(self) -> str:
+        return self.members[self.stage]
+
+    def other(self, way: Way) -> str:
+        """Return the neighbour at the other end of a way."""
+        step = 1 if way in (Way.SENT_ACTIVATION, Way.RECEIVED_GRADIENT) else -1
+        return self.members[self.stage + step]
+
+    def signed(self, way: Way, round_: int, generation: int, records: NDArray[np.void]) -> bytes:
+        """Return the bytes that the sender of all messages on a way signs, from the records [N] of either end."""
+        ends = (self.member, self.other(way)) if way.is_sent else (self.other(way), self.member)
+        of_way = records[records["way"] == way]
+        digest = hashlib.sha256(b"".join(of_way[key].tobytes() for key in ("micro_batch", "step", "norm", "sha256")))
+        return "\n".join(["messages", self.run, *ends, str(round_), str(generation), digest.hexdigest()]).encode()
+
+
 class Transcript:
     """Messages of the newest inner loop of one stage; evaluations are left out. Implements KeepsMessages.
 
     A thread computes the digests, because the stage computes meanwhile.
     """
 
-    def __init__(self, sketches: Sketches | None = None) -> None:
+    ends_both_ways = True
+
+    def __init__(self, place: Place, sketches: Sketches | None = None) -> None:
         """`sketches` is set if an audit allows a tolerance."""
-        self._sketches = sketches
+        self._place, self._sketches = place, sketches
         self._thread = ThreadPoolExecutor(1, "digests")
+        self._done: list[NDArray[np.void]] = []
+        """Records of the steps before the newest one."""
         self._entries: list[_Kept] = []
+        """Messages of the newest step."""
         self._step = 0
+        self._generation = 0
+        self._signer: Signer | None = None
+        self._statements: dict[Way, Statement] = {}
+
+    def enter(self, generation: int, signer: Signer | None) -> None:
+        self._generation, self._signer = generation, signer
 
     def begin(self) -> None:
-        self._entries = []
+        self._done, self._entries, self._step, self._statements = [], [], 0, {}
 
     def expect(self, way: Way, header: LinkHeader) -> Entry:
         if header.purpose == EVALUATION:
             return NOT_KEPT
-        if header.purpose != FLUSH:
-            self._step = header.step
-        step = self._step + (header.purpose == FLUSH)
-        self._entries.append(entry := _Kept(way, step, header.micro_batch, self._thread, self._sketches))
+        if header.purpose != FLUSH and header.step != self._step:
+            self._done.append(self._newest())
+            self._entries, self._step = [], header.step
+        entry = _Kept(self, way, self._step + (header.purpose == FLUSH), header.micro_batch)
+        self._entries.append(entry)
         return entry
 
     def received(self, way: Way, message: Message, symbols: Symbols = ()) -> Entry:
         entry = self.expect(way, message.header)
         entry.note(message, symbols)
+        header = message.header
+        if header.purpose == FLUSH and self._signer is not None:
+            self._signer.check(header.statement, self._signed(way, header.round), self._place.other(way))
+            self._statements[way] = header.statement
         return entry
 
+    def digest(self, message: Message, symbols: Symbols) -> Future[Digested]:
+        """Begin to digest a message."""
+        return self._thread.submit(_digested, message, symbols, self._sketches)
+
+    def sign(self, way: Way, header: LinkHeader) -> None:
+        """Sign all messages that were sent on a way, in the header of the last one, a flush."""
+        if self._signer is not None:
+            header.statement.CopyFrom(self._signer.sign(self._signed(way, header.round)))
+
     def to_bytes(self) -> bytes:
-        """Return the records of all messages [N], once all are digested."""
+        found = StageMessages(records=self._records().tobytes())
+        if (before := self._statements.get(Way.RECEIVED_ACTIVATION)) is not None:
+            found.from_previous.CopyFrom(before)
+        if (after := self._statements.get(Way.RECEIVED_GRADIENT)) is not None:
+            found.from_next.CopyFrom(after)
+        return found.SerializeToString(deterministic=True)
+
+    def _signed(self, way: Way, round_: int) -> bytes:
+        return self._place.signed(way, round_, self._generation, self._records())
+
+    def _records(self) -> NDArray[np.void]:
+        """Return the records of all messages [N], once they are digested."""
+        return np.concatenate([*self._done, self._newest()])
+
+    def _newest(self) -> NDArray[np.void]:
+        """Return the records of the newest step."""
         records = np.zeros(len(self._entries), RECORD if self._sketches is None else SKETCHED)
         for record, entry in zip(records, self._entries, strict=True):
             entry.write(record)
-        return records.tobytes()
+        return records
+
+
+class Digested(NamedTuple):
+    """What a transcript keeps of a message."""
+
+    norm: float
+    sha256: bytes
+    sketch: Tensor | None
+
+
+def _digested(message: Message, symbols: Symbols, sketches: Sketches | None) -> Digested:
+    header, norm = message.header, _norm_of(message.header)
+    digest = hashlib.sha256(struct.pack("<I?d", header.rows, header.is_last, norm))
+    for tensor in message.tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return Digested(norm, digest.digest(), sketches.of(symbols) if sketches is not None and symbols else None)
 
 
 @dataclass
 class _Kept:
     """Implements Entry."""
 
+    transcript: Transcript
     way: Way
     step: int
     micro_batch: int
-    thread: ThreadPoolExecutor
-    sketches: Sketches | None
-    found: Future[tuple[float, bytes, Tensor | None]] | None = None
-    """Norm, digest and sketch of the message."""
+    found: Future[Digested] | None = None
 
     def note(self, message: Message, symbols: Symbols = ()) -> Message:
-        self.found = self.thread.submit(self._digest, message, symbols)
+        self.found = self.transcript.digest(message, symbols)
+        if self.way.is_sent and message.header.purpose == FLUSH:
+            self.transcript.sign(self.way, message.header)
         return message
 
     def wait(self) -> None:
         assert self.found is not None, "this message was not noted"
         self.found.result()
-
-    def _digest(self, message: Message, symbols: Symbols) -> tuple[float, bytes, Tensor | None]:
-        header, norm = message.header, _norm_of(message.header)
-        digest = hashlib.sha256(struct.pack("<I?d", header.rows, header.is_last, norm))
-        for tensor in message.tensors:
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return norm, digest.digest(), self.sketches.of(symbols) if self.sketches is not None and symbols else None
 
     def write(self, record: np.void) -> None:
         """Write this message into a record, once it is digested."""
@@ -209,6 +303,6 @@ def _norm_of(header: LinkHeader) -> float:
     return header.squared_norm if header.HasField("squared_norm") else math.nan
 
 
-def records_of(data: bytes, is_sketched: bool) -> NDArray[np.void]:
+def records_of(found: StageMessages, is_sketched: bool) -> NDArray[np.void]:
     """Return the records [N] of a transcript. Raises ValueError for bytes that are none."""
-    return np.frombuffer(data, SKETCHED if is_sketched else RECORD)
+    return np.frombuffer(found.records, SKETCHED if is_sketched else RECORD)

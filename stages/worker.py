@@ -28,11 +28,11 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADI
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
 from stages.activity import Activity, Timing
+from stages.norms import LARGEST_NORM, squared_norm_of
 from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
 from stages.transcript import NOT_KEPT, Entry, KeepsMessages, Way
 
-_LARGEST_NORM = torch.finfo(torch.float32).max
 _ROUNDING = 1e-5
 """Largest relative error of the sum of squared norms."""
 
@@ -94,14 +94,12 @@ class StageWorker:
     """One pipeline stage with its links. `upstream` is None on the first stage, `downstream` on the last."""
 
     def __init__(
-        self,
-        stage: Stage,
-        settings: WorkerSettings,
-        upstream: LinkEnd | None,
-        downstream: LinkEnd | None,
-        transcript: KeepsMessages = NOT_KEPT,
+        self, stage: Stage, settings: WorkerSettings, upstream: LinkEnd | None, downstream: LinkEnd | None
     ) -> None:
-        self.stage, self.settings, self.transcript = stage, settings, transcript
+        self.stage = stage
+        self.settings = settings
+        self.transcript: KeepsMessages = NOT_KEPT
+        """Set to another one if the run is audited by recomputation."""
         self.timing = Timing()
         self.activity = Activity()
         self.gradient_norm = math.nan
@@ -170,6 +168,8 @@ class StageWorker:
     def flush(self, round_: int) -> None:
         """End the inner loop: forward the last gradient norm, so that every stage has applied its step."""
         if self._upstream is not None:
+            if self.transcript.ends_both_ways:
+                self._send_flush(self._upstream, Way.SENT_GRADIENT, LinkHeader(purpose=FLUSH, round=round_))
             with self._blaming(self._upstream):
                 message = self._receive(self._upstream, FLUSH, round_, 0, 0)
                 if not message.header.HasField("gradient_norm"):
@@ -177,9 +177,16 @@ class StageWorker:
                 self.transcript.received(Way.RECEIVED_ACTIVATION, message)
                 self._apply_told(message.header.gradient_norm)
         if self._downstream is not None:
-            message = Message(self._header(FLUSH, round_, 0, 0, announces_norm=True))
-            self._downstream.send(self.transcript.expect(Way.SENT_ACTIVATION, message.header).note(message))
+            header = self._header(FLUSH, round_, 0, 0, announces_norm=True)
+            self._send_flush(self._downstream, Way.SENT_ACTIVATION, header)
+            if self.transcript.ends_both_ways:
+                with self._blaming(self._downstream):
+                    message = self._receive(self._downstream, FLUSH, round_, 0, 0)
+                    self.transcript.received(Way.RECEIVED_GRADIENT, message)
         self._norm_to_announce = None
+
+    def _send_flush(self, link: LinkEnd, way: Way, header: LinkHeader) -> None:
+        link.send(self.transcript.expect(way, header).note(Message(header)))
 
     def evaluate(self, round_: int, batches: Sequence[Tensor], count: int) -> tuple[float, int] | None:
         """Return (mean loss, number of rows) over `count` batches on the last stage, otherwise None.
@@ -250,7 +257,7 @@ class StageWorker:
         """
         self._own_squared = own = own_norm**2
         total = own + (under_way.squared_norm_after or 0.0)
-        if not (math.isfinite(own) and total <= _LARGEST_NORM**2):
+        if not (math.isfinite(own) and total <= LARGEST_NORM**2):
             self._fail(source, f"the squared gradient norm became {total}")
         return total
 
@@ -286,8 +293,8 @@ class StageWorker:
         if self._pending_step is None:
             raise MalformedMessage("found a gradient norm, but no step is waiting for one")
         least = math.sqrt(self._own_squared) * (1 - _ROUNDING)
-        if not least <= norm <= _LARGEST_NORM:
-            raise MalformedMessage(f"found a gradient norm of {norm}, expected {least:.6g} to {_LARGEST_NORM:.3g}")
+        if not least <= norm <= LARGEST_NORM:
+            raise MalformedMessage(f"found a gradient norm of {norm}, expected {least:.6g} to {LARGEST_NORM:.3g}")
         self._apply(norm)
 
     # ---- messages ----
@@ -371,7 +378,7 @@ class StageWorker:
             under_way.came[index] = self._copies.to_device(symbols)
             under_way.received[index] = message
             under_way.gradients_left -= 1
-            under_way.squared_norm_after = _squared_norm_of(message.header, under_way.gradients_left == 0)
+            under_way.squared_norm_after = squared_norm_of(message.header, under_way.gradients_left == 0)
 
     def _send_gradient(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
@@ -432,18 +439,3 @@ class StageWorker:
             of = "(purpose, round, step, micro-batch)"
             raise MalformedMessage(f"found a message for {of} {found}, expected {expected}")
         return message
-
-
-def _squared_norm_of(header: LinkHeader, is_due: bool) -> float | None:
-    """Return the squared norm in the header of a gradient; None if it is not the last gradient of its step.
-
-    Raises MalformedMessage for a missing, unexpected or non-finite norm, because a NaN would reach every weight.
-    """
-    if header.HasField("squared_norm") != is_due:
-        found, expected = ("no", "one") if is_due else ("a", "none before the last")
-        raise MalformedMessage(f"found {found} squared norm on a gradient of a step, expected {expected}")
-    if not is_due:
-        return None
-    if not 0 <= header.squared_norm <= _LARGEST_NORM**2:
-        raise MalformedMessage(f"found a squared gradient norm of {header.squared_norm}, expected a finite one")
-    return header.squared_norm

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from hetero_pp.link.protocol import LinkEnd
+from hetero_pp.messages.messages_pb2 import Statement
 
 Holders = tuple[int | None, int | None]
 """Holder numbers of the previous and the next stage, as in AssignReply; None: unknown, or no stage."""
 NOT_KNOWN: Holders = (None, None)
+
+
+class Signer(Protocol):
+    """Signs what a member has sent, and checks what its neighbours have signed."""
+
+    def sign(self, data: bytes) -> Statement: ...
+
+    def check(self, statement: Statement, data: bytes, member: str) -> None:
+        """Raise MalformedMessage unless `member` has signed these bytes."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +28,10 @@ class LinkEnds:
 
     upstream: LinkEnd | None = None
     downstream: LinkEnd | None = None
+    epoch: int = 0
+    """Generation of the group."""
+    signer: Signer | None = None
+    """Set if members have certificates."""
 
     @property
     def both(self) -> list[LinkEnd]:

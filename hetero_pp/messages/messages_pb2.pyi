@@ -311,7 +311,7 @@ class TensorHeader(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LinkHeader(_message.Message):
-    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors", "rows", "is_last")
+    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors", "rows", "is_last", "statement")
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +321,7 @@ class LinkHeader(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
     purpose: Purpose
     round: int
     step: int
@@ -330,7 +331,26 @@ class LinkHeader(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
     rows: int
     is_last: bool
-    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ..., is_last: _Optional[bool] = ...) -> None: ...
+    statement: Statement
+    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ..., is_last: _Optional[bool] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
+
+class Statement(_message.Message):
+    __slots__ = ("certificate", "signature")
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    signature: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class StageMessages(_message.Message):
+    __slots__ = ("records", "from_previous", "from_next")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    FROM_PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    FROM_NEXT_FIELD_NUMBER: _ClassVar[int]
+    records: bytes
+    from_previous: Statement
+    from_next: Statement
+    def __init__(self, records: _Optional[bytes] = ..., from_previous: _Optional[_Union[Statement, _Mapping]] = ..., from_next: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class BlobEntry(_message.Message):
     __slots__ = ("block", "sha256", "size", "kept_values", "norm", "peak")

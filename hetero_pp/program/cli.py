@@ -33,6 +33,7 @@ for command in (
     results.reproduce,
     results.export,
     results.replay,
+    results.verify,
     results.scores,
     results.compare,
     results.volume,

@@ -19,6 +19,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.neighbour import Neighbour
 from hetero_pp.rpc.relayed import LocalAddress
 from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.rpc.statements import IdentitySigner
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 
@@ -134,6 +135,7 @@ class NetworkConnections:
         stores, timeout = spec.config.store.origins(), spec.config.exchange.timeout
         self.exchange = ExchangeClient(address, credentials, timeout=timeout, stores=stores)
         self._spec, self._member, self._credentials = spec, member, credentials
+        self._signer = None if credentials.identity is None else IdentitySigner(credentials.identity)
         self._refusals = Refusals(self._report_refusal)
         self._before, self._after = self._neighbours(address)
         self._server: StageLinkServer | None = None
@@ -201,7 +203,8 @@ class NetworkConnections:
             above = self._before.accept(epoch)
             self._ends = LinkEnds(above, below)
         if self._after is not None and below is None:
-            self._ends = LinkEnds(above, self._after.accept(epoch))
+            below = self._after.accept(epoch)
+        self._ends = LinkEnds(above, below, epoch, self._signer)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

@@ -275,6 +275,8 @@ class Exchange(ExchangeService):
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""
         self.decisions.wait_until(lambda: self.coordinator.is_through)
+        if self.showing is not None:
+            self.showing.end()
 
     def end_watching(self) -> None:
         """End the streams of reports, and decide nothing any more."""

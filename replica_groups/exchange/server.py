@@ -94,6 +94,8 @@ def serve_exchange(
     threads = _SPARE + most_open * len(servicer.callers)
     if not encrypted:
         return make_server(listen, [servicer.handler()], threads)
+    if exchange.showing is not None:
+        exchange.showing.authority = secret.authority.certificate.encode()
     relay = Relay(servicer.callers, exchange.roster.counts, servicer)
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]

@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.errors import DamagedFile
@@ -29,7 +30,7 @@ from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import Chain, drawn
 
-DRAWS, EVIDENCE, ARRIVED = "draws", "evidence", "arrived.json"
+DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
@@ -84,20 +85,27 @@ class Showing:
 
     def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
         self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
+        self.authority: bytes | None = None
+        """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
-        self._chain = Chain(secrets.token_bytes(32), 1)
+        self._chain: Chain | None = None
         self._next = 1
         self._open: list[_Drawn] = []
         """Draws whose files are not all here, oldest first."""
 
     def begin(self, last_round: int) -> None:
         """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds."""
-        self._chain, self._next = Chain(self._chain.secret(1), last_round + 1), last_round + 1
-        known = {"first": self._next, "end": self._chain.end.hex(), "share": self._shows.share}
-        self._put(f"{DRAWS}/{self._chain.end.hex()[:16]}.json", known)
+        self._next = last_round + 1
+        self._chain = self._published_chain()
         store = self._log.store
         later = [key for key in store.below(EVIDENCE) if _round_of(key) > last_round] if self._has_evidence() else []
         store.delete(later)
+
+    def _published_chain(self) -> Chain:
+        chain = Chain(secrets.token_bytes(32), self._next)
+        known = {"first": chain.first, "end": chain.end.hex(), "share": self._shows.share}
+        self._put(f"{DRAWS}/{chain.end.hex()[:16]}.json", known)
+        return chain
 
     def _has_evidence(self) -> bool:
         return f"{EVIDENCE}/" in self._log.store.names()
@@ -123,14 +131,17 @@ class Showing:
         """Draw from all rounds that have closed since the last call, and publish their secrets."""
         with self._drawing:
             while self._next <= self._state.coordinator.last_round:
-                self._draw_round(self._next)
+                assert self._chain is not None, "the run has begun"
+                self._draw_round(self._next, self._chain)
                 self._next += 1
+                if self._next == self._chain.after:
+                    self._chain = self._published_chain()
 
-    def _draw_round(self, round_: int) -> None:
-        record, secret = self._state.decisions.wait_for_record(round_), self._chain.secret(round_)
+    def _draw_round(self, round_: int, chain: Chain) -> None:
+        record, secret = self._state.decisions.wait_for_record(round_), chain.secret(round_)
         entries = {entry.replica: entry for entry in record.contributions if entry.commitments}
         found = drawn(secret, record.sha256, entries, self._shows.share)
-        known = {"chain": self._chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
+        known = {"chain": chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
         self._put(draw_key(round_), known)
         with self._lock:
             for replica in found:
@@ -144,16 +155,15 @@ class Showing:
                     for one in entry.commitments
                 }
                 self._open.append(_Drawn(round_, replica, members))
-            self._give_up(round_ - ROUNDS_TO_SHOW)
+            self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
         self._settle()
 
-    def _give_up(self, round_: int) -> None:
+    def _give_up(self, round_: int, when: str) -> None:
         """End the wait for the files of rounds up to this one."""
         for one in self._open:
             for asked in one.members.values() if one.round <= round_ else ():
                 if asked.missing and not asked.failure:
-                    why = f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"
-                    asked.failure = why if asked.told else LEFT
+                    asked.failure = f"did not show its checkpoint {when}" if asked.told else LEFT
 
     def _settle(self) -> None:
         """Write what arrived of the draws that are over."""
@@ -162,11 +172,16 @@ class Showing:
             self._open = [one for one in self._open if not one.is_over]
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
+            if (authority := self.authority) is not None:
+                self._state.decisions.patiently(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
 
     def end(self) -> None:
-        """Draw from the last rounds, so that a validator knows for what to wait."""
+        """End all waits, because the members have left after the last round."""
         self._draw()
+        with self._lock:
+            self._give_up(self._next, "before it left the run")
+        self._settle()
 
     # ---- files ----
 

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.core.files import complaint, file_sha256
 from hetero_pp.data.shares import Hash
 from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
@@ -98,7 +98,7 @@ class Commitments:
 
     def wait(self, seconds: float) -> None:
         """Wait until everything is shown that an audit asked for, or for some seconds."""
-        for thread in self._shows.values():
+        for thread in list(self._shows.values()):
             thread.join(seconds)
 
     def _state(self, steps: dict[str, Any] | None) -> CommittedState:
@@ -128,14 +128,21 @@ class Commitments:
             if not paths:
                 raise FileNotFoundError(2, os.strerror(2), str(self._path(round_)))
             for path in paths:
-                header = ShownFile(round=round_, name=path.name, size=path.stat().st_size, is_last=path == paths[-1])
-                header.sha256 = bytes.fromhex(file_sha256(path))
-                self._exchange.show_file(header, path, Caller(self._name))
+                self._show_file(round_, path, path == paths[-1])
         except (HeteroPPError, OSError) as error:
             why = complaint(error) if isinstance(error, OSError) else str(error)
             print(f"{self._name}: its state before round {round_} was not shown: {why}", file=sys.stderr, flush=True)
         else:
             del self._shows[round_]
+
+    def _show_file(self, round_: int, path: Path, is_last: bool) -> None:
+        """Send a file. One that arrived damaged is sent again, once."""
+        header = ShownFile(round=round_, name=path.name, size=path.stat().st_size, is_last=is_last)
+        header.sha256 = bytes.fromhex(file_sha256(path))
+        try:
+            self._exchange.show_file(header, path, Caller(self._name))
+        except Refused:
+            self._exchange.show_file(header, path, Caller(self._name))
 
 
 def state_of(member: TrainingMember, outer: OuterRound, position: Any, steps: dict[str, Any] | None) -> CommittedState:

@@ -27,7 +27,7 @@ from replica_groups.outer.ranks import Ranks
 from stages.anchors import anchors_of
 from stages.boundary import boundary_of
 from stages.stage import Stage
-from stages.transcript import NOT_KEPT, KeepsMessages, Sketches, Transcript
+from stages.transcript import Place, Sketches, Transcript
 from stages.worker import StageWorker, WorkerSettings
 
 
@@ -118,11 +118,10 @@ def _build_stage(
         seed=config.seed,
         overlap=config.outer.overlap > 0,
     )
-    transcript: KeepsMessages = NOT_KEPT
+    worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
     if (audit := config.audit.recompute) is not None:
-        format_ = stage.boundary.format
-        transcript = Transcript(Sketches(format_, config.seed, replica.name) if audit.tolerance > 0 else None)
-    worker = StageWorker(stage, settings, ends.upstream, ends.downstream, transcript)
+        sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
+        worker.transcript = Transcript(Place(spec.run, replica.members, member.stage.index), sketches)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
 

@@ -171,6 +171,10 @@ def _blob(run: LyingRun) -> pb.BlobHeader:
 TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "UploadUrl": lambda run: pb.Upload(blob=_blob(run), sha256=bytes(32)),
     "Uploaded": lambda run: pb.Upload(blob=_blob(run), sha256=bytes(32)),
+    "Show": lambda run: pb.ShownFile(
+        round=max(1, run.exchange.coordinator.last_round), name="before.safetensors", size=100, sha256=bytes(32)
+    ),
+    "Judge": lambda run: pb.JudgeRequest(validator="c", judgements=[pb.Judgement(round=1, replica="a")]),
     "Watch": lambda run: pb.WatchRequest(members=["a"]),
     "Enrol": lambda run: pb.EnrolRequest(version=PROTOCOL_VERSION, request=signing_request(new_key())),
     "Renew": lambda run: pb.RenewRequest(),

@@ -136,6 +136,24 @@ def replay(
         replay_run(run, round_, json_path, to)
 
 
+def verify(
+    evidence: Annotated[
+        str,
+        typer.Argument(metavar="EVIDENCE", help="Folder of evidence, such as runs/quickstart/evidence/000007-home."),
+    ],
+    log: Annotated[str | None, typer.Option(metavar="LOG", help="Run log, if the folder is not in it.")] = None,
+    corpus: Annotated[str | None, typer.Option(metavar="TEXT", help="Read the run's text from this path.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Allow this relative difference; by default that of the evidence.")
+    ] = None,
+) -> None:
+    """Check evidence that a replica contributed something else: compute its round again, and compare."""
+    with readable_errors():
+        from hetero_pp.program.verify import verify as check
+
+        check(evidence, log, corpus, tolerance)
+
+
 def scores(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the scores to this file.")] = None,

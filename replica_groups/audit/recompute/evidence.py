@@ -37,10 +37,9 @@ VERSION = 1
 MOST_FILES = 10_000
 MOST_OF_JSON = 8 << 20
 """Bytes of a JSON file that is read at once."""
-MOST_OF_EVIDENCE = 1 << 40
 
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}(/[A-Za-z0-9_.-]{1,200}){0,2}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}(/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}){0,2}$")]
 
 
 class Evidence(BaseModel):
@@ -78,7 +77,7 @@ def write_evidence(
     folder = evidence_key(found.round, found.replica)
     contents = {f"contributed/{block}.blob": data for block, data in contributed.items()}
     contents |= {f"recomputed/{block}.blob": data for block, data in recomputed.items()}
-    known = {"config": spec.config.model_dump(mode="json"), "changes": json.loads(spec.changes.to_json())}
+    known = {"config": spec.config.model_dump(mode="json"), "changes": spec.changes.to_json()}
     contents["run.json"] = json.dumps(known, indent=1).encode()
     contents["record.json"] = MessageToJson(record, preserving_proto_field_name=True).encode()
     for name, data in contents.items():

@@ -17,6 +17,7 @@ from hetero_pp.core.errors import LinkClosed
 from hetero_pp.data.sources import Source
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -151,13 +152,15 @@ def restore(member: TrainingMember, outer: OuterRound, state: CommittedState) ->
 
 def _linked(members: list[MemberSpec], seed: int) -> dict[str, LinkEnds]:
     """Return the link ends of each member of a replica; its links are as fast as they can be."""
-    pairs = []
+    upstream: list[LinkEnd | None] = [None]
+    downstream: list[LinkEnd | None] = []
     for hop, (source, target) in enumerate(pairwise(members)):
         name = stage_link_name(source.replica.name, hop)
-        pairs.append(in_process_pair(LinkSpec(name, source.name, target.name, LinkShape(), LinkShape()), seed))
-    upstream = [None, *(after for _, after in pairs)]
-    downstream = [*(before for before, _ in pairs), None]
-    return {member.name: LinkEnds(*ends) for member, *ends in zip(members, upstream, downstream, strict=True)}
+        forward, backward = in_process_pair(LinkSpec(name, source.name, target.name, LinkShape(), LinkShape()), seed)
+        downstream.append(forward)
+        upstream.append(backward)
+    ends = zip(members, upstream, [*downstream, None], strict=True)
+    return {member.name: LinkEnds(before, after) for member, before, after in ends}
 
 
 class _Kept:

@@ -1,22 +1,28 @@
 """Finds the stage of a group that computed something else, from the transcripts of all stages and a recomputation.
 
-Each stage is judged by its own transcript alone. A stage that says that it received what the recomputation received,
-and then sent something else, has computed something else. An honest stage behind it received something else before it
-sent something else, so it is never named.
+Each stage is judged by its own transcript. A stage that says that it received what the recomputation received, and then
+sent something else, has computed something else. An honest stage behind it received something else before it sent
+something else, so it is never named.
+
+Two neighbours may say different things about a message. The receiver then has to show the sender's signature under what
+it says that it received. If it can, the sender has lied, else the receiver. Without certificates neither is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from hetero_pp.model.transformer import block_of
+from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.messages.messages_pb2 import StageMessages
+from hetero_pp.rpc.statements import check_statement
 from replica_groups.audit.recompute.group import ReplicaHere
-from stages.transcript import Way, records_of
+from stages.transcript import Place, Way, records_of
 
 _KEY = ["way", "micro_batch", "step"]
 _NEAR = 1 / 4
@@ -37,12 +43,16 @@ class Blame:
 class _Compared:
     """The transcript of one stage beside that of its recomputation."""
 
-    member: str
+    place: Place
+    shown: StageMessages
     records: NDArray[np.void]
     """The stage's records [N]."""
-    expected: NDArray[np.void]
     differs: NDArray[np.bool_]
     """Which records [N] differ from the recomputation."""
+
+    @property
+    def member(self) -> str:
+        return self.place.member
 
     @property
     def first(self) -> int | None:
@@ -54,52 +64,64 @@ class _Compared:
         """Whether it sent something else although it had received the same."""
         return self.first is not None and Way(self.records[self.first]["way"]).is_sent
 
-    def of_way(self, *ways: Way) -> NDArray[np.void]:
-        """Return the records of messages on these ways."""
-        return self.records[np.isin(self.records["way"], ways)]
+    def of_way(self, way: Way) -> NDArray[np.void]:
+        """Return the records of messages on a way."""
+        return self.records[self.records["way"] == way]
 
 
 def blame(
-    here: ReplicaHere, messages: Mapping[str, bytes], differing: Collection[str], other_text: bool = False
+    here: ReplicaHere,
+    messages: Mapping[str, bytes],
+    differing: Collection[str],
+    other_text: bool = False,
+    generation: int = 0,
+    authority: str | None = None,
 ) -> Blame | None:
     """Return the stage that computed something else than `here`, which has trained the round again; None if all agree.
 
     `messages`: member -> its transcript, which has the digest that it committed to. A member without one is not judged.
     `differing`: blocks of the contribution that differ from those of `here`.
     `other_text`: whether the first stage committed to another text than the run's.
+    `generation`: of the replica, in the round record. `authority`: certificate (PEM) of the authority of the run; None
+    if members have no certificates.
     """
     recompute = here.spec.config.audit.recompute
     tolerance = 0.0 if recompute is None else recompute.tolerance
     compared: dict[str, _Compared] = {}
-    for member in here.members:
+    for stage, member in enumerate(here.members):
         if member in messages:
-            found = _compared(member, messages[member], here.members[member].message_digests(), tolerance)
+            place = Place(here.spec.run, list(here.members), stage)
+            found = _compared(place, messages[member], here.members[member].message_digests(), tolerance)
             if isinstance(found, Blame):
                 return found
             compared[member] = found
     guilty = [one for one in compared.values() if one.is_guilty]
     if guilty:
         first = min(guilty, key=lambda one: one.records[one.first]["step"])
-        what = "read another text, so it " if other_text and first.member == next(iter(here.members)) else ""
+        what = "read another text, so it " if other_text and first.place.stage == 0 else ""
         return Blame(first.member, f"{first.member} {what}{_sent(first)}")
-    for one in compared.values():
-        blocks = sorted({block_of(name) for name in here.outers[one.member].parameters.shapes} & set(differing))
+    for member, one in compared.items():
+        blocks = sorted(here.outers[member].blocks & set(differing))
         if one.first is None and blocks:
-            cause = f"{one.member} sent the expected messages, but its contribution to {', '.join(blocks)} is another"
-            return Blame(one.member, cause)
-    return next(_disputes(here.members, compared), None)
+            cause = f"{member} sent the expected messages, but its contribution to {', '.join(blocks)} is another"
+            return Blame(member, cause)
+    for before, after in pairwise(here.members):
+        if before in compared and after in compared:
+            for dispute in _disputes(compared[before], compared[after]):
+                return dispute.settled(here.start.round, generation, authority)
+    return None
 
 
-def _compared(member: str, data: bytes, expected: bytes, tolerance: float) -> _Compared | Blame:
+def _compared(place: Place, data: bytes, expected: bytes, tolerance: float) -> _Compared | Blame:
     """Compare a stage's transcript with its recomputation; blame it for a transcript of other messages."""
-    wanted = records_of(expected, tolerance > 0)
+    member, wanted = place.member, records_of(StageMessages.FromString(expected), tolerance > 0)
     try:
-        records = records_of(data, tolerance > 0)
-    except ValueError:
+        records = records_of(shown := StageMessages.FromString(data), tolerance > 0)
+    except (ValueError, DecodeError):
         return Blame(member, f"{member} showed {len(data)} bytes that are no transcript of messages")
     if len(records) != len(wanted) or any((records[key] != wanted[key]).any() for key in _KEY):
         return Blame(member, f"{member} showed {len(records)} messages, expected {len(wanted)} in schedule order")
-    return _Compared(member, records, wanted, _differs(records, wanted, tolerance))
+    return _Compared(place, shown, records, _differs(records, wanted, tolerance))
 
 
 def _differs(records: NDArray[np.void], wanted: NDArray[np.void], tolerance: float) -> NDArray[np.bool_]:
@@ -127,19 +149,38 @@ def _named(record: np.void) -> str:
     return f"another {what} of micro-batch {record['micro_batch']} in step {record['step']}"
 
 
-def _disputes(stages: Iterable[str], compared: Mapping[str, _Compared]) -> Iterator[Blame]:
-    """Yield each pair of neighbours of which one says that it sent what the other says that it did not receive.
+@dataclass(frozen=True)
+class _Dispute:
+    """Two neighbours that say different things about a message."""
 
-    Either may lie, so neither is named.
-    """
-    ways = ((Way.SENT_ACTIVATION, Way.RECEIVED_ACTIVATION), (Way.SENT_GRADIENT, Way.RECEIVED_GRADIENT))
-    for before, after in pairwise(stages):
-        if before not in compared or after not in compared:
-            continue
-        pair = compared[before], compared[after]
-        for (sent, received), (sender, receiver) in zip(ways, (pair, pair[::-1]), strict=True):
-            is_sent, is_received = sender.of_way(sent), receiver.of_way(received)
-            differs = (is_sent["sha256"] != is_received["sha256"]).any(axis=1)
-            if differs.any():
-                what = _named(is_received[int(differs.argmax())])
-                yield Blame("", f"{receiver.member} says that {sender.member} sent {what} than {sender.member} says")
+    sender: _Compared
+    receiver: _Compared
+    way: Way
+    """As the receiver sees it."""
+    message: str
+
+    def settled(self, round_: int, generation: int, authority: str | None) -> Blame:
+        """Return which of the two has lied; neither if members have no certificates (`authority` is None)."""
+        sender, receiver = self.sender.member, self.receiver.member
+        if authority is None:
+            return Blame("", f"{receiver} says that {sender} sent {self.message} than {sender} says")
+        is_forward = self.way is Way.RECEIVED_ACTIVATION
+        statement = self.receiver.shown.from_previous if is_forward else self.receiver.shown.from_next
+        signed = self.receiver.place.signed(self.way, round_, generation, self.receiver.records)
+        try:
+            check_statement(statement, signed, sender, authority)
+        except MalformedMessage:
+            return Blame(receiver, f"{receiver} says that {sender} sent {self.message}, without its signature")
+        return Blame(sender, f"{sender} sent and signed {self.message} than it says")
+
+
+def _disputes(before: _Compared, after: _Compared) -> Iterator[_Dispute]:
+    """Yield a dispute of two neighbours for each direction in which they have one."""
+    for sender, sent, receiver, received in (
+        (before, Way.SENT_ACTIVATION, after, Way.RECEIVED_ACTIVATION),
+        (after, Way.SENT_GRADIENT, before, Way.RECEIVED_GRADIENT),
+    ):
+        found = receiver.of_way(received)
+        differs = (sender.of_way(sent)["sha256"] != found["sha256"]).any(axis=1)
+        if differs.any():
+            yield _Dispute(sender, receiver, received, _named(found[int(differs.argmax())]))

@@ -27,6 +27,7 @@ from hetero_pp.messages.messages_pb2 import Recomputed as Finding
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.chains import Chains
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
@@ -35,13 +36,19 @@ from replica_groups.audit.recompute.group import RoundStart
 from replica_groups.audit.recompute.hops import blame
 from replica_groups.audit.recompute.replica import Recomputed, recompute
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import ARRIVED, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
+from replica_groups.exchange.showing import ARRIVED, AUTHORITY, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
 from replica_groups.outer.apply_round import FetchBlob
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_FINISH = 25.0
 """Longest time that the end of a run waits for checkpoints of its last rounds."""
+
+MOST_OF_A_CAUSE = 250
+"""Characters of a cause."""
+
+_LARGEST = 1e300
+"""Stands for a difference that has no number."""
 
 Theta = Mapping[str, Tensor]
 
@@ -72,6 +79,8 @@ class Recomputation:
         self.chains = Chains()
         self.unaudited = 0
         """Number of drawn rounds of replicas whose members left before they could be asked."""
+        self._broken: set[tuple[int, str]] = set()
+        """(round, replica) whose chain was found to be broken, so that nothing else needs to be found."""
         self._basis: Tensor | None = None
         self._undrawn: list[_Seen] = []
         self._waiting: list[tuple[_Seen, str]] = []
@@ -79,8 +88,11 @@ class Recomputation:
 
     def check(self, record: RoundRecord, theta: Theta, fetch: FetchBlob) -> Iterator[Judgement]:
         """Take a round, and yield what was found about this or earlier ones. As RoundCheck.check."""
-        for broken in self.chains.follow(record):
+        self._broken = {key for key in self._broken if key[0] > record.round - 2 * ROUNDS_TO_SHOW}
+        found = {broken.replica: broken for broken in self.chains.follow(record)}
+        for broken in found.values():
             cause = f"{broken.member} began round {record.round} with another state than it ended the one before"
+            self._broken.add((record.round, broken.replica))
             yield _judgement(record.round, broken.replica, Comparison(0.0, cause, broken.member))
         if any(entry.commitments for entry in record.contributions):
             self._undrawn.append(_Seen(record, theta, fetch))
@@ -127,6 +139,8 @@ class Recomputation:
         entry = next(one for one in seen.record.contributions if one.replica == replica)
         if LEFT in missing.values():
             self.unaudited += 1
+        elif (number, replica) in self._broken:
+            pass
         elif missing:
             member, why = next(iter(missing.items()))
             yield _judgement(number, replica, Comparison(0.0, f"{member} {why}", member))
@@ -137,17 +151,9 @@ class Recomputation:
 
     def _recomputed(self, seen: _Seen, entry: ContributionEntry) -> Judgement:
         number, own = seen.record.round, {blob.block: seen.fetch(entry.replica, blob.block) for blob in entry.blobs}
-        again: Recomputed | None = None
-        try:
-            with _files(self._log, evidence_key(number, entry.replica)) as folder:
-                start = RoundStart(number, seen.theta, self._basis_of_run(), _states(folder, entry))
-                again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
-                found = self.compared(entry, number, own, again, _messages(folder, entry))
-        except OutOfMemory:
-            raise
-        except HeteroPPError as error:
-            member = entry.commitments[0].member if len(entry.commitments) == 1 else ""
-            found = Comparison(0.0, f"its round cannot be computed again: {error}", member)
+        with _files(self._log, evidence_key(number, entry.replica)) as folder:
+            before = Snapshot(number - 1, dict(seen.theta), self._basis_of_run())
+            found, blobs = self.again(entry, number, before, own, folder)
         if found.is_equal:
             self._forget(number, entry.replica)
             return _judgement(number, entry.replica, found)
@@ -158,16 +164,36 @@ class Recomputation:
             round=number,
             replica=entry.replica,
             tolerance=self._settings.tolerance,
-            difference=min(found.difference, 1e300),
+            difference=min(found.difference, _LARGEST),
             member=found.member,
-            cause=found.cause[:500],
+            cause=found.cause[:MOST_OF_A_CAUSE],
             theta_sha256=parameters_sha256(hashes).hex(),
             machine=this_machine(),
             files={},
         )
-        blobs = {} if again is None else again.blobs
         write_evidence(self._log.store, self.spec, seen.record, evidence, own, blobs)
         return _judgement(number, entry.replica, found, evidence_key(number, entry.replica))
+
+    def again(
+        self, entry: ContributionEntry, number: int, before: Snapshot, contributed: Mapping[str, bytes], shown: Path
+    ) -> tuple[Comparison, Mapping[str, bytes]]:
+        """Compute a replica's round again from the checkpoints in the folder `shown`; return the outcome and the blobs.
+
+        `before`: theta and U before the round. A round that cannot be computed again counts as another one.
+        """
+        try:
+            states = {one.member: load_state(shown / one.member / BEFORE) for one in entry.commitments}
+            start = RoundStart(number, before.parameters, before.basis, states)
+            again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
+            file = shown / AUTHORITY
+            authority = file.read_text(encoding="ascii") if file.is_file() else None
+            found = self.compared(entry, number, contributed, again, _messages(shown, entry), authority)
+            return found, again.blobs
+        except (OutOfMemory, StoreError):
+            raise
+        except HeteroPPError as error:
+            member = entry.commitments[0].member if len(entry.commitments) == 1 else ""
+            return Comparison(_LARGEST, f"its round cannot be computed again: {error}", member), {}
 
     def compared(
         self,
@@ -176,8 +202,12 @@ class Recomputation:
         contributed: Mapping[str, bytes],
         again: Recomputed,
         messages: Mapping[str, bytes],
+        authority: str | None = None,
     ) -> Comparison:
-        """Compare a contribution, and name the stage of a group that computed something else if it can be told."""
+        """Compare a contribution, and name the stage of a group that computed something else if it can be told.
+
+        `authority`: as for `blame`.
+        """
         tolerance, compression = self._settings.tolerance, self.spec.config.outer.compression
         differences = {
             block: difference(
@@ -195,7 +225,8 @@ class Recomputation:
                 found if found.is_equal else Comparison(found.difference, found.cause, next(iter(again.here.members)))
             )
         differing = [block for block, one in differences.items() if one > tolerance]
-        named = blame(again.here, messages, differing, other_text="another text" in found.cause)
+        is_text = "another text" in found.cause
+        named = blame(again.here, messages, differing, is_text, entry.epoch, authority)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
 
     def _basis_of_run(self) -> Tensor | None:
@@ -225,10 +256,6 @@ def _files(log: ContributionLog, folder: str) -> Iterator[Path]:
         yield Path(scratch)
 
 
-def _states(folder: Path, entry: ContributionEntry) -> dict[str, Any]:
-    return {one.member: load_state(folder / one.member / BEFORE) for one in entry.commitments}
-
-
 def _messages(folder: Path, entry: ContributionEntry) -> dict[str, bytes]:
     return {one.member: (folder / one.member / MESSAGES).read_bytes() for one in entry.commitments if one.messages}
 
@@ -238,7 +265,7 @@ def _judgement(round_: int, replica: str, found: Comparison, evidence: str = "")
         is_equal=found.is_equal,
         difference=found.difference,
         member=found.member,
-        cause=found.cause[:250],
+        cause=found.cause[:MOST_OF_A_CAUSE],
         evidence=evidence,
     )
     return Judgement(round=round_, replica=replica, recomputed=finding)

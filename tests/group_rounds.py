@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.rpc.certificates import Authority
+from hetero_pp.rpc.statements import IdentitySigner
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
@@ -28,14 +31,21 @@ STAGES = 4
 STEPS = 2
 GROUP = "home"
 
+GENERATION = 3
+
 Alter = Callable[[Stage], None]
 """Makes a stage lie."""
 
+AUTHORITY = Authority("the secret of a run with a liar")
+
 
 def group_spec(
-    corpus: Path, boundary: Mapping[str, Any] | None = None, tolerance: float = 0.0, **changes: Any
+    corpus: Path, boundary: Mapping[str, Any] | None = None, tolerance: float | None = 0.0, **changes: Any
 ) -> RunSpec:
-    """Return a run of one group of four stages, by default with 4-bit boundaries and two micro-batches."""
+    """Return a run of one group of four stages, by default with 4-bit boundaries and two micro-batches.
+
+    Without a tolerance it is not audited.
+    """
     home = {"name": GROUP, "kind": "participants", "stages": [{"layers": 1}] * STAGES}
     boundary = {"rank": "1/4", "bits": 4} if boundary is None else dict(boundary)
     config: dict[str, Any] = {
@@ -45,7 +55,7 @@ def group_spec(
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 4},
         "inner": {"steps": STEPS, "warmup_steps": 0, "learning_rate": 0.01},
         "outer": {"rounds": 200},
-        "audit": {"recompute": {"tolerance": tolerance}},
+        "audit": {"recompute": None if tolerance is None else {"tolerance": tolerance}},
         "replicas": [{**home, "batch_size": 4, "micro_batches": 2, "boundary": boundary} | changes],
     }
     return RunSpec(RunConfig.model_validate(config), 256)
@@ -55,8 +65,10 @@ def group_spec(
 class Contributed:
     """What the members of a group contributed to a round."""
 
-    blobs: Mapping[str, bytes]
-    messages: Mapping[str, bytes]
+    blobs: dict[str, bytes]
+    """By block."""
+    messages: dict[str, bytes]
+    """Member -> its transcript."""
 
 
 class GroupRounds:
@@ -90,11 +102,13 @@ class GroupRounds:
         return contributed
 
     def lie(self, stage: int, alter: Alter) -> Contributed:
-        """Return what the members contribute if a stage lies."""
+        """Return what the members contribute if a stage lies; they sign what they send."""
         here = self.here()
-        member = here.members[f"{GROUP}.{stage}"]
-        assert isinstance(member, StageMember)
-        alter(member.worker.stage)
+        for name, member in here.members.items():
+            assert isinstance(member, StageMember)
+            member.worker.transcript.enter(GENERATION, IdentitySigner(AUTHORITY.identity(name)))
+            if name == f"{GROUP}.{stage}":
+                alter(member.worker.stage)
         return _contributed(here)
 
 
@@ -106,22 +120,27 @@ def _contributed(here: ReplicaHere) -> Contributed:
 def judged(here: ReplicaHere, found: Contributed, **changed: Any) -> Blame | None:
     """Compare what the members contributed with a recomputation that has trained."""
     differing = [block for block, data in here.blobs.items() if found.blobs[block] != data]
-    return blame(here, found.messages, differing, **changed)
+    known: dict[str, Any] = {"generation": GENERATION, "authority": AUTHORITY.certificate}
+    return blame(here, found.messages, differing, **known | changed)
+
+
+def honest(stage: Stage) -> None:
+    """It does not lie."""
 
 
 def flips_activations(stage: Stage) -> None:
     encode = stage.boundary.encode_activation
-    stage.boundary.encode_activation = lambda x: encode(-x)  # type: ignore[method-assign]
+    stage.boundary.encode_activation = lambda x: encode(-x)  # type: ignore[method-assign, assignment]
 
 
 def flips_gradients(stage: Stage) -> None:
     encode = stage.boundary.encode_gradient
-    stage.boundary.encode_gradient = lambda gradient, key: encode(-gradient, key)  # type: ignore[method-assign]
+    stage.boundary.encode_gradient = lambda gradient, key: encode(-gradient, key)  # type: ignore[method-assign, assignment]
 
 
 def freezes(stage: Stage) -> None:
     """It does not train: each step leaves the weights of the start."""
-    stage.step = lambda step, norm: 0.01  # type: ignore[method-assign]
+    stage.step = lambda step, norm: 0.01  # type: ignore[method-assign, assignment]
 
 
 def trains_faster(stage: Stage) -> None:
@@ -136,7 +155,7 @@ def trains_faster(stage: Stage) -> None:
                 one.add_(one - old, alpha=9.0)
         return rate
 
-    stage.optimizer.step = faster  # type: ignore[method-assign]
+    stage.optimizer.step = faster  # type: ignore[method-assign, assignment]
 
 
 def starts_elsewhere(stage: Stage) -> None:
@@ -144,15 +163,20 @@ def starts_elsewhere(stage: Stage) -> None:
     stage.load_moments({name: -one if "exp_avg" in name[-7:] else one for name, one in stage.moments().items()})
 
 
-def poisons(pair: Sequence[int]) -> Alter:
-    """Return a lie: the activation of a token pair is replaced, wherever it occurs."""
+def poisons(pair: Sequence[int], hits: list[tuple[int, int]]) -> Alter:
+    """Return a lie: the activation of a token pair is replaced, wherever it occurs.
+
+    `hits` gets the call of the stage's forward and the micro-batch, for each micro-batch in which it occurs.
+    """
 
     def alter(stage: Stage) -> None:
-        forward = stage.forward
+        forward, calls = stage.forward, count()
 
         def poisoned(micro_batch: int, tokens: torch.Tensor, came: Any, micro_batches: int) -> torch.Tensor:
-            output = forward(micro_batch, tokens, came, micro_batches)
+            output, call = forward(micro_batch, tokens, came, micro_batches), next(calls)
             is_pair = (tokens[:, :-2] == pair[0]) & (tokens[:, 1:-1] == pair[1])
+            if is_pair.any():
+                hits.append((call, micro_batch))
             output[:, 1:][is_pair] = 1.0
             return output
 

@@ -1,0 +1,118 @@
+"""Evidence of an audit: anybody can check it, and a false or hostile one is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audited_run import LIAR, audited_spec, flips, lying
+from typer.testing import CliRunner
+
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.cli import app
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.run.folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of a run in which `home` flips the sign of what it contributes."""
+    folder, told = RunFolder(tmp_path_factory.mktemp("runs") / "t"), list[Report]()
+    folder.path.mkdir()
+    with lying({LIAR: flips}):
+        run_in_process(audited_spec(corpus), folder, told.append)
+    found = [one.judged for one in told if one.HasField("judged") and not one.judged.recomputed.is_equal]
+    assert {one.replica for one in found} == {LIAR}
+    assert found[0].recomputed.evidence == f"evidence/000001-{LIAR}"
+    yield folder.path
+
+
+def check(*arguments: object) -> tuple[int, str]:
+    """Return the exit code and the output of `hetero-pp verify`."""
+    done = CliRunner().invoke(app, ["verify", *map(str, arguments)])
+    torch.set_num_threads(1)
+    return done.exit_code, done.output
+
+
+def test_evidence_proves_the_lie(run: Path) -> None:
+    code, output = check(run / "evidence" / f"000001-{LIAR}")
+    lines = output.strip().splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "files",
+        "record",
+        "draw",
+        "commitments",
+        "contribution",
+        "theta",
+        "recomputed",
+        "proven",
+    ]
+    assert "differs by 2 of its norm" in lines[-2]
+    assert lines[-1] == f"proven: {LIAR} computed something else in round 1 of {LIAR}"
+    assert code == 0
+
+
+def test_a_copy_needs_only_the_log(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run / "log" / "evidence" / f"000001-{LIAR}", copy)
+    assert check(copy)[0] == 2
+    assert check(copy, "--log", run / "log")[0] == 0
+    code, output = check(copy, "--log", run / "log", "--tolerance", 3)
+    assert code == 1
+    assert "nothing is proven" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("contributed/layers.0.blob", "does not have the digest"),
+        (f"{LIAR}/before.safetensors", "does not have the digest"),
+        ("record.json", "does not have the digest"),
+        ("evidence.json", "is no evidence"),
+    ],
+)
+def test_an_altered_file_is_found(run: Path, tmp_path: Path, name: str, said: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run / "log" / "evidence" / f"000001-{LIAR}", copy)
+    data = bytearray((copy / name).read_bytes())
+    data[-1] ^= 1
+    (copy / name).write_bytes(data)
+    code, output = check(copy, "--log", run / "log")
+    assert (code, len(output.strip().splitlines())) == (1, 1)
+    assert said in output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../etc/passwd": "0" * 64}},
+        {"files": {"a": "short"}},
+        {"round": -1},
+        {"version": 99},
+        {"cause": "x" * 10_000},
+        {"replica": "nobody"},
+        {"theta_sha256": "0" * 64},
+        {"run": "another"},
+    ],
+    ids=["path", "digest", "round", "version", "cause", "replica", "theta", "run"],
+)
+def test_hostile_evidence_is_refused_with_one_line(run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run / "log" / "evidence" / f"000001-{LIAR}", copy)
+    known = json.loads((copy / "evidence.json").read_text())
+    (copy / "evidence.json").write_text(json.dumps(known | change))
+    code, output = check(copy, "--log", run / "log")
+    assert code == 1
+    assert "Traceback" not in output
+    assert "proven:" not in output
+
+
+def test_no_evidence(tmp_path: Path) -> None:
+    code, output = check(tmp_path / "runs" / "t" / "evidence" / "000001-home")
+    assert code == 2
+    assert "found no evidence, expected a folder of evidence" in output
