@@ -208,9 +208,8 @@ class LyingRun:
 
     def _serve(self) -> None:
         with suppress(RunFailed):
-            followers = followed(
-                begin_run(self.exchange, self.spec, self.folder, None), self.exchange, self.spec, self.folder
-            )
+            auditor = begin_run(self.exchange, self.spec, self.folder, None)
+            followers = followed(auditor, self.exchange, self.spec, self.folder, SECRET.text)
             self.exchange.wait_until_finished()
             followers.join()
         self.exchange.end_watching()

@@ -61,6 +61,8 @@ class FollowedRun:
         credentials = Secret(access.secret).credentials(LAUNCHER, encrypted=access.encrypted)
         self.client = ExchangeClient(access.address, credentials, spec.run)
         self._last = 0
+        self._is_gone = False
+        """Whether the exchange did not answer for a while."""
 
     def record(self, round_: int) -> pb.RoundRecord:
         asked = time.monotonic()
@@ -92,12 +94,14 @@ class FollowedRun:
         while True:
             try:
                 self.client.call(request, Caller(LAUNCHER))
+                self._is_gone = False
                 return
             except Refused as error:
                 self._say(f"round {round_}: the exchange refused the judgements: {error}")
                 return
             except ExchangeLost as error:
-                if time.monotonic() > until:
+                if self._is_gone or time.monotonic() > until:
+                    self._is_gone = True
                     self._say(f"round {round_}: the judgements are lost: {error}")
                     return
                 time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -138,7 +142,10 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
     say(f"{name} judges its rounds for the exchange at {access.address}")
     try:
         _wait_for_snapshot(followed)
-        Validator(spec, followed, checks, newest_sound(log, followed.last_round(), [])).run(on_round)
+        newest = newest_sound(log, followed.last_round(), [])
+        say(f"following the run after round {newest.round}")
+        Validator(spec, followed, checks, newest).run(on_round)
+        say(f"all {spec.latest.outer.rounds} rounds are closed")
     except (RunFailed, RunOver) as error:
         say(f"the run has ended: {error}")
     finally:

@@ -105,14 +105,14 @@ class Judgements(NoAudits):
         self._judged = self._heard = last_round
         try:
             kept = self._state.decisions.patiently(lambda: newest_scores(self._log.store, last_round))
+            if kept is None:
+                return
+            with self._lock:
+                if kept.book is not None and self._settings.gauntlet is not None:
+                    self._book = ScoreBook.from_json(self._settings.gauntlet, kept.book)
         except DamagedFile as error:
             self._standing(pb.UNAUDITED, f"{error}; all scores begin anew")
             return
-        if kept is None:
-            return
-        with self._lock:
-            if kept.book is not None and self._settings.gauntlet is not None:
-                self._book = ScoreBook.from_json(self._settings.gauntlet, kept.book)
         self.exclusions.restore(kept.excluded, last_round)
 
     def decide(self, record: pb.RoundRecord) -> None:
@@ -289,8 +289,8 @@ class Judgements(NoAudits):
             if {later, first} <= {*arrived} and arrived.index(later) > arrived.index(first)
         }
         synchronisation = {name: float(name not in self._differing[round_]) for name in included}
-        missed = frozenset({*record.late, *record.left_out})
-        return RoundFacts(round_, included, missed, synchronisation, copies)
+        missed, left_out = frozenset(record.late), frozenset(record.left_out)
+        return RoundFacts(round_, included, missed, synchronisation, copies, left_out)
 
     # ---- recomputation ----
 

@@ -37,9 +37,8 @@ class GauntletCheck:
         """Yield what was found about the contributions that a round includes. `theta` is from before the round."""
         outer = self._spec.at(record.round).outer
         sent = {one.replica: self._decoded(record, one.replica, theta, fetch) for one in record.contributions}
-        if self._positions_tell_copies:
-            for name, other in copies(sent, sorted(sent), self._settings.overlap).items():
-                yield Judgement(round=record.round, replica=name, copies=other)
+        for name, other in copies(sent, sorted(sent), self._settings.overlap).items():
+            yield Judgement(round=record.round, replica=name, copies=other)
         on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
         rate = self._settings.step * outer.learning_rate_in(record.round)
         for name in draw(self._secret, record.sha256, sent, self._settings.evaluated):
@@ -51,12 +50,6 @@ class GauntletCheck:
     def finish(self) -> Iterator[Judgement]:
         """Yield nothing: each round is judged as it closes."""
         yield from ()
-
-    @property
-    def _positions_tell_copies(self) -> bool:
-        """Whether honest replicas keep different positions."""
-        compression = self._spec.config.outer.compression
-        return compression.selection == "top_k" and compression.density < self._settings.overlap
 
     def _decoded(
         self, record: RoundRecord, replica: str, theta: Mapping[str, Tensor], fetch: FetchBlob

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hetero_pp.core.errors import ConfigError
@@ -36,11 +36,14 @@ def require_openskill() -> None:
         raise ConfigError(key, f"scoring contributions {extra}") from None
 
 
-def rated(ratings: Mapping[str, Rating], scores: Mapping[str, float]) -> dict[str, Rating]:
-    """Return the ratings of the replicas in `scores` after a match; larger scores are better, equal ones are draws."""
+def rated(ratings: Mapping[str, Rating], order: Sequence[str]) -> dict[str, Rating]:
+    """Return the ratings of some replicas after a match, of which `order` is the result, from the worst to the best.
+
+    There are no draws: in a match with several, the model raises whoever comes just below them.
+    """
     from openskill.models import PlackettLuce
 
-    model, names = PlackettLuce(beta=BETA, tau=TAU), sorted(scores)
-    players = [[model.create_rating([ratings[name].mu, ratings[name].sigma])] for name in names]
-    found = model.rate(players, scores=[scores[name] for name in names])
-    return {name: Rating(one.mu, one.sigma) for name, (one,) in zip(names, found, strict=True)}
+    model = PlackettLuce(beta=BETA, tau=TAU)
+    players = [[model.create_rating([ratings[name].mu, ratings[name].sigma])] for name in order]
+    found = model.rate(players, scores=list(range(len(order))))
+    return {name: Rating(one.mu, one.sigma) for name, (one,) in zip(order, found, strict=True)}

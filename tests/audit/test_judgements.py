@@ -1,0 +1,245 @@
+"""Judgements: what is refused, medians over validators, exclusions, and what records have of scores."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import GRACE, Run
+
+from hetero_pp.config.audit import AuditSettings
+from hetero_pp.core.errors import Refused
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.outer.exchange_service import Caller
+from replica_groups.audit import judgements as module
+from replica_groups.audit.judgements import Judgements
+from replica_groups.exchange.kept_scores import newest_scores
+from replica_groups.exchange.log import record_digest
+from replica_groups.exchange.memberships import Memberships
+
+GROUPS = {"a": 1, "b": 1, "c": 1}
+GOOD = {"assigned_before": 4.0, "assigned_after": 3.0, "other_before": 4.0, "other_after": 3.9}
+BAD = {"assigned_before": 4.0, "assigned_after": 4.5, "other_before": 4.0, "other_after": 3.9}
+NAN = math.nan
+
+
+def _audited(run: Run, weighs: bool = False, by: str = "exchange", **gauntlet: Any) -> Judgements:
+    settings = AuditSettings.model_validate(
+        {"by": by, "gauntlet": {"grace": 2, "alpha": 1, "excluded_rounds": 3, **gauntlet}}
+    )
+    exchange = run.exchange
+    judgements = Judgements(
+        exchange.state, exchange.log, exchange.reports, exchange.assignments, settings, weighs=weighs
+    )
+    exchange.audits = judgements
+    judgements.begin(exchange.coordinator.last_round)
+    return judgements
+
+
+def _round(run: Run, number: int, *members: str) -> pb.RoundRecord:
+    """Close a round to which these members contribute, in this order."""
+    run.assign(number - 1, *sorted(members))
+    run.deposit(number, *members)
+    if run.exchange.coordinator.last_round < number:
+        run.passes(GRACE.most, members)
+    return run.exchange.log.read_record(number)
+
+
+def _losses(round_: int, **losses: dict[str, float]) -> list[pb.Judgement]:
+    return [pb.Judgement(round=round_, replica=name, losses=pb.Losses(**told)) for name, told in losses.items()]
+
+
+def _wrong(round_: int, replica: str, member: str = "") -> pb.Judgement:
+    found = pb.Recomputed(is_equal=False, difference=0.5, member=member, cause="block.0: other values")
+    return pb.Judgement(round=round_, replica=replica, recomputed=found)
+
+
+def _standings(run: Run) -> list[tuple[int, str, str]]:
+    return [(one.what, one.replica, one.cause) for one in run.told()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "log", GROUPS, quorum=0.3)
+
+
+@pytest.mark.parametrize(
+    ("validator", "judgement", "found"),
+    [
+        ("v", pb.Judgement(round=1, replica="a"), "without a finding"),
+        ("v", _losses(1, d=GOOD)[0], "`replica`: got `d`"),
+        ("v", _losses(0, a=GOOD)[0], "about round 0"),
+        ("v", _losses(2, a=GOOD)[0], "about round 2"),
+        ("v", _losses(1, a=GOOD | {"assigned_before": 0.0})[0], "assigned_before"),
+        ("v", _losses(1, a=GOOD | {"other_before": math.inf})[0], "other_before"),
+        ("v", _losses(1, a=GOOD | {"other_after": NAN})[0], "other_after"),
+        ("v", _losses(1, a=GOOD | {"assigned_after": -1.0})[0], "assigned_after"),
+        ("v", _losses(1, a=GOOD | {"assigned_after": 2e6})[0], "assigned_after"),
+        ("v", _losses(1, c=GOOD)[0], "no contribution of c"),
+        ("v", pb.Judgement(round=1, replica="a", copies="a"), "expected another replica"),
+        ("v", pb.Judgement(round=1, replica="a", copies="c"), "no contribution of c"),
+        ("v", _wrong(1, "a", "b"), "expected a member of a"),
+        ("v", pb.Judgement(round=1, replica="a", recomputed=pb.Recomputed(difference=NAN)), "difference"),
+        ("v", pb.Judgement(round=1, replica="a", recomputed=pb.Recomputed(cause="x" * 401)), "more than 400"),
+        ("", _losses(1, a=GOOD)[0], "other signs"),
+        ("v" * 41, _losses(1, a=GOOD)[0], "more than 40"),
+    ],
+)
+def test_a_judgement_out_of_bounds_is_refused(run: Run, validator: str, judgement: pb.Judgement, found: str) -> None:
+    judgements = _audited(run)
+    _round(run, 1, "a", "b")
+    with pytest.raises(Refused, match=found):
+        judgements.take([*_losses(1, b=GOOD), judgement], validator)
+    assert dict(run.exchange._refusals.counts) == {Kind.MALFORMED: 1}
+    assert newest_scores(run.log.store) is None, "what was right in the same request does not count either"
+
+
+def test_only_so_many_validators_judge_and_each_once(run: Run) -> None:
+    judgements = _audited(run)
+    _round(run, 1, *GROUPS)
+    for number in range(module.MOST_VALIDATORS):
+        judgements.take(_losses(1, a=GOOD), f"v{number}")
+    with pytest.raises(Refused, match="second judgement about a in round 1"):
+        judgements.take(_losses(1, a=BAD), "v1")
+    with pytest.raises(Refused, match="second judgement"):
+        judgements.take(_losses(1, b=GOOD, c=GOOD) + _losses(1, b=BAD), "v1")
+    with pytest.raises(Refused, match="more than 16 validators"):
+        judgements.take(_losses(1, a=GOOD), "one.more")
+
+
+def test_a_lying_minority_of_validators_changes_nothing(tmp_path: Path) -> None:
+    tables = []
+    for validators in (["v"], ["v", "w", "liar"]):
+        run = Run(tmp_path / str(len(validators)), GROUPS, quorum=0.3)
+        judgements = _audited(run, grace=20)
+        for number in range(1, 5):
+            _round(run, number, *GROUPS)
+            for name in validators:
+                lies = {"a": BAD, "b": GOOD, "c": BAD} if name == "liar" else {"a": GOOD, "b": BAD, "c": GOOD}
+                judgements.take(_losses(number, **lies), name)
+        kept = newest_scores(run.log.store)
+        assert kept is not None and kept.round == 4
+        tables.append(kept.table)
+        assert [one.replica for one in run.exchange.log.read_record(4).contributions] == ["a", "b", "c"]
+    assert tables[0] == tables[1]
+
+
+def test_a_replica_below_the_bound_is_excluded_for_some_rounds_and_then_returns(tmp_path: Path) -> None:
+    run = Run(tmp_path, GROUPS, quorum=0.3)
+    judgements = _audited(run)
+    for number in (1, 2):
+        _round(run, number, *GROUPS)
+        judgements.take(_losses(number, a=GOOD, b=GOOD, c=BAD), "v")
+    assert "c" in judgements.exclusions.in_force
+    run.take_over()  # another exchange goes on: it knows from the log who is excluded
+    judgements = _audited(run)
+    assert _round(run, 3, "a", "b").left_out == []
+    told = [one.WhichOneof("event") for one in run.exchange.watch(is_asked=lambda: False)]
+    assert told == []
+    for number in (4, 5):
+        _round(run, number, "a", "b")
+        judgements.take(_losses(number, a=GOOD, b=GOOD), "v")
+    assert run.assign(5) == {"a": 6, "b": 6, "c": 6}
+    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
+    assert replica == "c"
+    assert "its assigned text improves too rarely" in cause and "takes part in no round before 6" in cause
+
+
+def test_a_contribution_that_was_on_its_way_is_left_out_with_the_reason(run: Run) -> None:
+    judgements = _audited(run)
+    for number in (1, 2):
+        _round(run, number, *GROUPS)
+        if number == 2:
+            run.assign(2)  # all train round 3 already
+        judgements.take(_losses(number, a=GOOD, b=GOOD, c=BAD), "v")
+    run.deposit(3, *GROUPS)
+    record = run.exchange.log.read_record(3)
+    assert [one.replica for one in record.contributions] == ["a", "b"] and record.left_out == ["c"]
+    assert record.sha256 == record_digest(record)
+    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.LEFT_OUT]
+    assert replica == "c" and "improves too rarely" in cause
+
+
+def test_records_have_the_best_replicas_and_their_weights(run: Run) -> None:
+    judgements = _audited(run, weighs=True, grace=1, threshold=-1.0)
+    assert {one.weight for one in _round(run, 1, *GROUPS).contributions} == {1.0}
+    judgements.take(_losses(1, a=GOOD, b=GOOD | {"assigned_after": 2.0, "other_after": 3.0}, c=BAD), "v")
+    weights = {one.replica: one.weight for one in _round(run, 2, *GROUPS).contributions}
+    assert weights["b"] == 1.0 > max(weights["a"], weights["c"])
+    judgements._settings = AuditSettings.model_validate({"gauntlet": {"include": 2}})
+    judgements._book._settings = judgements._settings.gauntlet  # type: ignore[union-attr, assignment]
+    record = _round(run, 3, *GROUPS)
+    assert ([one.replica for one in record.contributions], record.left_out) == (["a", "b"], ["c"])
+    [(_, _, cause)] = [one for one in _standings(run) if one[0] == pb.LEFT_OUT]
+    assert cause == "its score is not among the best 2"
+
+
+def test_a_validator_that_dies_is_awaited_for_a_few_rounds(run: Run) -> None:
+    judgements = _audited(run)
+    for number in range(1, 8):
+        _round(run, number, *GROUPS)
+        judgements.take(_losses(number, a=GOOD), "v")
+        if number == 1:
+            judgements.take(_losses(1, b=GOOD), "dies")
+        kept = newest_scores(run.log.store)
+        assert kept is not None and kept.round == (1 if number < 6 else 2 if number == 6 else 3)
+
+
+def test_the_later_of_a_pair_is_the_copy(run: Run) -> None:
+    judgements = _audited(run)
+    _round(run, 1, "c", "b", "a")
+    judgements.take([*_losses(1, b=GOOD), pb.Judgement(round=1, replica="c", copies="a")], "v")
+    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
+    assert replica == "a" and "is a copy of that of c" in cause
+
+
+def test_recomputation_excludes_a_replica_once_most_validators_agree(run: Run) -> None:
+    judgements = _audited(run)
+    _round(run, 1, *GROUPS)
+    equal = pb.Judgement(round=1, replica="c", recomputed=pb.Recomputed(is_equal=True))
+    judgements.take([equal], "w")
+    judgements.take([_wrong(1, "b")], "v")
+    assert not judgements.exclusions.in_force, "one of two validators is no majority"
+    judgements.take([_wrong(1, "b")], "w")
+    assert judgements.exclusions.in_force["b"].cause == "its round 1 was computed again: block.0: other values"
+
+
+def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tmp_path: Path) -> None:
+    judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
+    judgements.admit(guests)
+    holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
+    run.assign(0, "a", "c")
+    run.exchange.assign(Caller("b", holder=holder), 0)
+    run.deposit(1, *GROUPS)
+    judgements.take([_wrong(1, "b", "b")], "v")
+    with pytest.raises(Refused, match="its round 1 was computed again"):
+        guests.require_in("b", holder)
+    assert not run.exchange.coordinator.slot("b").held and not judgements.exclusions.in_force
+    guests.close()
+
+
+def test_a_run_without_a_validator_says_so_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNAUDITED_ROUNDS", 2)
+    judgements = _audited(run, by="validators")
+    for number in range(1, 6):
+        _round(run, number, *GROUPS)
+    judgements.take(_losses(5, a=GOOD), "v")
+    told = [(what, cause) for what, _, cause in _standings(run)]
+    assert [what for what, _ in told] == [pb.UNAUDITED, pb.AUDITED]
+    assert told[0][1] == "no validator has judged a round since round 0; `hetero-pp validate` starts one"
+
+
+def test_damaged_scores_begin_anew_and_say_so(run: Run) -> None:
+    judgements = _audited(run)
+    _round(run, 1, *GROUPS)
+    judgements.take(_losses(1, a=GOOD), "v")
+    [key] = [key for key in run.log.store.below("audited") if "scores" in key]
+    run.log.store.put(
+        key, run.log.store.get(key).replace(b'"until"', b'"since"').replace(b"evaluations", b"valuations")
+    )
+    _audited(run)
+    [(_, _, cause)] = [one for one in _standings(run) if one[0] == pb.UNAUDITED]
+    assert "does not match its digest; all scores begin anew" in cause
