@@ -110,3 +110,21 @@ def test_of_two_replicas_only_near_equal_ones_are_copies() -> None:
     assert 0.4 < overlap(sent["r0"], sent["r1"]) < 0.7
     assert copies({"r0": sent["r0"], "r1": sent["r1"]}, ["r0", "r1"], 0.4) == {}
     assert copies({"r0": sent["r0"], "r1": sent["r0"]}, ["r0", "r1"], 0.4) == {"r1": "r0"}
+
+
+def _noisy(batches: Mapping[str, float]) -> dict[str, dict[str, DecodedTensor]]:
+    """Return contributions of a common signal and of noise that falls with the batch, over 20,000 values."""
+    generator, indices = torch.Generator().manual_seed(1), torch.arange(20_000)
+    signal = torch.randn(20_000, generator=generator)
+    return {
+        name: {"w": DecodedTensor(indices, signal + batch**-0.5 * torch.randn(20_000, generator=generator))}
+        for name, batch in batches.items()
+    }
+
+
+@pytest.mark.parametrize("small", [2, 1, 6])
+def test_two_replicas_with_large_batches_are_no_copies_of_each_other(small: int) -> None:
+    sent = _noisy({"a": 8.0, "b": 8.0} | {f"s{number}": 1.0 for number in range(small)})
+    assert overlap(sent["a"], sent["b"]) > 0.85 > 0.7 > overlap(sent["a"], sent["s0"])
+    assert copies(sent, list(sent), 0.4) == {}
+    assert copies({**sent, "late": sent["s0"]}, [*sent, "late"], 0.4) == {"late": "s0"}

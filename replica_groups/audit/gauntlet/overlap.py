@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import median
@@ -13,8 +14,11 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 Contribution = Mapping[str, DecodedTensor]
 """Tensors by the parameters' names."""
 
-FEW = 0.5
-"""What an overlap is compared with if there is no other pair in the round."""
+FEW = 0.9
+"""Usual overlap of two among fewer than four replicas, where nothing tells two copies from two with little noise."""
+
+_LEAST = 0.02
+"""Overlap of two replicas below which it is mostly noise."""
 
 
 def overlap(one: Contribution, other: Contribution) -> float:
@@ -34,15 +38,35 @@ def copies(contributions: Mapping[str, Contribution], arrived: Sequence[str], li
     """Return the original of each copy: of two contributions that overlap too much, the later is a copy.
 
     `arrived`: all replicas, in the order in which their contributions arrived. The overlap of honest replicas differs
-    between methods, so `limit` is on a scale from the median of the round's pairs (0) to equal contributions (1).
+    between methods and grows with their batches, so `limit` is on a scale from what is usual of a pair (0) to equal
+    contributions (1).
     """
     pairs = {pair: overlap(contributions[pair[0]], contributions[pair[1]]) for pair in combinations(arrived, 2)}
-    usual = max(0.0, median(pairs.values())) if len(pairs) > 1 else FEW
+    between = pairs | {(later, original): share for (original, later), share in pairs.items()}
+    least = median(pairs.values()) if pairs else 0.0
     found: dict[str, str] = {}
-    for (original, later), share in pairs.items():
+    for (original, later), share in sorted(pairs.items(), key=lambda one: -one[1]):
+        others = [name for name in arrived if name not in (original, later, *found)]
+        usual = max(least, _usual(original, later, others, between))
         if share - usual > limit * (1 - usual):
             found.setdefault(later, original)
     return found
+
+
+def _usual(one: str, other: str, others: Sequence[str], between: Mapping[tuple[str, str], float]) -> float:
+    """Return the overlap that two honest replicas have, as their overlaps with all others tell.
+
+    The noise of two honest replicas is independent, so their overlap is r_one r_other: each is the part of a
+    contribution that is no noise. Three overlaps tell one of these parts. The median is over pairs of the others.
+    """
+    if len(others) < 2:
+        return FEW
+    found = [
+        between[one, a] * between[one, b] * between[other, a] * between[other, b] / between[a, b] ** 2
+        for a, b in combinations(others, 2)
+        if between[a, b] > _LEAST
+    ]
+    return min(1.0, math.sqrt(max(0.0, median(found)))) if found else 0.0
 
 
 def _cosine(one: DecodedTensor, other: DecodedTensor) -> float:
