@@ -290,7 +290,8 @@ class Judgements(NoAudits):
         }
         synchronisation = {name: float(name not in self._differing[round_]) for name in included}
         missed, left_out = frozenset(record.late), frozenset(record.left_out)
-        return RoundFacts(round_, included, missed, synchronisation, copies, left_out)
+        texts = {one.replica: one.tokens for one in record.contributions}
+        return RoundFacts(round_, included, missed, synchronisation, copies, left_out, texts)
 
     # ---- recomputation ----
 

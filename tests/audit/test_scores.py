@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -210,6 +211,15 @@ def test_nobody_is_excluded_unless_the_text_separates_the_others(clearness: floa
     book = ScoreBook(GauntletSettings(excluded_rounds=100), EIGHT)
     for round_ in range(1, 30):
         book.update(_facts(round_, EIGHT), {name: _losses(0.01, clearness if name > "r2" else -3.0) for name in EIGHT})
+    assert book.to_exclude().keys() == excluded
+
+
+@pytest.mark.parametrize(("tokens", "excluded"), [(8, {"r0"}), (256, set())])
+def test_a_replica_is_only_compared_with_those_that_read_as_much_text(tokens: int, excluded: set[str]) -> None:
+    book = ScoreBook(GauntletSettings(excluded_rounds=100), EIGHT)
+    for round_ in range(1, 13):
+        facts = replace(_facts(round_, EIGHT), texts=dict.fromkeys(EIGHT, 8) | {"r0": tokens})
+        book.update(facts, {name: _losses(0.02, 0.1 if name == "r0" else 3.0) for name in EIGHT})
     assert book.to_exclude().keys() == excluded
 
 

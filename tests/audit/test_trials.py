@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.messages.messages_pb2 import Judgement
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, initialise, parameters_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
+from replica_groups.audit.bounds import complaint
+from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import losses_of
 from replica_groups.audit.gauntlet.overlap import copies, overlap
 
@@ -78,6 +82,20 @@ def test_assigned_text_improves_clearly_more_than_other_text() -> None:
     assert (gains[0] / found.assigned_before - gains[1] / found.other_before) > 2 * found.error > 0
     swapped = losses_of(theta, _trained(theta, assigned, SPARSE), SHAPE, other, assigned, 1.0, SPARSE)
     assert swapped.error == pytest.approx(found.error)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e10, 1e20])
+def test_a_contribution_that_breaks_the_model_has_losses_that_the_exchange_takes(size: float) -> None:
+    theta, tokens = _theta(), _tokens(1)
+    sent = {
+        name: DecodedTensor(torch.arange(one.numel()), torch.full((one.numel(),), size)) for name, one in theta.items()
+    }
+    sent = {name: DecodedTensor(one.indices, one.values * (-1.0) ** one.indices) for name, one in sent.items()}
+    losses = losses_of(theta, sent, SHAPE, tokens, tokens, 1.0, SPARSE)
+    assert complaint(Judgement(round=1, replica="r", losses=losses), {"r.0": "r"}) is None
+    book = ScoreBook(GauntletSettings(), ["r"])
+    book.update(RoundFacts(1, frozenset("r"), frozenset(), {}, {}), {"r": losses})
+    assert book.scores()["r"].average == 0
 
 
 def _contributions(outer: OuterSettings) -> dict[str, dict[str, DecodedTensor]]:

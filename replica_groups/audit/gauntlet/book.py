@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median_high
 
 from hetero_pp.config.audit import GauntletSettings
@@ -43,6 +43,8 @@ class RoundFacts:
     """Original by copy."""
     left_out: frozenset[str] = frozenset()
     """Replicas whose contributions arrived in time and are not in the mean."""
+    texts: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that replicas trained on in the round."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class _Entry:
     synchronisation: float = 1.0
     pending: float | None = None
     """Newest score since the last match."""
+    text: int = 0
+    """Tokens that it trained on in its last round."""
     until: int = 0
     """Last round of its exclusion."""
     cause: str = ""
@@ -192,6 +196,7 @@ class ScoreBook:
             present=entry.present + 1,
             contributed=entry.contributed + (name not in facts.missed),
             last=facts.round,
+            text=facts.texts.get(name, entry.text),
             synchronisation=facts.synchronisation.get(name, 1.0),
         )
 
@@ -236,14 +241,21 @@ class ScoreBook:
                 self._entries[name] = replace(entry, cause="", average=probation)
 
     def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
-        """Exclude copies, and replicas below the bound if the text separates replicas at all."""
+        """Exclude copies, and replicas below the bound if the text separates those that read as much or more.
+
+        The more text a replica reads in a round, the less the drawn part of it improves more than other text.
+        """
         bound, until = self._settings.threshold, facts.round + self._settings.excluded_rounds
         free = {name: entry for name in here if not (entry := self._entries[name]).cause}
         judged = {name: entry for name, entry in free.items() if entry.evaluations >= max(1, self._settings.grace)}
-        below = [name for name, entry in judged.items() if entry.average < bound]
+        below = [
+            name
+            for name, entry in judged.items()
+            if entry.average < bound and self._separates([one for one in judged.values() if one.text >= entry.text])
+        ]
         causes = {
             name: f"its assigned text improves too rarely: {judged[name].average:.2f}, expected at least {bound:g}"
-            for name in (below if self._separates(judged.values()) else ())
+            for name in below
         }
         for name, original in facts.copies.items():
             causes[name] = f"its contribution to round {facts.round} is a copy of that of {original}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.messages.messages_pb2 import Losses
+from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
@@ -35,13 +37,12 @@ def losses_of(
     before = [_losses(module, assigned), _losses(module, other)]
     _apply(module, contribution, rate, outer)
     after = [_losses(module, assigned), _losses(module, other)]
-    gains = [_gains(*both) for both in zip(before, after, strict=True)]
     return Losses(
         assigned_before=fmean(before[0]),
         assigned_after=fmean(after[0]),
         other_before=fmean(before[1]),
         other_after=fmean(after[1]),
-        error=sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains) ** 0.5,
+        error=_error([_gains(*both) for both in zip(before, after, strict=True)]),
     )
 
 
@@ -55,11 +56,19 @@ def _apply(module: Transformer, contribution: Mapping[str, DecodedTensor], rate:
 
 @torch.no_grad()
 def _losses(module: Transformer, tokens: Tensor) -> list[float]:
-    """Return the loss of each sequence."""
+    """Return the loss of each sequence; infinite if it is no number or larger than any that counts."""
     rows = tokens.to(next(module.parameters()).device).split(1)
-    return [module.loss(row[:, :-1], row[:, 1:]).item() for row in rows]
+    found = [module.loss(row[:, :-1], row[:, 1:]).item() for row in rows]
+    return [one if one <= MOST_LOSS else math.inf for one in found]
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> list[float]:
     """Return the relative improvement of each sequence."""
     return [(one - then) / one for one, then in zip(before, after, strict=True)]
+
+
+def _error(gains: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the difference of two mean gains; 0 if one of them is infinite."""
+    if not all(math.isfinite(one) for of_text in gains for one in of_text):
+        return 0.0
+    return math.sqrt(sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains))
