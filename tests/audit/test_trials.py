@@ -84,13 +84,12 @@ def test_assigned_text_improves_clearly_more_than_other_text() -> None:
     assert swapped.error == pytest.approx(found.error)
 
 
-@pytest.mark.parametrize("size", [1e5, 1e10, 1e20])
+@pytest.mark.parametrize("size", [1e3, 1e10])
 def test_a_contribution_that_breaks_the_model_has_losses_that_the_exchange_takes(size: float) -> None:
     theta, tokens = _theta(), _tokens(1)
-    sent = {
-        name: DecodedTensor(torch.arange(one.numel()), torch.full((one.numel(),), size)) for name, one in theta.items()
-    }
-    sent = {name: DecodedTensor(one.indices, one.values * (-1.0) ** one.indices) for name, one in sent.items()}
+    noise, sent = torch.Generator().manual_seed(5), {}
+    for name, one in theta.items():
+        sent[name] = DecodedTensor(torch.arange(one.numel()), size * torch.randn(one.numel(), generator=noise))
     losses = losses_of(theta, sent, SHAPE, tokens, tokens, 1.0, SPARSE)
     assert complaint(Judgement(round=1, replica="r", losses=losses), {"r.0": "r"}) is None
     book = ScoreBook(GauntletSettings(), ["r"])
