@@ -240,7 +240,8 @@ class InnerOptimizer:
         for key, value in moments.items():
             number, index, name = key.split(".")
             parameters = [one for group in self.optimizers[int(number)].param_groups for one in group["params"]]
-            if value.shape not in ((), parameters[int(index)].shape) or name not in _MOMENTS:
+            expected = () if name == "step" else parameters[int(index)].shape
+            if name not in _MOMENTS or value.shape != expected:
                 raise ValueError(f"{key} {list(value.shape)} is no moment of {list(parameters[int(index)].shape)}")
             states[int(number)].setdefault(int(index), {})[name] = value.clone()
         for optimizer, state in zip(self.optimizers, states, strict=True):

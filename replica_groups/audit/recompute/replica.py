@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from hetero_pp.core.device import CPU
+from hetero_pp.core.device import CPU, computing
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.data.sources import Source
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.group import ReplicaHere, RoundStart
 from replica_groups.loop.commitments import state_of
 from replica_groups.member.committed_state import CommittedState
+
+_OF_A_STATE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+"""Errors that an invented state leads to, when it is loaded or used. Others may be those of this machine."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,33 @@ def recompute(
 ) -> Recomputed:
     """Train a replica's round again. The tensors of `start` are not changed.
 
-    Raises DamagedFile for a checkpoint that is not of its member, ConfigError for one of another text, and
-    HeteroPPError for values that are not finite.
+    Raises DamagedFile for a checkpoint that is not of its member, ConfigError for one of another text, HeteroPPError
+    for values that are not finite, and OutOfMemory if this device is too small.
     """
     torch.set_num_threads(spec.config.threads)
     for name, state in start.states.items():
         _require_finite(name, state)
-    try:
-        here = ReplicaHere(spec, replica, start, source, device)
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
     texts: dict[str, Any] = {}
-    for name, member in here.members.items():
-        if member.batches is not None:
-            member.batches.text = texts[name] = hashlib.sha256()
-    here.train(steps)
+    try:
+        with computing("recomputation", device):
+            here = _built(spec, replica, start, source, device)
+            for name, member in here.members.items():
+                if member.batches is not None:
+                    member.batches.text = texts[name] = hashlib.sha256()
+            here.train(steps)
+    except _OF_A_STATE as error:
+        raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
     after = {name: _after(here, name, steps).sha256 for name in here.members}
     return Recomputed(here, after, {name: text.digest() for name, text in texts.items()})
+
+
+def _built(spec: RunSpec, replica: str, start: RoundStart, source: Source | None, device: torch.device) -> ReplicaHere:
+    try:
+        return ReplicaHere(spec, replica, start, source, device)
+    except RuntimeError as error:
+        if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
+            raise
+        raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
 
 
 def _require_finite(member: str, state: CommittedState) -> None:
