@@ -94,7 +94,7 @@ MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """Probabilities before each message: that the guest's slot changes, and that it becomes vacant."""
 
-HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
+HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Show": pb.ShownFile, "Open": pb.LinkHello}
 TEXTS = [
     "",
     "exchange",
