@@ -59,7 +59,7 @@ from replica_groups.exchange.server import MOST_OPEN
 
 BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
-STREAMS = ("Deposit", "Fetch", "Snapshot", "Carry", "Open")
+STREAMS = ("Deposit", "Show", "Fetch", "Snapshot", "Carry", "Open")
 """Streaming calls, of which a caller may have only a few open."""
 CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
