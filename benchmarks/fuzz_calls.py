@@ -262,7 +262,7 @@ def _spare_the_run(message: pb.ReportRequest) -> None:
 
 
 def _frames(call: str, message: Message, dice: random.Random, known: Known, texts: Sequence[str]) -> list[bytes]:
-    if call == "Deposit":
+    if call in ("Deposit", "Show"):
         payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
         return list(header_and_payload_frames(message, [payload]))
     if call in ("Carry", "Probe", "Measure"):
