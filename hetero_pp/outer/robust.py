@@ -49,8 +49,8 @@ def robust_mean(
     """Return the robust mean of contributions to a tensor of this shape, or some rows of it, as a dense fp32 tensor.
 
     `weighted`: weights and contributions to the whole tensor, at least one. `settings.aggregation` names the mean. The
-    contributions are decoded at the same time, at 12 bytes per value sent. The mean needs at most as much again, and 12
-    bytes per value of the tensor beside the result.
+    contributions are decoded at the same time, at 12 bytes per value sent. The mean needs at most as much again, 20
+    bytes per value of the tensor, and 32 MiB.
     """
     size, stride = math.prod(shape), math.prod(shape[1:])
     rows = range(shape[0]) if rows is None else rows
