@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -19,6 +20,8 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.attacks import omniscient, plain, training
 from hetero_pp.research.attacks.attack import Attack, Known
 from hetero_pp.research.attacks.registry import ATTACKS
+from hetero_pp.research.experiments.claims import known_values
+from hetero_pp.research.experiments.definition import OF_ATTACKS
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.vectorized import defences, hostile
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
@@ -300,6 +303,25 @@ def test_a_row_with_attacks_resumes_with_the_same_bits(corpus: Path, text: Token
     resumed = train_fast(spec, text, checkpoint=stopped, checkpoint_seconds=0)
     assert resumed.validation_loss == whole.validation_loss
     assert resumed.attacks == whole.attacks
+
+
+def test_the_table_shows_who_was_caught_and_what_it_cost() -> None:
+    """An honest replica is counted apart, and a row without attackers has no number of them that were caught."""
+    told = Told(hostile=HOSTILE, excluded={"r6": 3, "r7": 5, "r0": 4}, evaluation_share=0.05, audit_bytes=2_000_000)
+    attacked = asdict(told) | {"backdoor": 0.25}
+    ordinary = {"validation_loss": [2.0], "diverged": False, "uncompressed": 2.0, "compressed": None}
+    values = known_values({"a": {1: {**ordinary, "attacks": attacked}}, "b": {1: {**ordinary, "attacks": {}}}})
+    found = {measured: values[measured]["a"].get(1) for measured in OF_ATTACKS}
+    assert found == {
+        "caught": 2,
+        "until_caught": 4,
+        "honest_out": 1,
+        "evaluation": 0.05,
+        "recomputation": 0,
+        "audit_megabytes": 2,
+        "backdoor": 0.25,
+    }
+    assert all(values[measured]["b"] == {} for measured in OF_ATTACKS)
 
 
 def test_an_attack_of_ones_own_takes_a_few_lines(
