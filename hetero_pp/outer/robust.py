@@ -29,8 +29,8 @@ SMOOTHING = 1e-6
 """Smallest distance of the geometric median from a contribution, relative to the median norm."""
 _TINY = 1e-30
 """Smallest distance of all, so that contributions of zeros cause no division by zero."""
-_AT_ONCE = 1 << 23
-"""Values of all contributions together that are dense at the same time: 64 MiB in fp64."""
+_AT_ONCE = 1 << 21
+"""Values of all contributions together that are dense at the same time: 16 MiB in fp64."""
 _EXACT_BITS, _LARGEST_BITS = 53, 24
 """Bits of the integers that fp64 and fp32 represent exactly."""
 _ROUNDING = 1e-9
@@ -49,7 +49,8 @@ def robust_mean(
     """Return the robust mean of contributions to a tensor of this shape, or some rows of it, as a dense fp32 tensor.
 
     `weighted`: weights and contributions to the whole tensor, at least one. `settings.aggregation` names the mean. It
-    needs about 250 MiB beside the contributions (12 bytes per value sent, twice) and the result.
+    holds the decoded contributions, 12 bytes per value sent, and at most twice as much for its own copies of them, and
+    12 bytes per value of the tensor beside the result.
     """
     size, stride = math.prod(shape), math.prod(shape[1:])
     rows = range(shape[0]) if rows is None else rows
@@ -145,16 +146,43 @@ def norms_of(sent: Sequence[DecodedTensor], size: int) -> list[float]:
 def products_of(sent: Sequence[DecodedTensor], size: int) -> Table:
     """Return the products <x_i, x_j> [R, R] of contributions to a tensor of `size` values."""
     units, integers = zip(*(_integers(one, size) for one in sent), strict=True)
-    total = torch.zeros(len(sent), len(sent), dtype=torch.float64, device=sent[0].values.device)
-    rounded = [DecodedTensor(one.indices, own) for one, own in zip(sent, integers, strict=True)]
-    for _, values in _slices(rounded, size, 0.0):
-        dense = values.double()
-        total += dense @ dense.T
-    table: list[list[float]] = total.tolist()
+    if have_equal_indices(sent):
+        sums = _products_of_all(integers)
+    else:
+        sums = _products_of_some(
+            [DecodedTensor(one.indices, own) for one, own in zip(sent, integers, strict=True)], size
+        )
     return [
-        [one * mine * theirs for one, theirs in zip(row, units, strict=True)]
-        for row, mine in zip(table, units, strict=True)
+        [one * mine * other for one, other in zip(row, units, strict=True)]
+        for row, mine in zip(sums, units, strict=True)
     ]
+
+
+def _products_of_all(integers: Sequence[Tensor]) -> list[list[float]]:
+    """Return the products of vectors [n] with the same indices."""
+    total = integers[0].new_zeros(len(integers), len(integers), dtype=torch.float64)
+    for parts in zip(*(one.split(max(1, _AT_ONCE // len(integers))) for one in integers), strict=True):
+        dense = torch.stack(parts).double()
+        total += dense @ dense.T
+    found: list[list[float]] = total.tolist()
+    return found
+
+
+def _products_of_some(integers: Sequence[DecodedTensor], size: int) -> list[list[float]]:
+    """Return the products of sparse vectors: one is dense at a time, and the others look up their indices in it."""
+    found = [[0.0] * len(integers) for _ in integers]
+    dense = integers[0].values.new_zeros(size, dtype=torch.float64)
+    for i, mine in enumerate(integers):
+        dense[mine.indices] = mine.values.double()
+        for j, other in enumerate(integers[: i + 1]):
+            found[i][j] = found[j][i] = float(dense.index_select(0, other.indices).dot(other.values.double()))
+        dense[mine.indices] = 0.0
+    return found
+
+
+def have_equal_indices(sent: Sequence[DecodedTensor]) -> bool:
+    """Return whether all contributions have the same indices in the same order, as those that send all values."""
+    return all(one.indices.equal(sent[0].indices) for one in sent)
 
 
 def _integers(one: DecodedTensor, size: int) -> tuple[float, Tensor]:
@@ -163,26 +191,6 @@ def _integers(one: DecodedTensor, size: int) -> tuple[float, Tensor]:
     peak = float(one.values.abs().max()) if len(one.values) else 0.0
     unit = math.ldexp(1.0, math.frexp(peak)[1] - bits)
     return unit, (one.values.double() / unit).round_().float()
-
-
-def _slices(sent: Sequence[DecodedTensor], size: int, empty: float) -> Iterator[tuple[int, Tensor]]:
-    """Yield (start, dense values [R, n]) of consecutive coordinates; `empty` stands for values that are not sent."""
-    length = max(1, _AT_ONCE // len(sent))
-    ordered = sent if size <= length else [_in_order(one) for one in sent]
-    for start in range(0, size, length):
-        stop = min(start + length, size)
-        dense = sent[0].values.new_full((len(sent), stop - start), empty)
-        for row, one in zip(dense, ordered, strict=True):
-            own = slice(None)
-            if size > length:
-                own = slice(*torch.searchsorted(one.indices, one.indices.new_tensor([start, stop])).tolist())
-            row[one.indices[own] - start] = one.values[own]
-        yield start, dense
-
-
-def _in_order(one: DecodedTensor) -> DecodedTensor:
-    order = one.indices.argsort()
-    return DecodedTensor(one.indices[order], one.values[order])
 
 
 def _scaled(one: DecodedTensor, share: float) -> DecodedTensor:
@@ -194,25 +202,71 @@ def _scaled(one: DecodedTensor, share: float) -> DecodedTensor:
 
 
 def _trim(mean: Tensor, sent: Sequence[DecodedTensor], share: float) -> None:
-    """Write the trimmed mean of contributions to `mean` [n].
+    """Add the trimmed mean of contributions to `mean` [n], which is 0.
 
     Of the s senders of a coordinate, the k = ceil(share s) lowest and the k highest values are left out, but one or two
     always stay. The mean of the others is multiplied by s / R: a value that is not sent counts as 0, as in the mean.
     """
     count = len(sent)
     left_out = [max(0, min(math.ceil(share * s - _ROUNDING), (s - 1) // 2)) for s in range(count + 1)]
-    divisors = mean.new_tensor([count * (s - 2 * k) / s if s else 1.0 for s, k in enumerate(left_out)])
-    trims = torch.tensor(left_out, device=mean.device)
-    for start, values in _slices(sent, len(mean), math.inf):
-        senders = (values != math.inf).sum(0)
-        where = (trims[senders] > 0).nonzero().view(-1)
-        ordered, last = values[:, where].sort(0).values, senders[where]
-        first = trims[last]
+    trims, senders = torch.tensor(left_out, device=mean.device), torch.zeros_like(mean, dtype=torch.int16)
+    for one in sent:
+        one.add_to(mean, 1.0)
+        senders[one.indices] += 1
+    mean.div_(count)
+    few = sum(k == 0 for k in left_out)
+    for columns, values in _columns(sent, (senders >= few).nonzero().view(-1), len(mean)):
+        last = senders[columns].long()
+        first, divisors = trims[last], count * (last - 2 * trims[last]) / last
         last = last - first
-        values.masked_fill_(values == math.inf, 0.0)
-        total, inner = torch.zeros_like(values[0]), torch.zeros_like(ordered[0])
-        for rank, row in enumerate(values):
-            total += row
-            inner += ordered[rank].masked_fill((rank < first) | (rank >= last), 0.0)
-        total[where] = inner
-        mean[start : start + len(total)] = total / divisors[senders]
+        total = torch.zeros_like(values[0])
+        for rank, row in enumerate(_sorted(list(values))):
+            total += row.masked_fill_((rank < first) | (rank >= last), 0.0)
+        mean[columns] = total / divisors
+
+
+def _columns(sent: Sequence[DecodedTensor], where: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield some of the coordinates `where`, which ascend, and their values [R, m]; inf if a value is not sent."""
+    if not len(where):
+        return
+    length = max(1, _AT_ONCE // len(sent))
+    if have_equal_indices(sent):
+        for columns, *values in zip(
+            sent[0].indices.split(length), *(one.values.split(length) for one in sent), strict=True
+        ):
+            yield columns, torch.stack(values)
+        return
+    slots = torch.full((size,), -1, dtype=torch.int32, device=where.device)
+    slots[where] = torch.arange(len(where), dtype=torch.int32, device=where.device)
+    ordered = [_in_order(one) for one in sent]
+    for part, columns in enumerate(where.split(length)):
+        bounds = torch.stack([columns[0], columns[-1] + 1])
+        dense = sent[0].values.new_full((len(sent), len(columns)), math.inf)
+        for row, one in zip(dense, ordered, strict=True):
+            own = slice(*torch.searchsorted(one.indices, bounds).tolist())
+            slot = slots[one.indices[own]].long() - part * length
+            is_in = slot >= 0
+            row[slot[is_in]] = one.values[own][is_in]
+        yield columns, dense
+
+
+def _in_order(one: DecodedTensor) -> DecodedTensor:
+    indices, order = one.indices.sort()
+    return DecodedTensor(indices, one.values[order])
+
+
+def _sorted(rows: list[Tensor]) -> list[Tensor]:
+    """Return rows [m] that ascend in each column, by Batcher's merge exchange: for few rows much faster than a sort."""
+    count, width = len(rows), 1
+    while width < count:
+        distance = width
+        while distance >= 1:
+            for start in range(distance % width, count - distance, 2 * distance):
+                for low in range(start, min(start + distance, count - distance)):
+                    high = low + distance
+                    if low // (2 * width) == high // (2 * width):
+                        lower = torch.minimum(rows[low], rows[high])
+                        rows[high], rows[low] = torch.maximum(rows[low], rows[high]), lower
+            distance //= 2
+        width *= 2
+    return rows

@@ -56,6 +56,7 @@ PRINTED = {
         r"\nexchange( +\d+\.\d\d){6}",
         r"first snapshot \d.* exchange \d.* snapshot \d",
     ],
+    "robust_means": [r"  8 x 0\.0312 .*geometric_median .* times the mean", r"  8 x 1 .*trimmed_mean .* bytes a value"],
     "simulated_faults": [r"200 rounds of 4 histories.*: 0 violations; counted \d+\.\d%"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],

@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from started import run_program
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -28,9 +30,12 @@ ADAM = (
 )
 RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=2", "data.validation_sequences=8"]),
-    "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2}"]),
-    "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2}"]),
-    "inner Muon": (HERE / "mixed.yaml", ["inner.optimizer=muon", "outer.compression.value_bits=2"]),
+    "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2, aggregation: geometric_median}"]),
+    "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2, aggregation: trimmed_mean}"]),
+    "inner Muon": (
+        HERE / "mixed.yaml",
+        ["inner.optimizer=muon", "outer.compression.value_bits=2", "outer.aggregation=centred_clipping"],
+    ),
     "outer Adam": (HERE / "mixed.yaml", [f"outer={ADAM}"]),
     "DeMo": (
         HERE / "mixed.yaml",
@@ -129,10 +134,12 @@ def test_parameters_and_outer_momentum(both: Both) -> None:
 
 
 def test_the_runs_have_all_parts_that_can_be_launched(corpus: Path) -> None:
-    """The features are 4-bit boundaries, outer momentum and levels of 2 bits."""
+    """The features are 4-bit boundaries, outer momentum, levels of 2 bits and every aggregation."""
     configs = {run: ConfigFile(yaml, _changes(run, corpus)).config for run, (yaml, _) in RUNS.items()}
     [home] = [one for one in configs["quickstart"].replicas if isinstance(one, ParticipantsReplica)]
     assert home.boundary.bits == 4
     assert configs["DiLoCo"].outer.momentum == 0.9
     compression = configs["2-bit levels"].outer.compression
     assert (compression.quantiser, compression.value_bits) == ("levels", 2)
+    aggregations = OuterSettings.model_fields["aggregation"].annotation
+    assert {config.outer.aggregation for config in configs.values()} == set(get_args(aggregations))

@@ -102,12 +102,15 @@ def test_parts_have_the_bits_of_the_whole(mean: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_the_order_of_coordinates_changes_no_bit(mean: str) -> None:
-    """Libraries add in other orders on other machines. Values of very different sizes make the order visible."""
-    order, sent = torch.randperm(SIZE, generator=torch.Generator().manual_seed(5)), _sent(8, 0.25)
-    for index, (_, one) in enumerate(sent):
-        one.values.mul_(10.0 ** torch.arange(len(one.values)).remainder(7 + index))
-    moved = [(weight, DecodedTensor(order[one.indices], one.values)) for weight, one in sent]
-    settings = _settings(mean)
+    """Libraries add in other orders on other machines. With values of one size, all digits of the products count."""
+    generator, sent, moved = torch.Generator().manual_seed(5), _sent(8, 0.9), list[tuple[float, DecodedTensor]]()
+    order = torch.randperm(SIZE, generator=generator)
+    for weight, one in sent:
+        one.values.uniform_(1, 2, generator=generator)
+        own = torch.randperm(len(one.values), generator=generator)
+        moved.append((weight, DecodedTensor(order[one.indices[own]], one.values[own])))
+    settings, of = _settings(mean), [[one for _, one in each] for each in (sent, moved)]
+    assert products_of(of[0], SIZE) == products_of(of[1], SIZE)
     assert robust_mean((SIZE,), moved, settings)[order].equal(robust_mean((SIZE,), sent, settings))
 
 

@@ -29,7 +29,11 @@ from replica_groups.outer.ranks import Ranks, init_ranks
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"density": 1 / 16}}, {"anchors": {"rank": 4}}, {"missed": 0.4}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {}, {}),
-    "grassmann": ({"method": "diloco"}, {}, {"averages_moments": True, "ablations": {"grassmann_every": 2}}),
+    "grassmann": (
+        {"method": "diloco", "aggregation": "geometric_median"},
+        {},
+        {"averages_moments": True, "ablations": {"grassmann_every": 2}},
+    ),
 }
 """Settings of `outer`, of the boundary, and of `research`."""
 

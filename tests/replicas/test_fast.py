@@ -20,6 +20,7 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import Transformer, initialise
 from hetero_pp.outer import methods as outer_methods
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
@@ -45,6 +46,9 @@ METHODS: dict[str, Sequence[dict[str, object]]] = {
         {"optimizer": "adam", "aggregation": "sign", "learning_rate": 0.01, "final_learning_rate_share": 0.1},
         {"rank": "1/4"},
     ),
+    "trimmed mean": ({"aggregation": "trimmed_mean"}, {"rank": "1/4"}),
+    "centred clipping": ({"aggregation": "centred_clipping"}, {"rank": "1/4"}),
+    "geometric median": ({"aggregation": "geometric_median", "weights": "tokens"}, {"rank": "1/4"}),
     "one round late": ({"overlap": 1}, {"rank": "1/4"}),
     "diloco, one round late": ({"method": "diloco", "overlap": 1}, {"rank": "1/4"}),
     "inner muon": ({}, {"rank": "1/4"}, {"optimizer": "muon"}),
@@ -128,16 +132,19 @@ def test_every_method_has_a_golden_run() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
-    """Three rounds of one compressed and one uncompressed replica.
+    """Three rounds of one compressed and one uncompressed replica; robust means have three more of the latter.
 
     All but two differ by less than 1e-2 between CPUs.
     """
     outer, boundary, *inner = METHODS[method]
-    result, _, _ = _train(_config(corpus, outer, [DC, {**HOME, "boundary": boundary}], *inner), tmp_path)
+    replicas = [{**HOME, "boundary": boundary}, DC]
+    if OuterSettings.model_validate({"rounds": 3, **outer}).is_robust:
+        replicas += [{**DC, "name": name, "batch_size": 2} for name in ("a", "b", "c")]
+    result, _, _ = _train(_config(corpus, outer, replicas[::-1], *inner), tmp_path)
     found = [*result.validation_loss, result.uncompressed, result.compressed]
     assert found == pytest.approx(json.loads(GOLDEN.read_text())[method], abs=APART.get(method, 1e-2))
     assert not result.diverged
-    assert result.tokens == 3 * 4 * 2 * 4 * 32
+    assert result.tokens == 3 * 4 * (2 * 4 + 2 * (len(replicas) - 2)) * 32
 
 
 @pytest.mark.parametrize(
@@ -202,6 +209,9 @@ def test_it_ends_where_the_staged_run_ends(
         {"compression": {"quantiser": "signs", "value_bits": 1}},
         {"compression": {"quantiser": "signs", "value_bits": 1}, "overlap": 1},
         {"method": "diloco", "overlap": 1, "optimizer": "adam", "momentum": 0.0, "nesterov": False},
+        {"aggregation": "trimmed_mean", "trim": 0.3},
+        {"method": "diloco", "aggregation": "centred_clipping"},
+        {"aggregation": "geometric_median", "overlap": 1},
     ],
 )
 def test_without_a_group_it_has_the_bits_of_the_run_in_process(
