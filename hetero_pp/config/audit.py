@@ -13,13 +13,19 @@ class GauntletSettings(Settings):
     """Scores of contributions by the loss before and after each is applied (Gauntlet, arXiv:2505.21684)."""
 
     evaluated: int = Field(2, ge=1, description="number of replicas drawn in each round whose contributions are tried")
-    sequences: int = Field(8, ge=1, description="sequences of each kind of text on which a contribution is tried")
+    sequences: int = Field(
+        8, ge=2, description="sequences of assigned, and of other text, on which a contribution is tried"
+    )
     step: Ratio = Field(0.2, gt=0, le=1, description="share of the outer learning rate with which it is tried")
     alpha: Ratio = Field(0.05, gt=0, le=1, description="weight of the newest round in the moving average")
-    threshold: float = Field(0.1, description="moving average below which a replica is excluded")
+    threshold: float = Field(0.1, description="moving average of the indicator below which a replica is excluded")
     grace: int = Field(10, ge=0, description="evaluations of a replica before the threshold applies to it")
     overlap: Ratio = Field(
-        0.4, gt=0, le=1, description="weighted share of common positions above which the later contribution is a copy"
+        0.4,
+        gt=0,
+        le=1,
+        description="overlap of two contributions above which the later is a copy, from 0 for the round's median pair "
+        "to 1 for equal ones",
     )
     include: int | None = Field(
         None, ge=1, description="number of replicas with the best scores that a round includes; by default all"

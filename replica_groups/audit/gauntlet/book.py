@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
+from statistics import fmean
 
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import DamagedFile
@@ -226,12 +226,17 @@ class ScoreBook:
         for name in causes.keys() & free.keys():
             self._entries[name] = replace(free[name], cause=causes[name], until=until)
 
-    def _filled(self, values: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-        """Return the values of `names`; for those without a score the median of the others."""
+    def _filled(self, values: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+        """Return the values of `names`; for those without a score the mean of the others'.
+
+        All are equal until more than half of them have one.
+        """
         grace, since = max(1, self._settings.grace), self._round - KNOWN_ROUNDS
-        entries = self._entries.items()
-        known = {name for name, entry in entries if entry.evaluations >= grace and entry.evaluated > since}
-        middle = median([values[name] for name in sorted(known)]) if known else 1.0
+        entries = {name: entry for name, entry in self._entries.items() if name in names}
+        known = {name for name, entry in entries.items() if entry.evaluations >= grace and entry.evaluated > since}
+        if 2 * len(known) <= len(names):
+            return dict.fromkeys(names, 1.0)
+        middle = fmean(values[name] for name in sorted(known))
         return {name: values[name] if name in known else middle for name in names}
 
 

@@ -1,0 +1,112 @@
+"""Losses before and after one contribution is applied alone, and copies among contributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, initialise, parameters_of
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import OuterOptimizer, mean_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.error_feedback import select
+from replica_groups.audit.gauntlet.losses import losses_of
+from replica_groups.audit.gauntlet.overlap import copies, overlap
+
+SHAPE = ModelShape(width=32, layers=1, heads=2, feed_forward=48, vocabulary=64)
+SPARSE = OuterSettings(rounds=1)
+
+
+def _theta() -> dict[str, Tensor]:
+    model = Transformer(SHAPE)
+    initialise(model, 3)
+    return {name: parameter.detach() for name, parameter in parameters_of(model).items()}
+
+
+def _tokens(seed: int, sequences: int = 4) -> Tensor:
+    return torch.randint(SHAPE.vocabulary, (sequences, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def _trained(theta: Mapping[str, Tensor], tokens: Tensor, outer: OuterSettings) -> dict[str, DecodedTensor]:
+    """Return what a replica sends after one step of gradient descent on the tokens."""
+    module = build_filled(SHAPE, theta)
+    module.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    sent = {}
+    for name, parameter in parameters_of(module).items():
+        assert parameter.grad is not None
+        selection = select(torch.zeros_like(parameter), parameter.grad, outer.compression)
+        sent[name] = DecodedTensor(selection.indices, selection.values)
+    return sent
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        SPARSE,
+        OuterSettings(rounds=1, method="demo", compression=CompressionSettings(transform="dct", density=0.25)),
+    ],
+)
+def test_the_losses_are_those_of_the_outer_step_on_this_contribution_alone(outer: OuterSettings) -> None:
+    theta, assigned, other, rate = _theta(), _tokens(1), _tokens(2), 0.05
+    kept = {name: tensor.clone() for name, tensor in theta.items()}
+    sent = _trained(theta, assigned, outer)
+    found = losses_of(theta, sent, SHAPE, assigned, other, rate, outer)
+    assert all(torch.equal(theta[name], tensor) for name, tensor in kept.items())
+
+    optimizer = OuterOptimizer(outer.model_copy(update={"learning_rate": rate}))
+    optimizer.begin(1, {"r0": 1.0})
+    for name, tensor in kept.items():
+        optimizer.take(kept, name, mean_of(tuple(tensor.shape), [(1.0, sent[name])]))
+    before, after = build_filled(SHAPE, theta), build_filled(SHAPE, kept)
+    for tokens, one, then in (
+        (assigned, found.assigned_before, found.assigned_after),
+        (other, found.other_before, found.other_after),
+    ):
+        assert one == pytest.approx(before.loss(tokens[:, :-1], tokens[:, 1:]).item(), rel=1e-6)
+        assert then == pytest.approx(after.loss(tokens[:, :-1], tokens[:, 1:]).item(), rel=1e-6)
+
+
+def test_assigned_text_improves_clearly_more_than_other_text() -> None:
+    theta, assigned, other = _theta(), _tokens(1, 8), _tokens(2, 8)
+    found = losses_of(theta, _trained(theta, assigned, SPARSE), SHAPE, assigned, other, 1.0, SPARSE)
+    gains = found.assigned_before - found.assigned_after, found.other_before - found.other_after
+    assert gains[0] > gains[1]
+    assert (gains[0] / found.assigned_before - gains[1] / found.other_before) > 2 * found.error > 0
+    swapped = losses_of(theta, _trained(theta, assigned, SPARSE), SHAPE, other, assigned, 1.0, SPARSE)
+    assert swapped.error == pytest.approx(found.error)
+
+
+def _contributions(outer: OuterSettings) -> dict[str, dict[str, DecodedTensor]]:
+    """Return contributions of three honest replicas, whose text is partly the same."""
+    common = _tokens(9, 6)
+    return {f"r{index}": _trained(_theta(), torch.cat([common, _tokens(index, 6)]), outer) for index in range(3)}
+
+
+DENSE = OuterSettings(rounds=1, method="diloco")
+
+
+@pytest.mark.parametrize("outer", [SPARSE, DENSE])
+def test_a_copy_is_found_with_noise_and_if_all_values_are_sent(outer: OuterSettings) -> None:
+    sent = _contributions(outer)
+    assert overlap(sent["r0"], sent["r0"]) == pytest.approx(1)
+    assert copies(sent, ["r2", "r1", "r0"], 0.4) == {}
+    generator = torch.Generator().manual_seed(4)
+    noisy = {
+        name: DecodedTensor(
+            one.indices, one.values + 0.3 * one.values.abs().mean() * torch.randn(one.values.shape, generator=generator)
+        )
+        for name, one in sent["r1"].items()
+    }
+    assert copies({**sent, "late": noisy}, ["r2", "r1", "r0", "late"], 0.4) == {"late": "r1"}
+    assert copies({**sent, "late": noisy}, ["late", "r2", "r1", "r0"], 0.4) == {"r1": "late"}
+
+
+def test_of_two_replicas_only_near_equal_ones_are_copies() -> None:
+    sent = _contributions(DENSE)
+    assert 0.4 < overlap(sent["r0"], sent["r1"]) < 0.7
+    assert copies({"r0": sent["r0"], "r1": sent["r1"]}, ["r0", "r1"], 0.4) == {}
+    assert copies({"r0": sent["r0"], "r1": sent["r0"]}, ["r0", "r1"], 0.4) == {"r1": "r0"}
