@@ -124,7 +124,7 @@ def test_a_sybils_disguised_copy_overlaps_by_less_than_the_bound() -> None:
 
 
 def test_alie_is_the_mean_less_z_deviations() -> None:
-    """Of 50 with 24 hostile ones, 2 of the 26 honest ones make a majority: z has 24/26 of a normal distribution."""
+    """If 24 of 50 are hostile, 2 of the 26 honest ones make a majority: 24/26 of a normal distribution are below z."""
     assert omniscient.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
     assert omniscient.deviations(8, 2) == pytest.approx(0.0)
     known = _known()

@@ -166,7 +166,7 @@ OF_OUTER_GRADIENTS = ("norm", "uncorrelated", "momentum", "kept_momentum")
 """Measurements of outer gradients, in the order of OuterGradient."""
 
 OF_ATTACKS = ("caught", "until_caught", "honest_out", "evaluation", "recomputation", "audit_megabytes", "backdoor")
-"""What rows with `research.attacks` tell, by seed."""
+"""Measurements of rows with `research.attacks`."""
 
 EVERY: dict[str, str] = {
     "bias": "bias_every",
