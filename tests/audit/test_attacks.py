@@ -273,13 +273,11 @@ def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothi
     monkeypatch.setattr(defences, "losses_of", losses_of)
 
     def slandered(is_hostile: bool, losses: Losses) -> Losses:
-        return Losses(assigned_before=5, assigned_after=6, other_before=5, other_after=5, error=0.01)
-
-    def of_hostile(is_hostile: bool, losses: Losses) -> Losses:
-        return slandered(True, losses) if is_hostile else losses
+        harmed = Losses(assigned_before=5, assigned_after=6, other_before=5, other_after=5, error=0.01)
+        return harmed if is_hostile else losses
 
     assert judged(Attack(plain.sign_flip, losses=slandered), 3).excluded == {}
-    assert set(judged(Attack(plain.sign_flip, losses=of_hostile), 1).excluded) == set(HOSTILE)
+    assert set(judged(Attack(plain.sign_flip, losses=slandered), 1).excluded) == set(HOSTILE)
 
 
 def test_a_copy_is_the_contribution_that_arrives_later(corpus: Path, text: TokenStore) -> None:
