@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.link.ends import Signer
+from hetero_pp.link.ends import NOT_KNOWN, Holders, Signer
 from hetero_pp.link.protocol import Message
 from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, LinkHeader, StageMessages, Statement
 from hetero_pp.pipeline.coefficients import CoefficientFormat, Symbols
@@ -99,8 +99,8 @@ class KeepsMessages(Protocol):
     ends_both_ways: bool
     """Whether a flush is sent backward, too, at the end of an inner loop."""
 
-    def enter(self, generation: int, signer: Signer | None) -> None:
-        """Sign in another generation of the group; without a signer, nothing is signed."""
+    def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None:
+        """Sign in another generation of the group; without a signer, nothing is signed. `holders`: of neighbours."""
 
     def begin(self) -> None:
         """Forget the messages of the inner loop before, or of one that was cut off."""
@@ -123,7 +123,7 @@ class _NotKept:
 
     ends_both_ways = False
 
-    def enter(self, generation: int, signer: Signer | None) -> None: ...
+    def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None: ...
 
     def begin(self) -> None: ...
 
@@ -191,10 +191,11 @@ class Transcript:
         self._step = 0
         self._generation = 0
         self._signer: Signer | None = None
+        self._holders: Holders = NOT_KNOWN
         self._statements: dict[Way, Statement] = {}
 
-    def enter(self, generation: int, signer: Signer | None) -> None:
-        self._generation, self._signer = generation, signer
+    def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None:
+        self._generation, self._signer, self._holders = generation, signer, holders
 
     def begin(self) -> None:
         self._done, self._entries, self._step, self._statements = [], [], 0, {}
@@ -214,7 +215,8 @@ class Transcript:
         entry.note(message, symbols)
         header = message.header
         if header.purpose == FLUSH and self._signer is not None:
-            self._signer.check(header.statement, self._signed(way, header.round), self._place.other(way))
+            holder = self._holders[way is Way.RECEIVED_GRADIENT]
+            self._signer.check(header.statement, self._signed(way, header.round), self._place.other(way), holder)
             self._statements[way] = header.statement
         return entry
 

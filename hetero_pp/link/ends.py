@@ -18,8 +18,8 @@ class Signer(Protocol):
 
     def sign(self, data: bytes) -> Statement: ...
 
-    def check(self, statement: Statement, data: bytes, member: str) -> None:
-        """Raise MalformedMessage unless `member` has signed these bytes."""
+    def check(self, statement: Statement, data: bytes, member: str, holder: int | None = None) -> None:
+        """Raise MalformedMessage unless `member` has signed these bytes, as this holder of its slot (None: any)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LinkEnds:
     """Generation of the group."""
     signer: Signer | None = None
     """Set if members have certificates."""
+    holders: Holders = NOT_KNOWN
 
     @property
     def both(self) -> list[LinkEnd]:

@@ -391,18 +391,20 @@ class ContributionEntry(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
 
 class Commitment(_message.Message):
-    __slots__ = ("member", "before", "after", "text", "messages")
+    __slots__ = ("member", "before", "after", "text", "messages", "holder")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     member: str
     before: bytes
     after: bytes
     text: bytes
     messages: bytes
-    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ...) -> None: ...
+    holder: int
+    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
 
 class Judgement(_message.Message):
     __slots__ = ("round", "replica", "losses", "recomputed", "copies")

@@ -204,7 +204,7 @@ class NetworkConnections:
             self._ends = LinkEnds(above, below)
         if self._after is not None and below is None:
             below = self._after.accept(epoch)
-        self._ends = LinkEnds(above, below, epoch, self._signer)
+        self._ends = LinkEnds(above, below, epoch, self._signer, holders)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

@@ -25,12 +25,17 @@ class IdentitySigner:
         signature = self._key.sign(data, ec.ECDSA(SHA256()))
         return Statement(certificate=self._identity.latest.certificate.encode(), signature=signature)
 
-    def check(self, statement: Statement, data: bytes, member: str) -> None:
-        check_statement(statement, data, member, self._identity.authority)
+    def check(self, statement: Statement, data: bytes, member: str, holder: int | None = None) -> None:
+        found = check_statement(statement, data, member, self._identity.authority)
+        if holder not in (None, found):
+            raise MalformedMessage(f"found the signature of holder {found} of {member}, expected {holder}")
 
 
-def check_statement(statement: Statement, data: bytes, member: str, authority: str) -> None:
-    """Raise MalformedMessage unless `member`, whose certificate is of this authority (PEM), has signed these bytes."""
+def check_statement(statement: Statement, data: bytes, member: str, authority: str) -> int:
+    """Return the holder number of the certificate with which `member` signed these bytes.
+
+    `authority` (PEM) signed the certificate. Raises MalformedMessage if it did not, or the member has not signed.
+    """
     pem = statement.certificate
     try:
         if len(pem) > _MOST_BYTES:
@@ -39,8 +44,9 @@ def check_statement(statement: Statement, data: bytes, member: str, authority: s
             x509.load_pem_x509_certificate(authority.encode())
         )
         certified_key(pem).verify(statement.signature, data, ec.ECDSA(SHA256()))
-        name = read_certificate(pem).name
+        shown = read_certificate(pem)
     except (ValueError, TypeError, AssertionError, InvalidSignature, UnsupportedAlgorithm, x509.ExtensionNotFound):
         raise MalformedMessage(f"found no signature of {member} under what it sent") from None
-    if name != member:
-        raise MalformedMessage(f"found the signature of {name} under what {member} sent")
+    if shown.name != member:
+        raise MalformedMessage(f"found the signature of {shown.name} under what {member} sent")
+    return shown.holder

@@ -131,15 +131,19 @@ class Exclusions:
         A replica whose members have changed since is not excluded, because its present ones may be honest.
         """
         member, why = one.recomputed.member, f"its round {one.round} was computed again: {one.recomputed.cause}"
-        with self._lock:
-            then = self._held.get(one.round, {}).get(member)
-        if then is not None and then.holder and self.guests is not None:
-            self.guests.condemn(member, then.holder, why)
+        if (holder := self._committed(one)) and self.guests is not None:
+            self.guests.condemn(member, holder, why)
             self._end_revoked(member, why)
             return
         before = self._tickets_in(one.round).get(one.replica)
         if not before or before & self._tickets_of(self._held_now()).get(one.replica, frozenset()):
             self.exclude(one.replica, one.round, why)
+
+    def _committed(self, one: Judgement) -> int:
+        """Return the holder number of the member that a finding names, when it committed; 0 without a ticket."""
+        record = self._state.decisions.wait_for_record(one.round)
+        made = [each for entry in record.contributions if entry.replica == one.replica for each in entry.commitments]
+        return next((each.holder for each in made if each.member == one.recomputed.member), 0)
 
     def _end_revoked(self, member: str, why: str) -> None:
         now = self._assignments.held_by(member)

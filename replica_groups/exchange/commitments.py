@@ -18,31 +18,27 @@ class Commitments:
         """`members`: member -> replica. `readers` read the corpus, so that they commit to their text."""
         self._members, self._readers = members, readers
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int, str, int], tuple[Commitment, int]] = {}
-        """(round, member, generation) -> the commitment, and the number of the ticket's holder."""
+        self._kept: dict[tuple[int, str, int], Commitment] = {}
+        """(round, member, generation) -> the commitment."""
 
     def take(self, member: str, round_: int, epoch: int, commitment: Commitment, holder: int) -> str | None:
         """Keep what came with a blob; return a complaint if it is missing, malformed, or a second commitment."""
         if (complaint := self._complaint(member, commitment)) is not None:
             return complaint
+        commitment.holder = holder
         with self._lock:
-            known = self._kept.setdefault((round_, member, epoch), (commitment, holder))
+            known = self._kept.setdefault((round_, member, epoch), commitment)
             self._kept = {key: one for key, one in self._kept.items() if key[0] > round_ - _ROUNDS_KEPT}
-        return None if known[0] == commitment else f"a second, different commitment for round {round_}"
+        return None if known == commitment else f"a second, different commitment for round {round_}"
 
     def add_to(self, record: RoundRecord) -> None:
         """Add to each contribution what its members committed to, by name."""
         for entry in record.contributions:
             for member in sorted(name for name, replica in self._members.items() if replica == entry.replica):
                 if (found := self._found(record.round, member, entry.epoch)) is not None:
-                    entry.commitments.append(found[0])
+                    entry.commitments.append(found)
 
-    def holder(self, member: str, round_: int, epoch: int) -> int | None:
-        """Return who committed: the number of the ticket's holder, 0 without a ticket; None if it is not known here."""
-        found = self._found(round_, member, epoch)
-        return None if found is None else found[1]
-
-    def _found(self, round_: int, member: str, epoch: int) -> tuple[Commitment, int] | None:
+    def _found(self, round_: int, member: str, epoch: int) -> Commitment | None:
         with self._lock:
             return self._kept.get((round_, member, epoch))
 

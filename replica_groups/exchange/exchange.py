@@ -100,8 +100,8 @@ class Exchange(ExchangeService):
         self.deposits = Deposits(state, log, settings.compression)
         self.showing: Showing | None = None
         if shows is not None:
-            self.deposits.commitments = own = Commitments(roster.members, shows.readers)
-            self.assignments.showing = self.showing = Showing(state, log, shows, own)
+            self.deposits.commitments = Commitments(roster.members, shows.readers)
+            self.assignments.showing = self.showing = Showing(state, log, shows)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
         self.audits = NoAudits()

@@ -95,7 +95,7 @@ def serve_exchange(
     if not encrypted:
         return make_server(listen, [servicer.handler()], threads)
     if exchange.showing is not None:
-        exchange.showing.authority = secret.authority.certificate.encode()
+        exchange.showing.authority, exchange.showing.guests = secret.authority.certificate.encode(), guests
     relay = Relay(servicer.callers, exchange.roster.counts, servicer)
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]

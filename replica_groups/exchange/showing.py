@@ -24,8 +24,8 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller
-from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import Chain, drawn
@@ -57,7 +57,6 @@ class _Asked:
     """One member of a drawn replica."""
 
     commitment: Commitment
-    holder: int | None
     told: int = 0
     tries: int = 0
     missing: set[str] = field(default_factory=set)
@@ -83,10 +82,12 @@ class _Drawn:
 class Showing:
     """Draws of one exchange, and what members showed. Thread-safe."""
 
-    def __init__(self, state: RunState, log: ContributionLog, shows: Shows, commitments: Commitments) -> None:
-        self._state, self._log, self._shows, self._commitments = state, log, shows, commitments
+    def __init__(self, state: RunState, log: ContributionLog, shows: Shows) -> None:
+        self._state, self._log, self._shows = state, log, shows
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
+        self.guests: Memberships | None = None
+        """Members with a ticket, once they are served."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain: Chain | None = None
         self._next = 1
@@ -123,9 +124,15 @@ class Showing:
             chosen.members[member].told += 1
             return chosen.round
 
-    @staticmethod
-    def _is_owed(asked: _Asked, holder: int) -> bool:
-        return bool(asked.missing) and not asked.failure and asked.holder in (None, holder)
+    def _is_owed(self, asked: _Asked, holder: int) -> bool:
+        """Return whether a holder of the slot still has to show files: it committed, and may have come back since."""
+        if not asked.missing or asked.failure:
+            return False
+        then, member = asked.commitment.holder, asked.commitment.member
+        if then == holder or self.guests is None:
+            return then == holder
+        ticket = self.guests.ticket_of(member, then) if then else None
+        return ticket is not None and ticket == self.guests.ticket_of(member, holder)
 
     def _draw(self) -> None:
         """Draw from all rounds that have closed since the last call, and publish their secrets."""
@@ -147,11 +154,7 @@ class Showing:
             for replica in found:
                 entry = entries[replica]
                 members = {
-                    one.member: _Asked(
-                        one,
-                        self._commitments.holder(one.member, round_, entry.epoch),
-                        missing={BEFORE, MESSAGES} if one.messages else {BEFORE},
-                    )
+                    one.member: _Asked(one, missing={BEFORE, MESSAGES} if one.messages else {BEFORE})
                     for one in entry.commitments
                 }
                 self._open.append(_Drawn(round_, replica, members))

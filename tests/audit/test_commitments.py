@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,7 +65,19 @@ def test_a_member_commits_once_in_a_generation() -> None:
     assert kept.take("dc", 1, 1, commitment("dc"), 7) is None
     assert kept.take("dc", 1, 1, commitment("dc", digest(5)), 7) == "a second, different commitment for round 1"
     assert kept.take("dc", 1, 2, commitment("dc", digest(5)), 7) is None
-    assert (kept.holder("dc", 1, 1), kept.holder("dc", 1, 9)) == (7, None)
+
+
+def test_the_record_says_who_committed_not_who_the_member_says_it_is() -> None:
+    kept, claimed = Commitments(MEMBERS, READERS), commitment("dc")
+    claimed.holder = 3
+    kept.take("dc", 1, 1, claimed, 7)
+    record = RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", epoch=1)])
+    kept.add_to(record)
+    [found] = record.contributions[0].commitments
+    assert found.holder == 7
+    sealed = record_digest(record)
+    found.holder = 8
+    assert record_digest(record) != sealed
 
 
 def test_the_record_keeps_the_commitments_of_its_generation() -> None:
@@ -152,6 +164,12 @@ def test_a_hostile_file_is_refused(tmp_path: Path, write: Callable[[Path], objec
 # ---- showing ----
 
 
+def _held(found: Commitment) -> Commitment:
+    """Return a commitment as holder 3 of the slot made it."""
+    found.holder = 3
+    return found
+
+
 class Shown:
     """An exchange's draws, in a run in which each round includes `home` and `dc`."""
 
@@ -167,9 +185,7 @@ class Shown:
             refused=lambda sender, reason, kind=None: Refused(f"{sender}: {reason}"),
         )
         self.log = ContributionLog(FolderStore(folder))
-        self.commitments = Commitments(MEMBERS, READERS)
-        shows = Shows(1.0, READERS, dict.fromkeys(MEMBERS, 10_000))
-        self.showing = Showing(run, self.log, shows, self.commitments)
+        self.showing = Showing(run, self.log, Shows(1.0, READERS, dict.fromkeys(MEMBERS, 10_000)))
         self.showing.begin(0)
 
     def _record(self, round_: int) -> RoundRecord:
@@ -177,15 +193,13 @@ class Shown:
             ContributionEntry(
                 replica=name,
                 epoch=1,
-                commitments=[commitment(one, before=self.right.sha256) for one in members],
+                commitments=[_held(commitment(one, before=self.right.sha256)) for one in members],
             )
             for name, members in (("dc", ["dc"]), ("home", ["home.0", "home.1"]))
         ]
         return RoundRecord(round=round_, contributions=entries, sha256=digest(round_))
 
     def close(self, round_: int) -> None:
-        for member in MEMBERS:
-            self.commitments.take(member, round_, 1, commitment(member), 3)
         self.last_round = round_
 
     def take(self, member: str, round_: int, shown: CommittedState, path: Path, **changes: Any) -> None:
@@ -214,6 +228,12 @@ def test_who_is_drawn_is_asked_and_the_secret_is_revealed(shown: Shown) -> None:
     draw = json.loads(shown.log.store.get(draw_key(1)))
     assert draw["drawn"] == ["dc", "home"]
     assert leads_to(bytes.fromhex(draw["secret"]), 1, chain["first"], bytes.fromhex(chain["end"]))
+
+
+def test_who_left_and_comes_back_with_its_ticket_is_asked_again(shown: Shown) -> None:
+    shown.close(1)
+    shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda place, number: "his" if number != 4 else "other"))
+    assert [shown.showing.asks("dc", holder) for holder in (4, 5)] == [None, 1]
 
 
 def test_files_of_all_members_arrive(shown: Shown, tmp_path: Path) -> None:

@@ -156,6 +156,13 @@ def test_a_stage_that_says_it_sent_what_it_should_have_sent_is_convicted_by_its_
     assert _of(MIDDLE) in undecided.cause and _of(LAST) in undecided.cause
 
 
+def test_the_signature_of_another_holder_of_the_slot_convicts_neither(again: ReplicaHere, flipped: Contributed) -> None:
+    """A former holder of the sender's slot may have signed for the receiver."""
+    found = judged(again, _says_it_sent_right(flipped, again), holders={_of(MIDDLE): 2})
+    assert found is not None and found.member == ""
+    assert "with the signature of another holder" in found.cause
+
+
 @pytest.mark.parametrize("generation", [3, 4])
 def test_a_stage_that_says_it_received_something_else_is_convicted_without_a_signature(
     generation: int, again: ReplicaHere, flipped: Contributed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from small_run import GRACE, Run
@@ -210,6 +211,7 @@ def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tm
     judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
     judgements.admit(guests)
     holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
+    _committed_by(run, holder)
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)
     run.deposit(1, *GROUPS)
@@ -218,6 +220,34 @@ def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tm
         guests.require_in("b", holder)
     assert not run.exchange.coordinator.slot("b").held and not judgements.exclusions.in_force
     guests.close()
+
+
+def test_the_next_holder_of_a_slot_keeps_its_ticket(run: Run, tmp_path: Path) -> None:
+    """The last one committed, and left before the round closed."""
+    judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
+    judgements.admit(guests)
+    tickets = guests.invite("b", 3600), guests.invite("b", 3600)
+    last = guests.enrol(tickets[0], b"key", [], 3600).number
+    guests.end("b", last, "it left")
+    holder = guests.enrol(tickets[1], b"other key", [], 3600).number
+    _committed_by(run, last)
+    run.assign(0, "a", "c")
+    run.exchange.assign(Caller("b", holder=holder), 0)
+    run.deposit(1, *GROUPS)
+    judgements.take([_wrong(1, "b", "b")], "v")
+    guests.require_in("b", holder)
+    assert [one.id for one in guests.tickets()] == [tickets[1]]
+    guests.close()
+
+
+def _committed_by(run: Run, holder: int) -> None:
+    """Let the records say that this holder of slot `b` committed."""
+
+    def add_to(record: pb.RoundRecord) -> None:
+        for entry in record.contributions:
+            entry.commitments.extend([pb.Commitment(member="b", holder=holder)] if entry.replica == "b" else [])
+
+    run.exchange.deposits.commitments = cast(Any, SimpleNamespace(take=lambda *of_a_blob: None, add_to=add_to))
 
 
 def test_a_run_without_a_validator_says_so_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,14 @@ def test_a_stage_refuses_a_neighbour_that_signs_something_else(rounds: GroupRoun
         here.train(STEPS)
 
 
+def test_a_neighbour_signs_as_the_present_holder_of_its_slot() -> None:
+    signer = IdentitySigner(AUTHORITY.identity("home.1"))
+    for holder in (None, 0):
+        signer.check(signer.sign(b"sent"), b"sent", "home.1", holder)
+    with pytest.raises(MalformedMessage, match=r"found the signature of holder 0 of home\.1, expected 2"):
+        signer.check(signer.sign(b"sent"), b"sent", "home.1", 2)
+
+
 def test_a_statement_is_of_its_member_its_authority_and_its_bytes() -> None:
     statement = IdentitySigner(AUTHORITY.identity("home.1")).sign(b"sent")
     check_statement(statement, b"sent", "home.1", AUTHORITY.certificate)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -23,6 +24,9 @@ from hetero_pp.messages.messages_pb2 import StageMessages
 from hetero_pp.rpc.statements import check_statement
 from replica_groups.audit.recompute.group import ReplicaHere
 from stages.transcript import Place, Way, records_of
+
+NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
+"""Of members that were all started with the run's secret."""
 
 _KEY = ["way", "micro_batch", "step"]
 _NEAR = 1 / 4
@@ -76,6 +80,7 @@ def blame(
     other_text: bool = False,
     generation: int = 0,
     authority: str | None = None,
+    holders: Mapping[str, int] = NO_HOLDERS,
 ) -> Blame | None:
     """Return the stage that computed something else than `here`, which has trained the round again; None if all agree.
 
@@ -83,7 +88,7 @@ def blame(
     `differing`: blocks of the contribution that differ from those of `here`.
     `other_text`: whether the first stage committed to another text than the run's.
     `generation`: of the replica, in the round record. `authority`: certificate (PEM) of the authority of the run; None
-    if members have no certificates.
+    if members have no certificates. `holders`: member -> holder number with which it committed; 0 without a ticket.
     """
     recompute = here.spec.config.audit.recompute
     tolerance = 0.0 if recompute is None else recompute.tolerance
@@ -108,7 +113,7 @@ def blame(
     for before, after in pairwise(here.members):
         if before in compared and after in compared:
             for dispute in _disputes(compared[before], compared[after]):
-                return dispute.settled(here.start.round, generation, authority)
+                return dispute.settled(here.start.round, generation, authority, holders)
     return None
 
 
@@ -159,8 +164,12 @@ class _Dispute:
     """As the receiver sees it."""
     message: str
 
-    def settled(self, round_: int, generation: int, authority: str | None) -> Blame:
-        """Return which of the two has lied; neither if members have no certificates (`authority` is None)."""
+    def settled(self, round_: int, generation: int, authority: str | None, holders: Mapping[str, int]) -> Blame:
+        """Return which of the two has lied.
+
+        Neither is named if members have no certificates (`authority` is None), or if another holder of the sender's
+        slot has signed: the sender may have kept an older certificate, or the receiver may know the other holder.
+        """
         sender, receiver = self.sender.member, self.receiver.member
         if authority is None:
             return Blame("", f"{receiver} says that {sender} sent {self.message} than {sender} says")
@@ -168,9 +177,12 @@ class _Dispute:
         statement = self.receiver.shown.from_previous if is_forward else self.receiver.shown.from_next
         signed = self.receiver.place.signed(self.way, round_, generation, self.receiver.records)
         try:
-            check_statement(statement, signed, sender, authority)
+            holder = check_statement(statement, signed, sender, authority)
         except MalformedMessage:
             return Blame(receiver, f"{receiver} says that {sender} sent {self.message}, without its signature")
+        if holder != holders.get(sender, 0):
+            cause = f"{receiver} says that {sender} sent {self.message}, with the signature of another holder"
+            return Blame("", cause)
         return Blame(sender, f"{sender} sent and signed {self.message} than it says")
 
 

@@ -226,7 +226,8 @@ class Recomputation:
             )
         differing = [block for block, one in differences.items() if one > tolerance]
         is_text = "another text" in found.cause
-        named = blame(again.here, messages, differing, is_text, entry.epoch, authority)
+        holders = {one.member: one.holder for one in entry.commitments}
+        named = blame(again.here, messages, differing, is_text, entry.epoch, authority, holders)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
 
     def _basis_of_run(self) -> Tensor | None:
