@@ -352,9 +352,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Served]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(
-            admission, "ALL_MEASUREMENTS_AT_ONCE", 1000
-        )  # the tests together measure more often than hosts do
+        patch.setattr(admission, "ALL_MEASUREMENTS_AT_ONCE", 1000)  # the tests measure more often than hosts
         yield Served(tmp_path_factory.mktemp("served"), corpus, stack)
 
 
