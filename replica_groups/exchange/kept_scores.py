@@ -29,7 +29,7 @@ class Exclusion(BaseModel):
 
 
 class KeptScores(BaseModel):
-    """State of the audits after a judged round, from which an exchange goes on, and `hetero-pp scores` prints."""
+    """State of the audits after a judged round: an exchange goes on from it, and `hetero-pp scores` shows it."""
 
     round: int
     book: str | None
