@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from hetero_pp.core.errors import Refused
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.run.folder import RunFolder
@@ -50,7 +52,8 @@ class _Beside:
         return self.exchange.decisions.patiently(do)
 
     def take(self, judgements: Sequence[Judgement]) -> None:
-        self.judgements.take(judgements, BESIDE_EXCHANGE)
+        with suppress(Refused):  # it is counted and told; the next one may be right
+            self.judgements.take(judgements, BESIDE_EXCHANGE)
 
 
 class Followers:

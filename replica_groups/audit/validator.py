@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -127,8 +128,9 @@ class Validator:
             return 0
         theta, count = self._follower.theta(), 0
         for check in self._checks:
-            if found := list(check.check(record, theta, fetch)):
-                self._run.take(found)
+            found = list(check.check(record, theta, fetch))
+            for _, of_round in groupby(found, key=lambda one: one.round):  # an old one may come too late
+                self._run.take(list(of_round))
             count += len(found)
         return count
 

@@ -63,6 +63,16 @@ class _Seen:
     fetch: FetchBlob
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """A round of a replica that was drawn, until its files are here."""
+
+    seen: _Seen
+    replica: str
+    contributed: Mapping[str, bytes]
+    """Its blobs, which the log may forget before its files are here."""
+
+
 class Recomputation:
     """Judges drawn rounds of one run. Implements RoundCheck."""
 
@@ -83,8 +93,7 @@ class Recomputation:
         """(round, replica) whose chain was found to be broken, so that nothing else needs to be found."""
         self._basis: Tensor | None = None
         self._undrawn: list[_Seen] = []
-        self._waiting: list[tuple[_Seen, str]] = []
-        """(round, replica) whose files are not all here."""
+        self._waiting: list[_Drawn] = []
 
     def check(self, record: RoundRecord, theta: Theta, fetch: FetchBlob) -> Iterator[Judgement]:
         """Take a round, and yield what was found about this or earlier ones. As RoundCheck.check."""
@@ -111,20 +120,33 @@ class Recomputation:
         """Judge the rounds whose files are here. `round_`: the newest one; older ones are given up after a time."""
         with suppress(StoreError):
             self._read_draws()
-            waiting, self._waiting = self._waiting, []
-            for seen, replica in waiting:
-                arrived = self._read(f"{evidence_key(seen.record.round, replica)}/{ARRIVED}")
-                if arrived is not None:
-                    yield from self._judge(seen, replica, arrived["missing"])
-                elif round_ is None or seen.record.round + 2 * ROUNDS_TO_SHOW > round_:
-                    self._waiting.append((seen, replica))
+            for one in list(self._waiting):
+                number = one.seen.record.round
+                arrived = self._read(f"{evidence_key(number, one.replica)}/{ARRIVED}")
+                if arrived is None and (round_ is None or number + 2 * ROUNDS_TO_SHOW > round_):
+                    continue
+                found = [] if arrived is None else self._judged(one, arrived["missing"])
+                self._waiting.remove(one)
+                yield from found
 
     def _read_draws(self) -> None:
-        """Read what was drawn. A draw is published with the first assignment after its round."""
+        """Read what was drawn. A draw is published with the first assignment after its round, in the order of rounds.
+
+        A round that an exchange closed before it ended is never drawn, nor does a draw of a record hold that a run has
+        removed when it resumed.
+        """
+        newest = 0
         for seen in list(self._undrawn):
-            if (draw := self._read(draw_key(seen.record.round))) is not None:
-                self._undrawn.remove(seen)
-                self._waiting += [(seen, replica) for replica in draw["drawn"]]
+            draw = self._read(draw_key(seen.record.round))
+            if draw is None or draw["record"] != seen.record.sha256.hex():
+                continue
+            entries = {entry.replica: entry for entry in seen.record.contributions}
+            for name in draw["drawn"]:
+                own = {blob.block: seen.fetch(name, blob.block) for blob in entries[name].blobs}
+                self._waiting.append(_Drawn(seen, name, own))
+            self._undrawn.remove(seen)
+            newest = seen.record.round
+        self._undrawn = [one for one in self._undrawn if one.record.round > newest - ROUNDS_TO_SHOW]
 
     def _read(self, key: str) -> dict[str, Any] | None:
         try:
@@ -134,9 +156,14 @@ class Recomputation:
 
     # ---- one round of one replica ----
 
-    def _judge(self, seen: _Seen, replica: str, missing: Mapping[str, str]) -> Iterator[Judgement]:
-        number = seen.record.round
-        entry = next(one for one in seen.record.contributions if one.replica == replica)
+    def _judged(self, drawn: _Drawn, missing: Mapping[str, str]) -> list[Judgement]:
+        try:
+            return list(self._judge(drawn, missing))
+        except FileNotFoundError:  # another validator has judged it, and has removed its files
+            return []
+
+    def _judge(self, drawn: _Drawn, missing: Mapping[str, str]) -> Iterator[Judgement]:
+        number, replica = drawn.seen.record.round, drawn.replica
         if LEFT in missing.values():
             self.unaudited += 1
         elif (number, replica) in self._broken:
@@ -145,12 +172,13 @@ class Recomputation:
             member, why = next(iter(missing.items()))
             yield _judgement(number, replica, Comparison(0.0, f"{member} {why}", member))
         else:
-            yield self._recomputed(seen, entry)
+            yield self._recomputed(drawn)
             return
         self._forget(number, replica)
 
-    def _recomputed(self, seen: _Seen, entry: ContributionEntry) -> Judgement:
-        number, own = seen.record.round, {blob.block: seen.fetch(entry.replica, blob.block) for blob in entry.blobs}
+    def _recomputed(self, drawn: _Drawn) -> Judgement:
+        seen, number, own = drawn.seen, drawn.seen.record.round, drawn.contributed
+        entry = next(one for one in seen.record.contributions if one.replica == drawn.replica)
         with _files(self._log, evidence_key(number, entry.replica)) as folder:
             before = Snapshot(number - 1, dict(seen.theta), self._basis_of_run())
             found, blobs = self.again(entry, number, before, own, folder)
