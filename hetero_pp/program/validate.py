@@ -7,6 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +17,7 @@ import torch
 from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.device import resolved
-from hetero_pp.core.errors import ConfigError, ExchangeLost, Refused, RunFailed, RunOver, StoreError
+from hetero_pp.core.errors import ConfigError, ExchangeLost, HeteroPPError, Refused, RunFailed, RunOver, StoreError
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
@@ -51,6 +52,10 @@ class Access:
     encrypted: bool
 
 
+class RunChanged(HeteroPPError):
+    """The run has resumed from an earlier round, or with other settings."""
+
+
 class FollowedRun:
     """A run elsewhere, by its log and its exchange. Implements ValidatedRun."""
 
@@ -60,6 +65,11 @@ class FollowedRun:
         self._name, self._say = name, say
         credentials = Secret(access.secret).credentials(LAUNCHER, encrypted=access.encrypted)
         self.client = ExchangeClient(access.address, credentials, spec.run)
+        self.spec = spec
+        """The run, with the changes that its exchange knows."""
+        with suppress(ExchangeLost):
+            self.spec = spec.with_changes(self.client.changes())
+        self._newest: pb.RoundRecord | None = None
         self._last = 0
         self._is_gone = False
         """Whether the exchange did not answer for a while."""
@@ -68,12 +78,32 @@ class FollowedRun:
         asked = time.monotonic()
         while True:
             try:
-                return self.patiently(lambda: self.log.read_record(round_))
+                record = self.patiently(lambda: self.log.read_record(round_))
+                self._require_same(record)
+                return record
             except FileNotFoundError:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             if time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
                 asked = time.monotonic()
                 self._require_going_on()
+
+    def _require_same(self, record: pb.RoundRecord) -> None:
+        """Raise RunChanged if honest members may have computed something else than this validator would.
+
+        That is so if the run has resumed from before the record that came before, or with other settings.
+        """
+        before, self._newest = self._newest, record
+        if before is not None and self._sha256(before.round) != before.sha256:
+            raise RunChanged(f"the run has resumed from before round {before.round}")
+        with suppress(ExchangeLost, RunFailed, RunOver):
+            if self.client.changes().mark != self.spec.changes.mark:
+                raise RunChanged("the run has resumed with other settings")
+
+    def _sha256(self, round_: int) -> bytes:
+        try:
+            return self.patiently(lambda: self.log.read_record(round_)).sha256
+        except FileNotFoundError:
+            return b""
 
     def last_round(self) -> int:
         self._last = max(self._last, self.patiently(self.log.last_record))
@@ -135,7 +165,8 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
     def on_round(round_: int, count: int) -> None:
         say(f"round {round_}: {count} judgements" if count else f"round {round_}: not judged")
 
-    followed = FollowedRun(name, spec, log, access, say)
+    followed, has_changed = FollowedRun(name, spec, log, access, say), False
+    spec = followed.spec
     source = open_source(spec.config.data, (folder or RunFolder(runs.absolute() / title)).cache)
     torch.set_num_threads(spec.config.threads)
     checks = checks_of(spec, log, source, access.secret, resolved(device))
@@ -146,10 +177,15 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
         say(f"following the run after round {newest.round}")
         Validator(spec, followed, checks, newest).run(on_round)
         say(f"all {spec.latest.outer.rounds} rounds are closed")
+    except RunChanged as error:
+        say(f"{error}; it is followed anew")
+        has_changed = True
     except (RunFailed, RunOver) as error:
         say(f"the run has ended: {error}")
     finally:
         followed.client.close()
+    if has_changed:
+        validate(runs, run, exchange, token, device, name)
 
 
 def access_to(spec: RunSpec, folder: RunFolder | None, exchange: str | None, token: Path | None) -> Access:

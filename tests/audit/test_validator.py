@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -23,7 +23,7 @@ from hetero_pp.program.launch.inputs import settled
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.validate import access_to, validate
+from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, validate
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
@@ -148,6 +148,25 @@ def test_a_slow_validator_skips_old_rounds_and_goes_on_where_the_log_does(
     late.run()
     assert followed.judged == [8, 9]
     assert all(tensor.equal(right[name]) for name, tensor in late._follower.theta().items())
+
+
+@pytest.mark.parametrize("what", ["records", "changes"])
+def test_a_run_that_resumes_is_followed_anew(corpus: Path, what: str) -> None:
+    """Otherwise a validator would blame honest members: it has other parameters, or other settings."""
+    spec, records = lying_spec(corpus, 9, {}), {number: RoundRecord(round=number, sha256=b"a") for number in (1, 2)}
+    log: Any = SimpleNamespace(read_record=records.__getitem__)
+    followed = FollowedRun("v", spec, log, Access("127.0.0.1:1", SECRET.text, False), lambda line: None)
+    known = [spec.changes]
+    followed.client = cast(Any, SimpleNamespace(changes=lambda: known[0]))
+    followed.record(1)
+    followed.record(2)
+    if what == "records":
+        records |= {number: RoundRecord(round=number, sha256=b"b") for number in (2, 3)}
+    else:
+        records[3] = RoundRecord(round=3, sha256=b"a")
+        known[0] = spec.changes.changed(spec.at(1), 3, {"inner.learning_rate": 0.5})
+    with pytest.raises(RunChanged, match="the run has resumed"):
+        followed.record(3)
 
 
 @pytest.mark.parametrize(
