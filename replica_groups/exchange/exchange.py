@@ -217,6 +217,11 @@ class Exchange(ExchangeService):
             raise self.state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
         self.showing.expect(header, caller)
 
+    def lacks_room(self, header: pb.ShownFile, caller: Caller) -> None:
+        """Note that there is no disk here for a file that a member was asked to show."""
+        assert self.showing is not None
+        self.showing.lacks_room(header, caller)
+
     def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
         self.expect_file(header, caller)
         assert self.showing is not None

@@ -7,6 +7,7 @@ client raises them again as the errors they were.
 from __future__ import annotations
 
 import mmap
+import os
 import secrets
 import tempfile
 import threading
@@ -107,6 +108,14 @@ def serve_exchange(
         threads += MOST_OPEN_OF_TICKETS * len(of_tickets) + _MOST_OPEN_OF_A_TICKET * len(servicer.callers)
         handlers.append(service_handler(ADMISSION_SERVICE, admission, servicer, _MOST_OPEN_OF_A_TICKET, of_tickets))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
+
+
+def _take_room(file: int, size: int) -> None:
+    """Give a file its size, and room on the disk: a write into its memory would otherwise end the process (SIGBUS)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
 
 
 class _Servicer:
@@ -318,7 +327,11 @@ class _Servicer:
             def room_for(header: pb.ShownFile) -> Iterator[memoryview]:
                 header.name = plain(header.name, MOST_OF_A_NAME)
                 self.exchange.expect_file(header, caller)
-                file.truncate(header.size)
+                try:
+                    _take_room(file.fileno(), header.size)
+                except OSError as error:
+                    self.exchange.lacks_room(header, caller)
+                    raise TooMuch(f"the exchange has no room for a file of {header.size} bytes: {error}") from None
                 yield memoryview(mmap.mmap(file.fileno(), header.size))
 
             header = read_into(self._moving(frames, context), pb.ShownFile, room_for)

@@ -62,6 +62,8 @@ class _Asked:
     missing: set[str] = field(default_factory=set)
     """Files that are not here yet."""
     failure: str = ""
+    is_hindered: bool = False
+    """Whether the exchange had no room for a file, so that the member is not to blame."""
 
 
 @dataclass
@@ -166,7 +168,8 @@ class Showing:
         for one in self._open:
             for asked in one.members.values() if one.round <= round_ else ():
                 if asked.missing and not asked.failure:
-                    asked.failure = f"did not show its checkpoint {when}" if asked.told else LEFT
+                    is_to_blame = asked.told and not asked.is_hindered
+                    asked.failure = f"did not show its checkpoint {when}" if is_to_blame else LEFT
 
     def _settle(self) -> None:
         """Write what arrived of the draws that are over."""
@@ -196,6 +199,10 @@ class Showing:
             self._refuse(caller.name, f"shows {header.name[:80]!r}, expected one of {sorted(asked.missing)}")
         if not 0 < header.size <= most:
             self._refuse(caller.name, f"shows {header.size} bytes of {header.name}, expected at most {most}")
+
+    def lacks_room(self, header: ShownFile, caller: Caller) -> None:
+        """Note that the exchange has no room for a file, which is not the member's fault."""
+        self._asked(header, caller).is_hindered = True
 
     def take(self, header: ShownFile, path: Path, caller: Caller) -> None:
         """Take a file that has arrived. Raises Refused if it does not match what the member committed to."""

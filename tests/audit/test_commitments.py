@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_pp.core.errors import DamagedFile, Refused
+from hetero_pp.core.errors import DamagedFile, Refused, TooMuch
 from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, RoundRecord, ShownFile
 from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.chains import Broken, Chains
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.exchange.server import _Servicer
 from replica_groups.exchange.showing import ARRIVED, LEFT, ROUNDS_TO_SHOW, Showing, Shows, draw_key
 from replica_groups.member.committed_state import BEFORE, CommittedState, load_state, sha256_in
 from replica_groups.protocol.draws import leads_to
@@ -278,6 +283,24 @@ def test_who_shows_nothing_is_named_and_who_is_gone_is_not(shown: Shown) -> None
     shown.showing.asks("dc", 3)
     assert shown.arrived("000001-dc") == {"dc": f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"}
     assert shown.arrived("000001-home") == {"home.0": LEFT, "home.1": LEFT}
+
+
+def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown.close(1)
+    shown.showing.asks("dc", 3)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full), raising=False)
+    servicer: Any = SimpleNamespace(
+        exchange=SimpleNamespace(expect_file=shown.showing.expect, lacks_room=shown.showing.lacks_room),
+        callers=SimpleNamespace(of=lambda context: Caller("dc", holder=3)),
+        _moving=lambda frames, context: frames,
+    )
+    frames = header_and_payload_frames(ShownFile(round=1, name=BEFORE, size=9), [bytes(9)])
+    with pytest.raises(TooMuch, match="the exchange has no room for a file of 9 bytes"):
+        _Servicer.Show(servicer, frames, cast(Any, None))
+    shown.close(1 + ROUNDS_TO_SHOW)
+    shown.showing.asks("dc", 3)
+    assert shown.arrived("000001-dc") == {"dc": LEFT}
 
 
 def test_an_exchange_that_begins_again_has_another_chain(shown: Shown) -> None:
