@@ -35,6 +35,12 @@ DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "auth
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
 
+ROUNDS_TO_JUDGE = 3 * ROUNDS_TO_SHOW
+"""Rounds after which no validator judges what was shown, and it is removed."""
+
+MANIFEST = "evidence.json"
+"""File in a folder of evidence that was judged, and stays."""
+
 MOST_TRIES = 2
 MOST_OF_MESSAGES = 64 << 20
 """Bytes of the digests of a round's messages; a digest has 32."""
@@ -162,6 +168,18 @@ class Showing:
                 self._open.append(_Drawn(round_, replica, members))
             self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
         self._settle()
+        if found:
+            self._forget_unjudged(round_ - ROUNDS_TO_JUDGE)
+
+    def _forget_unjudged(self, round_: int) -> None:
+        """Remove what was shown up to a round without a finding: no validator was there, or it fell behind."""
+        if not self._has_evidence():
+            return
+        store = self._log.store
+        for number, replica in evidence_in(store.names(EVIDENCE)):
+            keys = store.below(evidence_key(number, replica)) if number <= round_ else []
+            if f"{evidence_key(number, replica)}/{MANIFEST}" not in keys:
+                store.delete(keys)
 
     def _give_up(self, round_: int, when: str) -> None:
         """End the wait for the files of rounds up to this one."""

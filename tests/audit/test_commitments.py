@@ -25,7 +25,17 @@ from replica_groups.audit.recompute.chains import Broken, Chains
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.server import _Servicer
-from replica_groups.exchange.showing import ARRIVED, LEFT, ROUNDS_TO_SHOW, Showing, Shows, draw_key
+from replica_groups.exchange.showing import (
+    ARRIVED,
+    LEFT,
+    MANIFEST,
+    ROUNDS_TO_JUDGE,
+    ROUNDS_TO_SHOW,
+    Showing,
+    Shows,
+    draw_key,
+    evidence_key,
+)
 from replica_groups.member.committed_state import BEFORE, CommittedState, load_state, sha256_in
 from replica_groups.protocol.draws import leads_to
 
@@ -301,6 +311,18 @@ def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.Mo
     shown.close(1 + ROUNDS_TO_SHOW)
     shown.showing.asks("dc", 3)
     assert shown.arrived("000001-dc") == {"dc": LEFT}
+
+
+def test_what_no_validator_judges_is_removed_and_evidence_is_not(shown: Shown, tmp_path: Path) -> None:
+    shown.close(2)
+    for round_ in (1, 2):
+        shown.showing.asks("dc", 3)
+        shown.take("dc", round_, shown.right, tmp_path / "file")
+    shown.log.store.put(f"{evidence_key(1, 'dc')}/{MANIFEST}", b"{}")
+    shown.close(2 + ROUNDS_TO_JUDGE)
+    shown.showing.asks("dc", 3)
+    kept = {key.split("/")[1] for key in shown.log.store.below("evidence")}
+    assert "000001-dc" in kept and "000002-dc" not in kept and "000003-dc" in kept
 
 
 def test_an_exchange_that_begins_again_has_another_chain(shown: Shown) -> None:

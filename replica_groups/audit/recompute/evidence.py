@@ -29,9 +29,8 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.store import Store
 from replica_groups.exchange.log import record_digest
-from replica_groups.exchange.showing import ARRIVED, evidence_key
+from replica_groups.exchange.showing import ARRIVED, MANIFEST, evidence_key
 
-MANIFEST = "evidence.json"
 VERSION = 1
 
 MOST_FILES = 10_000
