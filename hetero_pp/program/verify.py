@@ -32,7 +32,7 @@ from replica_groups.audit.recompute.evidence import MOST_OF_JSON, Evidence, read
 from replica_groups.audit.recompute.recomputation import Recomputation
 from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import DRAWS, EVIDENCE, draw_key
+from replica_groups.exchange.showing import DRAWS, EVIDENCE, draw_key, settings_sha256
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import drawn, leads_to
 
@@ -121,6 +121,10 @@ class _Check:
             raise DamagedFile(f"{self.folder / 'run.json'} is the configuration of another run")
         return spec
 
+    @property
+    def _own(self) -> RecomputeSettings:
+        return self.spec.config.audit.recompute or RecomputeSettings()
+
     def lines(self) -> Iterator[str]:
         """Yield a line for each check that holds."""
         yield self._files()
@@ -152,6 +156,8 @@ class _Check:
             is_right &= self.entry.replica in drawn(secret, self.record.sha256, replicas, float(chain["share"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedFile(f"{store.url(draw_key(round_))} cannot be read ({type(error).__name__})") from None
+        if chain.get("settings") != settings_sha256(self.spec) or self.evidence.tolerance != self._own.tolerance:
+            raise HeteroPPError(f"{self.folder / 'run.json'} has other settings than the run had in round {round_}")
         if not is_right:
             raise HeteroPPError(f"{self.folder}: {self.entry.replica} was not drawn by the secret of round {round_}")
         return f"draw: {self.entry.replica} was drawn by the record and a secret of the chain from round {first} on"
@@ -193,9 +199,8 @@ class _Check:
         if parameters_sha256(hashes).hex() != self.evidence.theta_sha256:
             raise HeteroPPError(f"{self.folder}: the log gives other parameters before round {self.evidence.round}")
         tell(standard_output(), f"theta: the log gives the parameters before round {self.evidence.round}")
-        own = self.spec.config.audit.recompute or RecomputeSettings()
         tolerance = self.evidence.tolerance if self.tolerance is None else self.tolerance
-        settings = own.model_copy(update={"tolerance": tolerance})
+        settings = self._own.model_copy(update={"tolerance": tolerance})
         with tempfile.TemporaryDirectory(prefix="hetero-pp-tokens-") as cache:
             source = open_source(self.spec.config.data, Path(cache))
             again = Recomputation(self.spec, settings, self.log, source)

@@ -41,7 +41,7 @@ from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.showing import Showing, Shows
+from replica_groups.exchange.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.snapshots import Snapshots
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
@@ -146,7 +146,7 @@ class Exchange(ExchangeService):
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
         if self.showing is not None:
-            self.showing.begin(last_round)
+            self.showing.begin(last_round, "" if spec is None else settings_sha256(spec))
         self.decisions.tell(e.Began(last_round, state.rounds))
         self.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)

@@ -1,6 +1,6 @@
 """Draws rounds that are computed again, and takes the checkpoints that members show for them, as objects of the store.
 
-    draws/<end>.json                         the end of a chain of secrets, before the first round
+    draws/<end>.json                         the end of a chain of secrets, and settings, before the first round
     draws/round-000007.json                  the secret of round 7, and the replicas that it drew
     evidence/000007-home/<member>/...        what the members of a drawn replica showed
     evidence/000007-home/arrived.json        written once all have: members that did not, and why
@@ -11,6 +11,7 @@ forgets the requests of the last one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -24,6 +25,7 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.run_state import RunState
@@ -98,13 +100,17 @@ class Showing:
         """Members with a ticket, once they are served."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain: Chain | None = None
+        self._settings = ""
         self._next = 1
         self._open: list[_Drawn] = []
         """Draws whose files are not all here, oldest first."""
 
-    def begin(self, last_round: int) -> None:
-        """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds."""
-        self._next = last_round + 1
+    def begin(self, last_round: int, settings: str = "") -> None:
+        """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds.
+
+        `settings`: digest of those by which rounds are computed again (settings_sha256).
+        """
+        self._next, self._settings = last_round + 1, settings
         self._chain = self._published_chain()
         store = self._log.store
         later = [key for key in store.below(EVIDENCE) if _round_of(key) > last_round] if self._has_evidence() else []
@@ -112,7 +118,7 @@ class Showing:
 
     def _published_chain(self) -> Chain:
         chain = Chain(secrets.token_bytes(32), self._next)
-        known = {"first": chain.first, "end": chain.end.hex(), "share": self._shows.share}
+        known = {"first": chain.first, "end": chain.end.hex(), "share": self._shows.share, "settings": self._settings}
         self._put(f"{DRAWS}/{chain.end.hex()[:16]}.json", known)
         return chain
 
@@ -269,6 +275,13 @@ class Showing:
 
 LEFT = "left"
 """Failure of a member that was never asked, because it was gone: nobody is blamed for it."""
+
+
+def settings_sha256(spec: RunSpec) -> str:
+    """Return the digest of the settings by which rounds are computed again: the run's, its changes, and tolerance."""
+    recompute = spec.config.audit.recompute
+    known = [spec.agreed, spec.changes.to_json(), None if recompute is None else recompute.tolerance]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def draw_key(round_: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from typer.testing import CliRunner
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,27 @@ def test_an_altered_file_is_found(run: Path, tmp_path: Path, name: str, said: st
     code, output = check(copy, "--log", run / "log")
     assert (code, len(output.strip().splitlines())) == (1, 1)
     assert said in output
+
+
+@pytest.mark.parametrize("change", ["tolerance", "learning_rate", "changes"])
+def test_evidence_with_other_settings_than_the_run_convicts_nobody(run: Path, tmp_path: Path, change: str) -> None:
+    """All digests in the folder are right. With other settings, an honest round would differ."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run / "log" / "evidence" / f"000001-{LIAR}", copy)
+    known, found = (json.loads((copy / name).read_text()) for name in ("run.json", "evidence.json"))
+    if change == "tolerance":
+        found["tolerance"] = known["config"]["audit"]["recompute"]["tolerance"] = 0.01
+    elif change == "learning_rate":
+        known["config"]["inner"]["learning_rate"] = 0.5
+        found["run"] = RunSpec(RunConfig.model_validate(known["config"]), 256).run
+    else:
+        changed = audited_spec(tmp_path).changes.changed(audited_spec(tmp_path).at(1), 2, {"inner.learning_rate": 0.5})
+        known["changes"] = changed.to_json()
+    (copy / "run.json").write_text(json.dumps(known))
+    found["files"]["run.json"] = hashlib.sha256((copy / "run.json").read_bytes()).hexdigest()
+    (copy / "evidence.json").write_text(json.dumps(found))
+    code, output = check(copy, "--log", run / "log")
+    assert code == 1 and "has other settings than the run had in round 1" in output
 
 
 @pytest.mark.parametrize(
