@@ -35,7 +35,8 @@ class Exclusions:
         """Round -> replicas that an audit left out of it, each with the reason."""
         self._held: dict[int, Mapping[str, HeldBy]] = {}
         """Round -> holders of the slots as it closed."""
-        self._accusers: dict[tuple[int, str], set[str]] = defaultdict(set)
+        self._accusers: dict[tuple[int, str, str], set[str]] = defaultdict(set)
+        """(round, replica, named member) -> validators."""
         self._tickets: dict[str, frozenset[str]] = {}
         """Replica -> tickets of its holders in its last settled round, if it had any."""
 
@@ -119,9 +120,9 @@ class Exclusions:
     # ---- recomputation ----
 
     def accuse(self, one: Judgement, validator: str) -> int:
-        """Return how many validators have computed another contribution than a replica's."""
+        """Return how many validators have computed another contribution than a replica's, and name the same member."""
         with self._lock:
-            accusers = self._accusers[one.round, one.replica]
+            accusers = self._accusers[one.round, one.replica, one.recomputed.member]
             accusers.add(validator)
             return len(accusers)
 

@@ -5,9 +5,10 @@ No call about a round waits for a judgement. With nobody excluded, a record is t
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from hetero_pp.outer.exchange_service import Caller
 from replica_groups.audit.bounds import complaint
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
+from replica_groups.audit.recompute.chains import Chains
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.kept_scores import keep_scores, newest_scores
 from replica_groups.exchange.log import ContributionLog
@@ -30,6 +32,7 @@ from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.showing import draw_key
 
 MOST_VALIDATORS = 16
 """Number of validators of a run, by name."""
@@ -211,11 +214,25 @@ class Judgements(NoAudits):
         sent = {entry.replica for entry in record.contributions}
         if missing := {one.replica, *([one.copies] if kind == "copies" else [])} - sent:
             return f"round {one.round} includes no contribution of {', '.join(sorted(missing))}"
+        if kind == "recomputed" and not one.recomputed.is_equal and not self._is_checked(record, one.replica):
+            return f"{one.replica} was not drawn in round {one.round}"
         key = (one.round, one.replica, kind)
         if (validator, *key[1:]) in self._seen[one.round] or key in new:
             return f"found a second judgement about {one.replica} in round {one.round}"
         new.add(key)
         return None
+
+    def _is_checked(self, record: pb.RoundRecord, replica: str) -> bool:
+        """Return whether a replica was drawn in a round, or its chain of commitments is broken there."""
+        with suppress(FileNotFoundError):
+            draw = json.loads(self._state.decisions.patiently(lambda: self._log.store.get(draw_key(record.round))))
+            if draw["record"] == record.sha256.hex() and replica in draw["drawn"]:
+                return True
+        if record.round == 1:
+            return False
+        chains = Chains()
+        deque(chains.follow(self._state.decisions.wait_for_record(record.round - 1)), maxlen=0)
+        return replica in {broken.replica for broken in chains.follow(record)}
 
     def _note(self, one: pb.Judgement, validator: str) -> None:
         kind = one.WhichOneof("finding") or ""
@@ -300,7 +317,8 @@ class Judgements(NoAudits):
         self._reports.tell_own(pb.Report(judged=one))
         if one.recomputed.is_equal:
             return
-        active = {name for name, last in self._checkers.items() if last > one.round - JUDGED_ROUNDS}
+        known = [*self._validators.items(), *self._checkers.items()]
+        active = {name for name, last in known if last > one.round - JUDGED_ROUNDS}
         if self.exclusions.accuse(one, validator) * 2 > len(active):
             self.exclusions.punish(one)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.kept_scores import newest_scores
 from replica_groups.exchange.log import record_digest
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.showing import draw_key
 
 GROUPS = {"a": 1, "b": 1, "c": 1}
 GOOD = {"assigned_before": 4.0, "assigned_after": 3.0, "other_before": 4.0, "other_after": 3.9}
@@ -55,6 +57,12 @@ def _losses(round_: int, **losses: dict[str, float]) -> list[pb.Judgement]:
 def _wrong(round_: int, replica: str, member: str = "") -> pb.Judgement:
     found = pb.Recomputed(is_equal=False, difference=0.5, member=member, cause="block.0: other values")
     return pb.Judgement(round=round_, replica=replica, recomputed=found)
+
+
+def _draws(run: Run, round_: int, *replicas: str) -> None:
+    """Publish a draw, as the exchange does."""
+    draw = {"record": run.log.read_record(round_).sha256.hex(), "drawn": replicas}
+    run.log.store.put(draw_key(round_), json.dumps(draw).encode())
 
 
 def _standings(run: Run) -> list[tuple[int, str, str]]:
@@ -199,12 +207,38 @@ def test_the_later_of_a_pair_is_the_copy(run: Run) -> None:
 def test_recomputation_excludes_a_replica_once_most_validators_agree(run: Run) -> None:
     judgements = _audited(run)
     _round(run, 1, *GROUPS)
+    _draws(run, 1, "b", "c")
     equal = pb.Judgement(round=1, replica="c", recomputed=pb.Recomputed(is_equal=True))
     judgements.take([equal], "w")
     judgements.take([_wrong(1, "b")], "v")
     assert not judgements.exclusions.in_force, "one of two validators is no majority"
     judgements.take([_wrong(1, "b")], "w")
     assert judgements.exclusions.in_force["b"].cause == "its round 1 was computed again: block.0: other values"
+
+
+def test_only_who_was_drawn_can_be_accused(run: Run) -> None:
+    judgements = _audited(run)
+    _round(run, 1, *GROUPS)
+    with pytest.raises(Refused, match="b was not drawn in round 1"):
+        judgements.take([_wrong(1, "b")], "liar")
+    _draws(run, 1, "c")
+    with pytest.raises(Refused, match="b was not drawn in round 1"):
+        judgements.take([_wrong(1, "b")], "liar")
+    assert not judgements.exclusions.in_force
+
+
+def test_validators_that_name_others_are_no_majority(run: Run) -> None:
+    """A validator that has judged losses counts, too, before its first recomputation."""
+    judgements = _audited(run)
+    _round(run, 1, *GROUPS)
+    _draws(run, 1, "b")
+    for validator in ("v", "w"):
+        judgements.take(_losses(1, a=GOOD), validator)
+    judgements.take([_wrong(1, "b", "b")], "v")
+    judgements.take([_wrong(1, "b")], "liar")
+    assert not judgements.exclusions.in_force
+    judgements.take([_wrong(1, "b", "b")], "w")
+    assert "b" in judgements.exclusions.in_force
 
 
 def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tmp_path: Path) -> None:
@@ -215,6 +249,7 @@ def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tm
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)
     run.deposit(1, *GROUPS)
+    _draws(run, 1, "b")
     judgements.take([_wrong(1, "b", "b")], "v")
     with pytest.raises(Refused, match="its round 1 was computed again"):
         guests.require_in("b", holder)
@@ -234,6 +269,7 @@ def test_the_next_holder_of_a_slot_keeps_its_ticket(run: Run, tmp_path: Path) ->
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)
     run.deposit(1, *GROUPS)
+    _draws(run, 1, "b")
     judgements.take([_wrong(1, "b", "b")], "v")
     guests.require_in("b", holder)
     assert [one.id for one in guests.tickets()] == [tickets[1]]
