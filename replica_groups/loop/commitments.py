@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
+
+INHERITED_ROUNDS = 32
+"""Rounds for which states of an earlier process stay: an audit that asked that process may ask this one."""
 
 
 class CommittedExchange(ForwardedExchange):
@@ -56,6 +60,8 @@ class Commitments:
         """`folder` holds the checkpoints; `exchange` takes the contributions, and the files that an audit asks for."""
         self._name, self._member, self._outer, self._steps = name, member, outer, steps
         self._folder, self._exchange = folder, exchange
+        self._inherited = {number for number, _ in self._kept()}
+        """Rounds of an earlier process of the member, for which an audit may ask again."""
         self._before = b""
         self._text: Hash | None = None
         self._shows: dict[int, threading.Thread] = {}
@@ -78,7 +84,7 @@ class Commitments:
         """Commit to a round, after its inner steps and the compression of the contribution."""
         digests = self._member.message_digests()
         if digests and self._path(round_).is_dir():
-            (self._path(round_) / MESSAGES).write_bytes(digests)
+            self._save_messages(digests, self._path(round_) / MESSAGES)
         self._exchange.commitment = Commitment(
             member=self._name,
             before=self._before,
@@ -116,10 +122,23 @@ class Commitments:
         state.save(part / BEFORE)
         part.rename(folder)
 
-    def _forget_before(self, round_: int) -> None:
+    def _save_messages(self, digests: bytes, path: Path) -> None:
+        try:
+            path.write_bytes(digests)
+        except OSError as error:  # a part of them would be other digests
+            path.unlink(missing_ok=True)
+            print(f"{self._name}: the digests of its messages were not saved: {complaint(error)}", file=sys.stderr)
+
+    def _kept(self) -> Iterator[tuple[int, Path]]:
+        """Yield the rounds before which a state is in the folder."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            match = re.fullmatch(r"round-(\d{6,})", path.name)
-            if match and int(match[1]) < round_ and int(match[1]) not in self._shows:
+            if match := re.fullmatch(r"round-(\d{6,})", path.name):
+                yield int(match[1]), path
+
+    def _forget_before(self, round_: int) -> None:
+        for number, path in self._kept():
+            may_be_asked = number in self._inherited and number > round_ - INHERITED_ROUNDS
+            if number < round_ and number not in self._shows and not may_be_asked:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _show(self, round_: int) -> None:
