@@ -18,7 +18,7 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError, ExchangeLost, HeteroPPError, Refused, RunFailed, RunOver, StoreError
-from hetero_pp.data.sources import open_source
+from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.join.status import run_folder
@@ -33,6 +33,7 @@ from hetero_pp.store.opening import folder_of
 from replica_groups.audit.validator import Validator, checks_of
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
+from replica_groups.exchange.text import Text
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_QUESTIONS = 10.0
@@ -168,6 +169,8 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
     followed, has_changed = FollowedRun(name, spec, log, access, say), False
     spec = followed.spec
     source = open_source(spec.config.data, (folder or RunFolder(runs.absolute() / title)).cache)
+    if folder is not None:
+        require_same_text(folder, source)
     torch.set_num_threads(spec.config.threads)
     checks = checks_of(spec, log, source, access.secret, resolved(device))
     say(f"{name} judges its rounds for the exchange at {access.address}")
@@ -186,6 +189,13 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
         followed.client.close()
     if has_changed:
         validate(runs, run, exchange, token, device, name)
+
+
+def require_same_text(folder: RunFolder, source: Source) -> None:
+    """Raise ConfigError if this host reads another text than the run: every honest member would be blamed."""
+    text, tokens = Text(folder.text, lambda member: False, lambda: True), tokens_digest(source)
+    if tokens and (complaint := text.complaint("validator", tokens)):
+        raise ConfigError(("data", "corpus"), complaint)
 
 
 def access_to(spec: RunSpec, folder: RunFolder | None, exchange: str | None, token: Path | None) -> Access:

@@ -16,6 +16,7 @@ from small_run import SETTINGS, Run
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.data.sources import open_source, tokens_digest
 from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.launch.in_process import run_in_process
@@ -23,7 +24,7 @@ from hetero_pp.program.launch.inputs import settled
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, validate
+from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
@@ -34,6 +35,7 @@ from replica_groups.audit.validator import Validator
 from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.kept_scores import newest_scores
 from replica_groups.exchange.log import key_of
+from replica_groups.exchange.text import Text
 from replica_groups.outer.apply_round import FetchBlob
 
 GAUNTLET = {"gauntlet": {"evaluated": 2, "sequences": 2}}
@@ -148,6 +150,20 @@ def test_a_slow_validator_skips_old_rounds_and_goes_on_where_the_log_does(
     late.run()
     assert followed.judged == [8, 9]
     assert all(tensor.equal(right[name]) for name, tensor in late._follower.theta().items())
+
+
+def test_a_validator_with_another_text_does_not_begin(corpus: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    spec = lying_spec(corpus, 2, {})
+    source = open_source(spec.config.data, tmp_path / "cache")
+    require_same_text(folder, source)
+    for tokens, is_same in ((tokens_digest(source), True), ("0" * 64, False)):
+        folder.text.unlink(missing_ok=True)
+        Text(folder.text, lambda member: True, lambda: True).note("home.0", tokens)
+        if is_same:
+            require_same_text(folder, source)
+    with pytest.raises(ConfigError, match=r"data\.corpus: reads another text than the run: found tokens"):
+        require_same_text(folder, source)
 
 
 @pytest.mark.parametrize("what", ["records", "changes"])
