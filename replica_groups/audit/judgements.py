@@ -88,6 +88,10 @@ class Judgements(NoAudits):
         """Validator -> newest round that it judged by losses."""
         self._checkers: dict[str, int] = {}
         """Validator -> newest round that it computed again."""
+        self._sound: set[str] = set()
+        """Validators whose recomputation of some replica had its bits, or was near enough."""
+        self._unsound: dict[str, list[pb.Judgement]] = defaultdict(list)
+        """Validator that is not sound yet -> what it found by recomputation."""
         self._arrived: dict[int, list[str]] = {}
         self._differing: dict[int, set[str]] = defaultdict(set)
         """Round -> replicas that began it with other parameters."""
@@ -313,10 +317,22 @@ class Judgements(NoAudits):
     # ---- recomputation ----
 
     def _recomputed(self, one: pb.Judgement, validator: str) -> None:
-        """Report a recomputation. One that differs excludes, once more than half of the validators have found it."""
+        """Report a recomputation. One that differs excludes, once more than half of the validators have found it.
+
+        Nothing follows from the recomputations of a validator that never came to the same as anybody: its machine may
+        have other bits.
+        """
         self._reports.tell_own(pb.Report(judged=one))
         if one.recomputed.is_equal:
-            return
+            self._sound.add(validator)
+            for held in self._unsound.pop(validator, []):
+                self._accuse(held, validator)
+        elif one.recomputed.evidence and validator not in self._sound:
+            self._unsound[validator] = [*self._unsound[validator], one][-JUDGED_ROUNDS:]
+        else:
+            self._accuse(one, validator)
+
+    def _accuse(self, one: pb.Judgement, validator: str) -> None:
         known = [*self._validators.items(), *self._checkers.items()]
         active = {name for name, last in known if last > one.round - JUDGED_ROUNDS}
         if self.exclusions.accuse(one, validator) * 2 > len(active):

@@ -1,4 +1,4 @@
-"""What a validator makes of draws: those of a removed record, late files, and files that another validator removed."""
+"""A validator follows draws: those of a removed record, late files, and files that another validator removed."""
 
 from __future__ import annotations
 

@@ -227,6 +227,18 @@ def test_only_who_was_drawn_can_be_accused(run: Run) -> None:
     assert not judgements.exclusions.in_force
 
 
+def test_a_validator_that_never_came_to_the_same_excludes_nobody(run: Run) -> None:
+    """Its machine may have other bits. Its findings count once it has computed the same as another replica."""
+    judgements, different = _audited(run), _wrong(1, "b")
+    different.recomputed.evidence = "evidence/000001-b"
+    _round(run, 1, *GROUPS)
+    _draws(run, 1, "b", "c")
+    judgements.take([different], "v")
+    assert not judgements.exclusions.in_force
+    judgements.take([pb.Judgement(round=1, replica="c", recomputed=pb.Recomputed(is_equal=True))], "v")
+    assert "b" in judgements.exclusions.in_force
+
+
 def test_validators_that_name_others_are_no_majority(run: Run) -> None:
     """A validator that has judged losses counts, too, before its first recomputation."""
     judgements = _audited(run)

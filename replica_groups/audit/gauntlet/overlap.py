@@ -37,9 +37,8 @@ def overlap(one: Contribution, other: Contribution) -> float:
 def copies(contributions: Mapping[str, Contribution], arrived: Sequence[str], limit: float) -> dict[str, str]:
     """Return the original of each copy: of two contributions that overlap too much, the later is a copy.
 
-    `arrived`: all replicas, in the order in which their contributions arrived. The overlap of honest replicas differs
-    between methods and grows with their batches, so `limit` is on a scale from what is usual of a pair (0) to equal
-    contributions (1).
+    `arrived`: all replicas, in the order in which their contributions arrived. `limit` is on a scale from what is
+    usual of a pair (0) to equal contributions (1): what is usual differs between methods, and grows with the batches.
     """
     pairs = {pair: overlap(contributions[pair[0]], contributions[pair[1]]) for pair in combinations(arrived, 2)}
     between = pairs | {(later, original): share for (original, later), share in pairs.items()}

@@ -43,8 +43,8 @@ def recompute(
 ) -> Recomputed:
     """Train a replica's round again. The tensors of `start` are not changed.
 
-    Raises DamagedFile for a checkpoint that is not of its member, ConfigError for one of another text, HeteroPPError
-    for values that are not finite, and OutOfMemory if this device is too small.
+    Raises DamagedFile for a checkpoint that is not of its member, and ConfigError for one of another text. Raises
+    HeteroPPError for values that are not finite, and OutOfMemory if this device is too small.
     """
     torch.set_num_threads(spec.config.threads)
     for name, state in start.states.items():
