@@ -26,7 +26,7 @@ from replica_groups.audit.recompute.group import ReplicaHere
 from stages.transcript import Place, Way, records_of
 
 NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
-"""Of members that were all started with the run's secret."""
+"""Holder numbers of members that were all started with the run's secret."""
 
 _KEY = ["way", "micro_batch", "step"]
 _NEAR = 1 / 4
@@ -168,7 +168,7 @@ class _Dispute:
         """Return which of the two has lied.
 
         Neither is named if members have no certificates (`authority` is None), or if another holder of the sender's
-        slot has signed: the sender may have kept an older certificate, or the receiver may know the other holder.
+        slot has signed. The sender may have an older certificate, or the receiver may know the other holder.
         """
         sender, receiver = self.sender.member, self.receiver.member
         if authority is None:
