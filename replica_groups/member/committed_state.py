@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.protobuf.message import DecodeError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.tensor_files import save_tensors
+from hetero_pp.messages.messages_pb2 import StageMessages
 
 BEFORE, MESSAGES = "before.safetensors", "messages"
 """Files that a member shows: its state before the audited round, and the digests of its messages in that round."""
@@ -48,8 +50,15 @@ class CommittedState:
 
 
 def messages_sha256(digests: bytes) -> bytes:
-    """Return what a member commits to of the digests of its messages; empty without any."""
-    return hashlib.sha256(digests).digest() if digests else b""
+    """Return what a member commits to of the digests of its messages (StageMessages); empty without any.
+
+    Signatures are left out. They differ each time, and a group may train a round twice in one generation, if a link
+    breaks. Raises DamagedFile for other bytes.
+    """
+    try:
+        return hashlib.sha256(StageMessages.FromString(digests).records).digest() if digests else b""
+    except DecodeError:
+        raise DamagedFile(f"{MESSAGES}: found {len(digests)} bytes that are no digests of messages") from None
 
 
 def load_state(path: Path) -> CommittedState:

@@ -16,7 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from hetero_pp.core.errors import DamagedFile, Refused, TooMuch
-from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, RoundRecord, ShownFile
+from hetero_pp.messages.messages_pb2 import (
+    Commitment,
+    ContributionEntry,
+    RoundRecord,
+    ShownFile,
+    StageMessages,
+    Statement,
+)
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
@@ -36,7 +43,7 @@ from replica_groups.exchange.showing import (
     draw_key,
     evidence_key,
 )
-from replica_groups.member.committed_state import BEFORE, CommittedState, load_state, sha256_in
+from replica_groups.member.committed_state import BEFORE, CommittedState, load_state, messages_sha256, sha256_in
 from replica_groups.protocol.draws import leads_to
 
 MEMBERS = {"home.0": "home", "home.1": "home", "dc": "dc"}
@@ -109,6 +116,17 @@ def test_the_record_keeps_the_commitments_of_its_generation() -> None:
     changed = record_digest(record)
     record.contributions[0].commitments[0].after = digest(0)
     assert len({before, changed, record_digest(record)}) == 3
+
+
+def test_a_round_that_is_trained_twice_has_one_commitment() -> None:
+    """Signatures differ each time. A group whose link breaks trains a round again, in the same generation."""
+    kept = Commitments(MEMBERS, READERS)
+    for signature in (b"once", b"again"):
+        shown = StageMessages(records=bytes(47), from_next=Statement(signature=signature)).SerializeToString()
+        found = commitment("home.1", messages=messages_sha256(shown))
+        assert kept.take("home.1", 1, 1, found, 0) is None
+    with pytest.raises(DamagedFile, match="2 bytes that are no digests of messages"):
+        messages_sha256(b"\xff\xff")
 
 
 # ---- chains ----
