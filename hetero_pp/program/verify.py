@@ -32,7 +32,7 @@ from replica_groups.audit.recompute.evidence import MOST_OF_JSON, Evidence, read
 from replica_groups.audit.recompute.recomputation import Recomputation
 from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import DRAWS, EVIDENCE, draw_key, settings_sha256
+from replica_groups.exchange.showing import DRAWS, EVIDENCE, MANIFEST, draw_key, settings_sha256
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.protocol.draws import drawn, leads_to
 
@@ -167,11 +167,17 @@ class _Check:
             if one.member not in self.spec.members:
                 raise HeteroPPError(f"{self.folder}: found a commitment of `{one.member[:80]}`, which is no member")
             path = self.folder / one.member
+            self._require_listed(one.member, {BEFORE, MESSAGES} if one.messages else {BEFORE})
             if sha256_in(path / BEFORE) != one.before:
                 raise HeteroPPError(f"{path / BEFORE} is not the checkpoint that {one.member} committed to")
             if one.messages and messages_sha256((path / MESSAGES).read_bytes()) != one.messages:
                 raise HeteroPPError(f"{path / MESSAGES} is not what {one.member} committed to")
         return f"commitments: {len(self.entry.commitments)} checkpoints are those that the record names"
+
+    def _require_listed(self, member: str, names: set[str]) -> None:
+        """Raise DamagedFile for a file without a digest in the evidence: it may be a link, or a pipe without an end."""
+        if missing := {f"{member}/{name}" for name in names} - self.evidence.files.keys():
+            raise DamagedFile(f"{self.folder / MANIFEST}: found no digest of {', '.join(sorted(missing))}")
 
     def _contribution(self) -> str:
         for blob in self.entry.blobs:

@@ -90,6 +90,18 @@ def test_an_altered_file_is_found(run: Path, tmp_path: Path, name: str, said: st
     assert said in output
 
 
+def test_a_link_among_the_evidence_is_not_followed(run: Path, tmp_path: Path) -> None:
+    copy, name = tmp_path / "copy", f"{LIAR}/before.safetensors"
+    shutil.copytree(run / "log" / "evidence" / f"000001-{LIAR}", copy)
+    (copy / name).rename(tmp_path / "elsewhere")
+    (copy / name).symlink_to(tmp_path / "elsewhere")
+    known = json.loads((copy / "evidence.json").read_text())
+    del known["files"][name]
+    (copy / "evidence.json").write_text(json.dumps(known))
+    code, output = check(copy, "--log", run / "log")
+    assert code == 1 and f"evidence.json: found no digest of {name}" in output
+
+
 @pytest.mark.parametrize("change", ["tolerance", "learning_rate", "changes"])
 def test_evidence_with_other_settings_than_the_run_convicts_nobody(run: Path, tmp_path: Path, change: str) -> None:
     """All digests in the folder are right. With other settings, an honest round would differ."""
