@@ -24,7 +24,7 @@ class GauntletSettings(Settings):
         0.4,
         gt=0,
         le=1,
-        description="overlap of two contributions above which the later is a copy, from 0 for the round's median pair "
+        description="overlap of two contributions above which the later is a copy, from 0 for what is usual of a pair "
         "to 1 for equal ones",
     )
     include: int | None = Field(
