@@ -41,16 +41,19 @@ from replica_groups.member.committed_state import load_state
 from replica_groups.outer.apply_round import apply_round
 
 REPLICA = "home"
-SMOKE = {"steps": [2], "rounds": 2, "honest_rounds": 3, "width": 16, "environments": 1}
+SMOKE = {"steps": [2], "rounds": 2, "honest_rounds": 3, "width": 16, "values": ["fp32"], "environments": 1}
 ENVIRONMENTS: Sequence[Mapping[str, str]] = (
     {"ATEN_CPU_CAPABILITY": "default"},
+    {"MKL_CBWR": "COMPATIBLE"},
     {"ATEN_CPU_CAPABILITY": "avx2"},
     {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    {"MKL_CBWR": "COMPATIBLE"},
     {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 )
 """Instruction sets of torch's own kernels, and of the products of MKL and oneDNN."""
+
+COMPRESSIONS: Mapping[str, Mapping[str, Any]] = {"signs": {}, "fp32": {"value_bits": 32}}
+"""How kept values are sent: by default 1 bit with a magnitude of each chunk, or whole."""
 
 Blobs = dict[str, bytes]
 """Contribution by block."""
@@ -77,9 +80,10 @@ class Variant:
 class Rounds:
     """Consecutive honest rounds of one replica. The files in a folder have what each of them starts from."""
 
-    def __init__(self, width: int, steps: int, folder: Path) -> None:
-        self.steps, self.folder = steps, folder
-        self.spec = _spec(width, steps, folder)
+    def __init__(self, width: int, steps: int, values: str, folder: Path) -> None:
+        """`values`: how they are sent, a key of COMPRESSIONS."""
+        self.steps, self.values, self.folder = steps, values, folder
+        self.spec = _spec(width, steps, COMPRESSIONS[values], folder)
         self.source = open_source(self.spec.config.data, folder / "tokens")
 
     def go_on(self, rounds: int) -> list[Blobs]:
@@ -144,8 +148,8 @@ class Rounds:
         )
 
 
-def _spec(width: int, steps: int, folder: Path) -> RunSpec:
-    """Return a run of one replica: the default outer method, on text of this repository."""
+def _spec(width: int, steps: int, compression: Mapping[str, Any], folder: Path) -> RunSpec:
+    """Return a run of one replica, on text of this repository."""
     text = folder / "text.txt"
     if not text.exists():
         documents = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
@@ -156,7 +160,7 @@ def _spec(width: int, steps: int, folder: Path) -> RunSpec:
         "model": {"width": width, "heads": 2, "feed_forward": 3 * width, "layers": 2},
         "data": {"corpus": str(text), "sequence_length": 64, "validation_sequences": 1},
         "inner": {"steps": steps, "warmup_steps": 5, "learning_rate": 3e-3},
-        "outer": {"rounds": 2000},
+        "outer": {"rounds": 2000, "compression": dict(compression)},
         "audit": {"recompute": {}},
         "replicas": [{"name": REPLICA, "kind": "datacenter", "batch_size": 8}],
     }
@@ -228,15 +232,25 @@ def honest_variants(rounds: Rounds, numbers: range, environments: int) -> Iterat
     for one in ENVIRONMENTS[:environments]:
         yield " ".join("=".join(pair) for pair in one.items()), _elsewhere(rounds, numbers, one, "plain")
     if environments > 1:
-        yield "compiled", _elsewhere(rounds, numbers, {}, "compiled")
         yield "bf16", _elsewhere(rounds, numbers, {}, "bf16")
+    if environments == len(ENVIRONMENTS):
+        yield "compiled", _elsewhere(rounds, numbers, {}, "compiled")
 
 
 def _elsewhere(rounds: Rounds, numbers: range, environment: Mapping[str, str], kind: str) -> list[Blobs]:
     """Train rounds again in another process."""
     width = rounds.spec.config.model.width
     command = [sys.executable, __file__, "--worker", str(rounds.folder), kind]
-    command += ["--width", str(width), "--steps", str(rounds.steps), "--rounds", str(numbers.stop - 1)]
+    command += [
+        "--values",
+        rounds.values,
+        "--width",
+        str(width),
+        "--steps",
+        str(rounds.steps),
+        "--rounds",
+        str(numbers.stop - 1),
+    ]
     subprocess.run(command, env=os.environ | environment | {"OMP_NUM_THREADS": "1"}, check=True)
     found = []
     for number in numbers:
@@ -245,10 +259,10 @@ def _elsewhere(rounds: Rounds, numbers: range, environment: Mapping[str, str], k
     return found
 
 
-def work(folder: Path, kind: str, width: int, steps: int, last: int) -> None:
+def work(folder: Path, kind: str, values: str, width: int, steps: int, last: int) -> None:
     """Train the rounds of a folder again, and write the contributions."""
     torch.set_num_threads(1)
-    rounds = Rounds(width, steps, folder)
+    rounds = Rounds(width, steps, values, folder)
     variant = Variant(compiles=kind == "compiled", precision="bf16" if kind == "bf16" else "fp32")
     for number in range(2, last + 1):
         to = folder / f"again-{number}"
@@ -257,26 +271,25 @@ def work(folder: Path, kind: str, width: int, steps: int, last: int) -> None:
             (to / f"{block}.blob").write_bytes(data)
 
 
-def measured(width: int, steps: int, count: int, environments: int, folder: Path) -> dict[str, Any]:
+def measured(width: int, steps: int, values: str, count: int, environments: int, folder: Path) -> dict[str, Any]:
     """Return the differences of all settings and cheats over the rounds from the second on."""
-    rounds, numbers = Rounds(width, steps, folder), range(2, count + 1)
+    rounds, numbers = Rounds(width, steps, values, folder), range(2, count + 1)
     honest = rounds.go_on(count)
 
     def told(name: str, found: Sequence[Blobs]) -> dict[str, float]:
         apart = [rounds.difference(number, honest[number - 1], one) for number, one in zip(numbers, found, strict=True)]
-        print(
-            f"H = {steps:3}  {name:30} min {min(apart):.1e}  mid {statistics.median(apart):.1e}  max {max(apart):.1e}"
-        )
-        return {"median": statistics.median(apart), "largest": max(apart), "smallest": min(apart)}
+        middle = statistics.median(apart)
+        print(f"{values:5} H = {steps:2}  {name:30} min {min(apart):.1e}  mid {middle:.1e}  max {max(apart):.1e}")
+        return {"median": middle, "largest": max(apart), "smallest": min(apart)}
 
     same = {name: told(name, found) for name, found in honest_variants(rounds, numbers, environments)}
     cheats = {name: told(name, [rounds.cheated(number, name) for number in numbers]) for name in CHEATS}
-    return {"steps": steps, "honest": same, "cheats": cheats}
+    return {"values": values, "steps": steps, "honest": same, "cheats": cheats}
 
 
 def false_alarms(count: int, folder: Path) -> dict[str, Any]:
     """Compute honest rounds of a tiny model again from their files; count those with other bits."""
-    rounds = Rounds(16, 2, folder)
+    rounds = Rounds(16, 2, "signs", folder)
     honest = rounds.go_on(count)
     apart = sum(rounds.again(number) != honest[number - 1] for number in range(1, count + 1))
     print(f"{count:,} honest rounds computed again: {apart} false alarms")
@@ -286,22 +299,34 @@ def false_alarms(count: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[5, 15, 30], help="inner steps of a round (H)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of each H")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each H")
     parser.add_argument("--honest-rounds", type=int, default=1000, help="rounds of the tiny model")
     parser.add_argument("--width", type=int, default=64, help="width of the model")
+    parser.add_argument(
+        "--values", choices=COMPRESSIONS, nargs="+", default=list(COMPRESSIONS), help="how values are sent"
+    )
     parser.add_argument("--environments", type=int, default=len(ENVIRONMENTS), help="number of instruction sets")
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "KIND"), help=argparse.SUPPRESS)
     arguments = parse(parser, SMOKE)
     if arguments.worker is not None:
-        work(Path(arguments.worker[0]), arguments.worker[1], arguments.width, arguments.steps[0], arguments.rounds)
+        work(
+            Path(arguments.worker[0]),
+            arguments.worker[1],
+            arguments.values[0],
+            arguments.width,
+            arguments.steps[0],
+            arguments.rounds,
+        )
         return
     torch.set_num_threads(1)
-    results = []
-    for steps in arguments.steps:
-        with tempfile.TemporaryDirectory() as folder:
-            results.append(measured(arguments.width, steps, arguments.rounds, arguments.environments, Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
         alarms = false_alarms(arguments.honest_rounds, Path(folder))
+    results, environments = [], arguments.environments
+    for values in arguments.values:
+        for steps in arguments.steps:
+            with tempfile.TemporaryDirectory() as folder:
+                sizes = (arguments.width, steps, values, arguments.rounds)
+                results.append(measured(*sizes, environments, Path(folder)))
     save({"machine": machine(), "commit": commit(), "results": results, "false_alarms": alarms}, arguments.json)
 
 

@@ -48,7 +48,7 @@ from replica_groups.exchange.server import OpenHouse, serve_exchange
 from replica_groups.loop import pulse
 from replica_groups.loop.take_part import take_part
 
-SECRET = Secret("the secret of a run with a liar")
+SECRET = Secret("the secret of a run that has liars")
 HOUR = 3600.0
 HONEST = ("a", "b")
 MOST_RESTARTS = 400
@@ -208,9 +208,8 @@ class LyingRun:
 
     def _serve(self) -> None:
         with suppress(RunFailed):
-            followers = followed(
-                begin_run(self.exchange, self.spec, self.folder, None), self.exchange, self.spec, self.folder
-            )
+            auditor = begin_run(self.exchange, self.spec, self.folder, None)
+            followers = followed(auditor, self.exchange, self.spec, self.folder, SECRET.text)
             self.exchange.wait_until_finished()
             followers.join()
         self.exchange.end_watching()

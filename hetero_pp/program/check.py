@@ -16,6 +16,7 @@ from hetero_pp.core.errors import dotted
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model.transformer import ModelShape
+from hetero_pp.program.audit_cost import audit_lines
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import SafeConsole, say, standard_output, tell
@@ -97,6 +98,8 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} per replica "
         "and round.",
     )
+    for line in audit_lines(spec):
+        say(console, f"{line}.")
 
 
 def _print_addresses(console: Console, config: RunConfig) -> None:

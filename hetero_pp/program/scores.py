@@ -37,7 +37,7 @@ def print_scores(runs: Path, run: str, json_path: Path | None) -> None:
     else:
         console.print(table_of(kept.scores))
         tell(console, f"{name}: scores after round {kept.round}")
-        for line in _absent(spec, log, kept):
+        for line in _absent(log, kept):
             tell(console, f"{name}: {line}")
         found = {"run": name, "round": kept.round, "replicas": [_as_json(one, kept) for one in kept.scores.scores]}
     if json_path is not None:
@@ -70,7 +70,7 @@ def _why_none(spec: RunSpec, log: ContributionLog) -> str:
     return f"no round has been judged yet; {log.last_record()} rounds are closed"
 
 
-def _absent(spec: RunSpec, log: ContributionLog, kept: KeptScores) -> Iterator[str]:
+def _absent(log: ContributionLog, kept: KeptScores) -> Iterator[str]:
     """Yield a line for each replica whose members have left, or never came: its score stays as it was."""
     last = log.last_record()
     missing = {one.replica for one in kept.scores.scores if not one.excluded}

@@ -88,19 +88,24 @@ class Showing:
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
-        self._chain = Chain(secrets.token_bytes(32), 1)
+        self._chain: Chain | None = None
         self._next = 1
         self._open: list[_Drawn] = []
         """Draws whose files are not all here, oldest first."""
 
     def begin(self, last_round: int) -> None:
         """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds."""
-        self._chain, self._next = Chain(secrets.token_bytes(32), last_round + 1), last_round + 1
-        known = {"first": self._next, "end": self._chain.end.hex(), "share": self._shows.share}
-        self._put(f"{DRAWS}/{self._chain.end.hex()[:16]}.json", known)
+        self._next = last_round + 1
+        self._chain = self._published_chain()
         store = self._log.store
         later = [key for key in store.below(EVIDENCE) if _round_of(key) > last_round] if self._has_evidence() else []
         store.delete(later)
+
+    def _published_chain(self) -> Chain:
+        chain = Chain(secrets.token_bytes(32), self._next)
+        known = {"first": chain.first, "end": chain.end.hex(), "share": self._shows.share}
+        self._put(f"{DRAWS}/{chain.end.hex()[:16]}.json", known)
+        return chain
 
     def _has_evidence(self) -> bool:
         return f"{EVIDENCE}/" in self._log.store.names()
@@ -126,14 +131,17 @@ class Showing:
         """Draw from all rounds that have closed since the last call, and publish their secrets."""
         with self._drawing:
             while self._next <= self._state.coordinator.last_round:
-                self._draw_round(self._next)
+                assert self._chain is not None, "the run has begun"
+                self._draw_round(self._next, self._chain)
                 self._next += 1
+                if self._next == self._chain.after:
+                    self._chain = self._published_chain()
 
-    def _draw_round(self, round_: int) -> None:
-        record, secret = self._state.decisions.wait_for_record(round_), self._chain.secret(round_)
+    def _draw_round(self, round_: int, chain: Chain) -> None:
+        record, secret = self._state.decisions.wait_for_record(round_), chain.secret(round_)
         entries = {entry.replica: entry for entry in record.contributions if entry.commitments}
         found = drawn(secret, record.sha256, entries, self._shows.share)
-        known = {"chain": self._chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
+        known = {"chain": chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
         self._put(draw_key(round_), known)
         with self._lock:
             for replica in found:

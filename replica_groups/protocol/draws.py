@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from functools import lru_cache
 
-CHAIN_ROUNDS = 1 << 17
-"""Rounds of one chain. Computing a secret takes up to as many hashes, 0.05 s."""
+CHAIN_ROUNDS = 1 << 16
+"""Rounds of one chain, which has 2 MiB. It takes as many hashes, about 0.05 s, and so may a check."""
 
+_BYTES = hashlib.sha256().digest_size
 _OF_64_BITS = 1 << 64
 
 
@@ -23,16 +23,24 @@ class Chain:
     """Secrets of the rounds from `first` on."""
 
     def __init__(self, seed: bytes, first: int) -> None:
-        self._seed, self.first = seed, first
+        """`seed`: 32 random bytes, the secret of the last round."""
+        self.first = first
+        links = [seed]
+        for _ in range(CHAIN_ROUNDS):
+            links.append(hashlib.sha256(links[-1]).digest())
+        self.end = links.pop()
+        """What is published before the first round."""
+        self._secrets = b"".join(reversed(links))
 
     @property
-    def end(self) -> bytes:
-        """What is published before the first round."""
-        return _hashed(self._seed, CHAIN_ROUNDS)
+    def after(self) -> int:
+        """First round that is not on the chain any more."""
+        return self.first + CHAIN_ROUNDS
 
     def secret(self, round_: int) -> bytes:
         """Return the secret of a round. Raises ValueError for a round that is not on the chain."""
-        return _hashed(self._seed, CHAIN_ROUNDS - 1 - _place(round_, self.first))
+        place = _place(round_, self.first)
+        return self._secrets[_BYTES * place : _BYTES * (place + 1)]
 
 
 def leads_to(secret: bytes, round_: int, first: int, end: bytes) -> bool:
@@ -56,7 +64,6 @@ def _place(round_: int, first: int) -> int:
     return round_ - first
 
 
-@lru_cache(maxsize=4)
 def _hashed(value: bytes, times: int) -> bytes:
     for _ in range(times):
         value = hashlib.sha256(value).digest()

@@ -16,6 +16,7 @@ def test_secrets_lead_to_the_published_end() -> None:
     assert leads_to(chain.secret(12), 12, 12, chain.end)
     assert leads_to(chain.secret(40), 40, 12, chain.end)
     assert hashlib.sha256(chain.secret(13)).digest() == chain.secret(12)
+    assert chain.secret(chain.after - 1) == SEED
 
 
 def test_another_secret_does_not() -> None:
@@ -27,7 +28,7 @@ def test_another_secret_does_not() -> None:
 
 @pytest.mark.parametrize("round_", [11, 12 + CHAIN_ROUNDS])
 def test_rounds_beyond_the_chain(round_: int) -> None:
-    with pytest.raises(ValueError, match=r"is not one of the 131,072 rounds from 12 on"):
+    with pytest.raises(ValueError, match=r"is not one of the 65,536 rounds from 12 on"):
         Chain(SEED, 12).secret(round_)
 
 

@@ -49,8 +49,9 @@ def _run(corpus: Path, runs: Path, *options: str) -> Path:
 @pytest.fixture(scope="module")
 def both(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
+    audited = "--set=audit.gauntlet={evaluated: 2, sequences: 4}"  # nobody is hostile, so it changes no bit
     return {
-        "grpc": _run(corpus, folder / "grpc"),
+        "grpc": _run(corpus, folder / "grpc", audited),
         "in process": _run(corpus, folder / "in_process", "--in-process"),
     }
 
@@ -85,6 +86,13 @@ def test_parameter_hashes_are_equal(both: dict[str, Path]) -> None:
     snapshots = [load_snapshot(run / "log" / "snapshot-000003.safetensors") for run in both.values()]
     for name, tensor in snapshots[0].tensors().items():
         assert tensor.equal(snapshots[1].tensors()[name]), name
+
+
+def test_the_audited_run_has_scores(both: dict[str, Path]) -> None:
+    audit = json.loads((both["grpc"] / "summary.json").read_text())["audit"]
+    assert {one["replica"]: one["evaluations"] for one in audit["scores"]} == {"dc": 3, "home": 3}
+    assert (audit["unaudited"], audit["failed_checks"]) == (None, [])
+    assert "audit" not in json.loads((both["in process"] / "summary.json").read_text())
 
 
 def test_links_carried_the_same_bytes(both: dict[str, Path]) -> None:

@@ -13,6 +13,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.program.audit_cost import audit_lines
 from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.hosts import (
     Exchange,
@@ -203,6 +204,8 @@ def _prepare(file: ConfigFile, runs: Path, only: str | None, resume: bool) -> Pr
         tell(standard_output(), f"{file.config.name}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
         tell(standard_output(), note)
+    for line in audit_lines(prepared.spec):
+        tell(standard_output(), f"{file.config.name}: {line}")
     return prepared
 
 

@@ -1,0 +1,135 @@
+"""Planted cheats in a live run over gRPC with TLS: a datacenter that lies, a copier, and two sybils."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from lying_run import SECRET, LyingRun, lying_spec
+from members import TIMEOUT
+
+from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobHeader
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.program.scores import print_scores
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import save_config
+from replica_groups.audit.judgements import Judgements
+from replica_groups.exchange.check_log import LogCheck
+
+ROUNDS = 9
+HONEST = {"a", "b", "s1"}
+"""`s1` works, and `s2` of the same owner sends the same."""
+COPIES = {"copier": "a", "s2": "s1"}
+AUDIT = {"gauntlet": {"evaluated": 6, "sequences": 6, "alpha": 0.5, "grace": 2, "excluded_rounds": 16}}
+
+
+class _Cheats:
+    """Alters what members deposit. A round closes only after the rounds before it were judged."""
+
+    def __init__(self, run: LyingRun, deposit: Callable[..., None]) -> None:
+        self._run, self._deposit = run, deposit
+        self._sent: dict[tuple[str, int, str], bytes] = {}
+
+    def deposit(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        judgements = self._run.exchange.audits
+        assert isinstance(judgements, Judgements)
+        with judgements._taking:
+            judged = judgements._taking.wait_for(lambda: judgements._judged >= header.round - 1, TIMEOUT)
+        assert judged
+        if header.replica == "liar":
+            data = self._flipped(header, data)
+        elif header.replica in COPIES:
+            data = self._copied(COPIES[header.replica], header)
+        header.size = len(data)
+        self._deposit(client, header, data, caller)
+        with self._run.exchange.decisions.changed:
+            self._sent[header.replica, header.round, header.block] = data
+            self._run.exchange.decisions.changed.notify_all()
+
+    def _flipped(self, header: BlobHeader, data: bytes) -> bytes:
+        """Return a contribution of the same size that goes the other way."""
+        return self._encoded(header, header.replica, data, -1.0)
+
+    def _copied(self, original: str, header: BlobHeader) -> bytes:
+        """Return what another replica has deposited, under the own name."""
+        key, changed = (original, header.round, header.block), self._run.exchange.decisions.changed
+        with changed:
+            assert changed.wait_for(lambda: key in self._sent, TIMEOUT)
+        return self._encoded(header, original, self._sent[key], 1.0)
+
+    def _encoded(self, header: BlobHeader, of: str, data: bytes, factor: float) -> bytes:
+        spec = self._run.spec
+        settings = spec.config.outer.compression
+        shapes = shapes_by_block(spec.parameter_shapes)[header.block]
+        found = decode_blob(data, BlobAddress(spec.run, header.round, of, header.block), shapes, settings)
+        tensors = []
+        for name, shape in shapes.items():
+            dense = torch.zeros(shape)
+            found[name].add_to(dense, factor)
+            tensors.append((name, shape, select(torch.zeros(shape), dense, settings)))
+        return encode_blob(BlobAddress(spec.run, header.round, header.replica, header.block), tensors, settings)
+
+
+def _spec(corpus: Path) -> RunSpec:
+    liars = {name: {"kind": "datacenter"} for name in ("copier", "liar", "s1", "s2")}
+    return lying_spec(corpus, ROUNDS, liars, audit=AUDIT, outer={"rounds": ROUNDS, "compression": {"density": 1 / 8}})
+
+
+@pytest.fixture(scope="module")
+def cheated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> LyingRun:
+    run = LyingRun(_spec(corpus), tmp_path_factory.mktemp("hostile"))
+    with run:
+        cheats = _Cheats(run, ExchangeClient.deposit_blob)
+        with mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit(*found)):
+            run.until_over()
+        assert run.exchange.decisions.failure is None
+    save_config(run.spec.config, run.folder.config)
+    return run
+
+
+def _excluded(run: LyingRun) -> Mapping[str, str]:
+    told = [one.standing for one in run.told if one.HasField("standing")]
+    return {one.replica: one.cause for one in told if one.what == EXCLUDED}
+
+
+def test_cheats_are_excluded_and_honest_replicas_are_not(cheated: LyingRun) -> None:
+    found = _excluded(cheated)
+    assert found.keys() == {"copier", "liar", "s2"}
+    assert "a copy of that of a" in found["copier"] and "a copy of that of s1" in found["s2"]
+    assert "its assigned text improves too rarely" in found["liar"]
+
+
+def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: LyingRun) -> None:
+    log, spec = cheated.exchange.log, cheated.spec
+    last = [one.replica for one in log.read_record(ROUNDS).contributions]
+    assert set(last) == HONEST
+    assert {one.replica for one in log.read_record(1).contributions} == HONEST | {"copier", "liar", "s2"}
+    checked = list(LogCheck(log, spec.run, partial(round_optimizer, spec)).rounds(ROUNDS))
+    assert [one.round for one in checked if one.damaged or (one.round and not one.is_audited)] == []
+    told = [one.standing for one in cheated.told if one.HasField("standing")]
+    assert {one.replica for one in told if one.what == LEFT_OUT} <= {"copier", "liar", "s2"}
+    assert not [one for one in told if one.what == UNAUDITED]
+
+
+def test_the_command_shows_who_is_excluded_and_why(
+    cheated: LyingRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, found = cheated.folder.path.parent, tmp_path / "scores.json"
+    print_scores(runs, "t", found)
+    out = capsys.readouterr().out
+    assert out.count("copy of") == 2 and f"t: scores after round {ROUNDS}" in out
+    told = json.loads(found.read_text())
+    excluded = {one["replica"]: one["excluded_until"] for one in told["replicas"] if one["excluded"]}
+    assert excluded.keys() == {"copier", "liar", "s2"} and min(excluded.values()) > ROUNDS
+    assert all(one["evaluations"] >= 8 for one in told["replicas"] if one["replica"] in HONEST)
+    assert SECRET.text not in found.read_text() + out

@@ -1,0 +1,211 @@
+"""Rounds that are computed again: honest ones have the same bits, cheats do not, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audited_run import LIAR, STEPS, audited_spec, flips, rereads, skips
+
+from hetero_pp.core.errors import ConfigError, DamagedFile
+from hetero_pp.data.sources import open_source
+from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, Judgement, Report
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.store.folder import FolderStore
+from replica_groups.audit.recompute.compare import Comparison, compare, difference
+from replica_groups.audit.recompute.group import ReplicaHere, RoundStart
+from replica_groups.audit.recompute.replica import Recomputed, recompute
+from replica_groups.exchange.audits import read_audit
+from replica_groups.loop.commitments import state_of
+from replica_groups.member.committed_state import CommittedState, load_state
+
+GROUP = {
+    "name": "group",
+    "kind": "participants",
+    "stages": [{"layers": 1}] * 2,
+    "batch_size": 4,
+    "micro_batches": 2,
+    "boundary": {"rank": "1/4", "bits": 4},
+}
+DATACENTER = {"name": LIAR, "kind": "datacenter", "batch_size": 2}
+
+
+# ---- a run ----
+
+
+def test_a_run_that_is_audited_has_the_bits_of_one_that_is_not(corpus: Path, tmp_path: Path) -> None:
+    found: list[Judgement] = []
+    digests: list[list[str]] = []
+    for audit in ({"recompute": {"share": 1}}, {}):
+        model = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}
+        spec = audited_spec(corpus, {"audit": audit, "model": model, "replicas": [DATACENTER, GROUP]})
+        folder, told = RunFolder(tmp_path / str(len(digests)) / "t"), list[Report]()
+        folder.path.mkdir(parents=True)
+        run_in_process(spec, folder, told.append)
+        found += [one.judged for one in told if one.HasField("judged")]
+        store = FolderStore(folder.log)
+        digests.append([read_audit(store, round_).parameters_sha256 for round_ in (1, 2)])
+        kept = {key.split("/")[0] for key in store.below()}
+        assert kept == {"audited", "terms", "draws", *kept} if audit else "draws" not in kept
+        assert folder.committed(LIAR).exists() == bool(audit)
+    assert digests[0] == digests[1]
+    assert sorted((one.round, one.replica) for one in found) == [(1, "group"), (1, LIAR), (2, "group"), (2, LIAR)]
+    assert all(one.recomputed.is_equal and one.recomputed.difference == 0 for one in found)
+
+
+# ---- one round ----
+
+
+class Trained:
+    """A replica after one honest round, whose second round is trained and computed again."""
+
+    def __init__(self, corpus: Path, folder: Path, **changes: Any) -> None:
+        self.spec: RunSpec = audited_spec(corpus, {"replicas": [DATACENTER], **changes})
+        self.source = open_source(self.spec.config.data, folder)
+        snapshot = first_snapshot(self.spec)
+        here = ReplicaHere(self.spec, LIAR, RoundStart(1, snapshot.parameters, snapshot.basis), self.source)
+        here.train(STEPS)
+        self.state = self.after(here, STEPS)
+        self.state.save(folder / "state")
+        self.start = RoundStart(2, snapshot.parameters, snapshot.basis, {LIAR: load_state(folder / "state")})
+
+    def after(self, here: ReplicaHere, steps: int) -> CommittedState:
+        member = here.members[LIAR]
+        assert member.batches is not None
+        known = None if self.spec.config.inner.steps is not None else {"first": here.first + steps, "last": steps}
+        return state_of(member, here.outers[LIAR], member.batches.state(), known)
+
+    def told(self, lie: Callable[[Any, Any], None] | None = None) -> tuple[dict[str, bytes], ContributionEntry]:
+        """Return what the replica contributes to the second round, and what it commits to."""
+        here = ReplicaHere(self.spec, LIAR, self.start, self.source)
+        if lie is not None:
+            lie(here.members[LIAR], here.outers[LIAR])
+        blobs = dict(here.train(STEPS))
+        own = Commitment(member=LIAR, after=self.after(here, STEPS).sha256)
+        return blobs, ContributionEntry(replica=LIAR, steps=STEPS, commitments=[own])
+
+    def again(self) -> Recomputed:
+        return recompute(self.spec, LIAR, self.start, STEPS, self.source)
+
+    def compared(self, lie: Callable[[Any, Any], None] | None = None, tolerance: float = 0.0) -> Comparison:
+        (blobs, entry), again = self.told(lie), self.again()
+        apart = {block: self.apart(block, blobs[block], again.blobs[block]) for block in blobs}
+        return compare(entry, apart, again, tolerance)
+
+    def apart(self, block: str, told: bytes, again: bytes) -> float:
+        shapes = shapes_by_block(self.spec.parameter_shapes)[block]
+        return difference(
+            BlobAddress(self.spec.run, 2, LIAR, block), shapes, self.spec.config.outer.compression, told, again
+        )
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(corpus, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"inner": {"steps": STEPS, "optimizer": "muon"}},
+        {"inner": {"steps": STEPS, "optimizer": "sgd", "momentum": 0.9}},
+        {"inner": {"seconds": 1.0}},
+        {"outer": {"rounds": 2, "method": "diloco"}},
+    ],
+    ids=["default", "muon", "sgd", "fixed time", "diloco"],
+)
+def test_an_honest_round_has_the_same_bits(corpus: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert Trained(corpus, tmp_path, **changes).compared() == Comparison(0.0)
+
+
+@pytest.mark.parametrize("lie", [flips, skips, rereads])
+def test_a_cheat_differs(trained: Trained, lie: Callable[[Any, Any], None]) -> None:
+    found = trained.compared(lie, tolerance=0.1)
+    assert found.difference > 0.3
+    assert "of its norm from its round, expected at most 0.1" in found.cause
+
+
+def test_a_tolerance_allows_a_difference(trained: Trained) -> None:
+    assert trained.compared(flips, tolerance=2.5).is_equal
+    assert trained.compared(flips, tolerance=1.5).cause.startswith("`")
+
+
+def test_another_state_after_the_round_is_found_without_a_tolerance(trained: Trained) -> None:
+    (_, entry), again = trained.told(), trained.again()
+    entry.commitments[0].after = bytes(32)
+    assert compare(entry, {"norm": 0.0}, again, 0.0).member == LIAR
+    assert compare(entry, {"norm": 0.0}, again, 0.1).is_equal
+
+
+def test_another_text_is_named_first(trained: Trained) -> None:
+    (_, entry), again = trained.told(), trained.again()
+    entry.commitments[0].text = again.text[LIAR]
+    assert compare(entry, {"norm": 0.0}, again, 0.0).is_equal
+    entry.commitments[0].text = bytes(32)
+    assert compare(entry, {"norm": 9.0}, again, 0.0).cause == f"{LIAR} trained on another text than its own"
+
+
+def _without_a_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(name for name in tensors if name.startswith("error:"))]
+
+
+def _of_another_shape(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in tensors if name.endswith("exp_avg"))
+    tensors[name] = torch.ones(1)
+
+
+def _not_finite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[next(iter(tensors))].fill_(float("nan"))
+
+
+def _unknown(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["moments:0.0.lr"] = torch.tensor(100.0)
+
+
+def _of_no_parameter(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["moments:0.999.exp_avg"] = torch.ones(1)
+
+
+def _in_fp64(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].double()
+
+
+@pytest.mark.parametrize(
+    "alter", [_without_a_tensor, _of_another_shape, _not_finite, _unknown, _of_no_parameter, _in_fp64]
+)
+def test_a_hostile_checkpoint_is_refused(trained: Trained, alter: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in trained.state.tensors.items()}
+    alter(tensors)
+    start = replace(trained.start, states={LIAR: CommittedState(tensors, trained.state.rest)})
+    with pytest.raises(DamagedFile):
+        recompute(trained.spec, LIAR, start, STEPS, trained.source)
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"outer": {"rounds": 2, "overlap": 1}}, ("outer", "overlap")),
+        ({"outer": {"rounds": 2, "keep_local": True}}, ("outer", "keep_local")),
+        ({"outer": {"rounds": 2, "method": "adamw_ddp"}, "inner": {"steps": 1}}, ("outer", "method")),
+        ({"states": {"undo": False}}, ("states", "undo")),
+        ({"replicas": [DATACENTER | {"engine": "deepspeed"}]}, ("replicas", 0, "engine")),
+    ],
+)
+def test_settings_that_prevent_it_are_refused(corpus: Path, changes: dict[str, Any], key: Sequence[str | int]) -> None:
+    with pytest.raises(ConfigError, match=r"with `audit.recompute`, expected") as refused:
+        audited_spec(corpus, changes).config.check()
+    assert refused.value.key == tuple(key)

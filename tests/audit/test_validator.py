@@ -1,0 +1,197 @@
+"""Validators: beside the exchange and as processes, one that dies, one that is slow, and what cannot be audited."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from lying_run import SECRET, LyingRun, lying_spec
+from members import TIMEOUT
+from small_run import SETTINGS, Run
+from torch import Tensor
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
+from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.program.launch.inputs import settled
+from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.validate import access_to, validate
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import save_config
+from replica_groups.audit import validator as module
+from replica_groups.audit.gauntlet.check import GauntletCheck
+from replica_groups.audit.judgements import Judgements
+from replica_groups.audit.validator import Validator
+from replica_groups.exchange.follower import Follower
+from replica_groups.exchange.kept_scores import newest_scores
+from replica_groups.exchange.log import key_of
+from replica_groups.outer.apply_round import FetchBlob
+
+GAUNTLET = {"gauntlet": {"evaluated": 2, "sequences": 2}}
+
+
+def test_a_validator_that_dies_ends_nothing_and_the_run_says_so(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, told = lying_spec(corpus, 3, {}, audit=GAUNTLET), list[Report]()
+    check = GauntletCheck.check
+
+    def dies(self: GauntletCheck, record: RoundRecord, *rest: Any) -> Iterator[Judgement]:
+        if record.round == 2:
+            raise OSError("no memory is left")
+        yield from check(self, record, *rest)
+
+    monkeypatch.setattr(GauntletCheck, "check", dies)
+    folder = RunFolder(tmp_path / "t")
+    folder.path.mkdir()
+    run_in_process(spec, folder, told.append)
+    state, happenings = RunState(spec), Happenings(spec)
+    lines = [line for report in told for line in happenings.lines(report)]
+    assert all(state.apply(report) for report in told)
+    assert state.is_over and state.failed is None
+    cause = "the validator has ended (OSError: no memory is left); the run goes on"
+    assert lines == [f"unaudited: {cause}"]
+    audit = summary_of(state)["audit"]
+    assert audit["unaudited"] == cause and {one["evaluations"] for one in audit["scores"]} == {1}
+
+
+def test_a_validator_elsewhere_judges_over_grpc(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each round waits until the one before is judged, so that the run does not end too early for the test."""
+    spec = lying_spec(corpus, 4, {}, audit={"by": "validators", **GAUNTLET})
+    run, token = LyingRun(spec, tmp_path), tmp_path / "token"
+    token.write_text(SECRET.text)
+    deposit = ExchangeClient.deposit_blob
+
+    def deposit_later(client: ExchangeClient, header: Any, *rest: Any) -> None:
+        judgements = run.exchange.audits
+        assert isinstance(judgements, Judgements)
+        with judgements._taking:
+            assert judgements._taking.wait_for(lambda: judgements._judged >= header.round - 1, TIMEOUT)
+        deposit(client, header, *rest)
+
+    with run, mock.patch.object(ExchangeClient, "deposit_blob", deposit_later):
+        save_config(spec.config, run.folder.config)
+        arguments = (run.folder.path.parent, "t", run.address, token, "cpu", "one")
+        thread = threading.Thread(target=validate, args=arguments, daemon=True)
+        thread.start()
+        run.until_over()
+        thread.join(TIMEOUT)
+        assert not thread.is_alive() and run.exchange.decisions.failure is None
+        kept = newest_scores(run.exchange.log.store)
+    assert kept is not None and kept.round == 4
+    assert [one.evaluations for one in kept.scores.scores] == [4, 4]
+    assert not {one.standing.what for one in run.told} & {UNAUDITED, AUDITED}
+    assert "round 4: 2 judgements" in capsys.readouterr().out
+
+
+class _Log:
+    """The log of a small run, followed by a validator whose checks note the rounds. Implements ValidatedRun."""
+
+    def __init__(self, run: Run) -> None:
+        self.log, self.judged = run.log, list[int]()
+
+    def record(self, round_: int) -> RoundRecord:
+        return self.log.read_record(round_)
+
+    def last_round(self) -> int:
+        return self.log.last_record()
+
+    def patiently(self, do: Any) -> Any:
+        return do()
+
+    def take(self, judgements: Any) -> None:
+        self.judged += [one.round for one in judgements]
+
+    def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
+        yield Judgement(round=record.round)
+
+    def finish(self) -> Iterator[Judgement]:
+        yield from ()
+
+
+def test_a_slow_validator_skips_old_rounds_and_goes_on_where_the_log_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_BEHIND", 4)
+    monkeypatch.setattr(module, "round_optimizer", lambda spec, basis: OuterOptimizer(SETTINGS))
+    run = Run(tmp_path / "log", {"a": 1, "b": 1})
+    for number in range(1, 10):
+        run.assign(number - 1)
+        run.deposit(number, "a", "b")
+    spec: Any = SimpleNamespace(run="run", latest=SimpleNamespace(outer=SETTINGS))
+    followed = _Log(run)
+    slow = Validator(spec, followed, [followed], run.snapshot)
+    slow.run()
+    assert followed.judged == [5, 6, 7, 8, 9]
+    right = slow._follower.theta()
+
+    follower = Follower("run", run.snapshot, OuterOptimizer(SETTINGS))
+    for number in range(1, 8):
+        record = run.log.read_record(number)
+        follower.apply(record, run.log.blobs_of(record))
+    run.log.write_snapshot(follower.snapshot())
+    record = run.log.read_record(3)
+    run.log.store.delete([key_of(record, one, blob) for one in record.contributions for blob in one.blobs])
+    followed.judged.clear()
+    late = Validator(spec, followed, [followed], run.snapshot)
+    late.run()
+    assert followed.judged == [8, 9]
+    assert all(tensor.equal(right[name]) for name, tensor in late._follower.theta().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"outer": {"rounds": 2, "method": "adamw_ddp"}, "inner": {"steps": 1}}, "`outer.source: difference`"),
+        ({"inner": {"seconds": 5}}, "expected `inner.steps`"),
+        ({"data": {"corpus": "hf:someone/text", "sequence_length": 16}}, "found it with a streamed corpus"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(corpus: Path, changes: dict[str, Any], found: str) -> None:
+    config = lying_spec(corpus, 2, {}, audit=GAUNTLET).config.model_dump() | changes
+    with pytest.raises(ConfigError, match=found) as error:
+        type(lying_spec(corpus, 2, {}).config).model_validate(config).check()
+    assert error.value.key == ("audit", "gauntlet")
+
+
+def test_settings_of_audits_without_their_other_half(corpus: Path, tmp_path: Path) -> None:
+    weighs = {"rounds": 2, "weights": "scores"}
+    with pytest.raises(ConfigError, match=r"outer\.weights: found `scores` without scores"):
+        lying_spec(corpus, 2, {}, outer=weighs).config.check()
+    with pytest.raises(ConfigError, match=r"audit\.by: found nothing to audit"):
+        lying_spec(corpus, 2, {}, audit={"by": "validators"}).config.check()
+    spec = lying_spec(corpus, 2, {}, audit={"by": "validators", **GAUNTLET})
+    with pytest.raises(ConfigError, match=r"audit\.by: found `validators`, expected `exchange` with --in-process"):
+        run_in_process(spec, RunFolder(tmp_path), lambda report: None)
+
+
+def test_without_openskill_one_line_names_the_extra(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "openskill.models", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hetero-pp\[audit\]'"):
+        settled(lying_spec(corpus, 2, {}, audit=GAUNTLET).config, None, resume=False)
+
+
+def test_a_validator_that_cannot_reach_the_exchange(corpus: Path, tmp_path: Path) -> None:
+    spec, folder = lying_spec(corpus, 2, {}), RunFolder(tmp_path / "t")
+    folder.path.mkdir()
+    save_config(spec.config, folder.config)
+    with pytest.raises(ConfigError, match="t: found a run without audits"):
+        validate(tmp_path, "t", None, None, "cpu", None)
+    with pytest.raises(ConfigError, match="--exchange HOST:PORT and --token-file FILE together"):
+        access_to(spec, folder, "127.0.0.1:1", None)
+    with pytest.raises(ConfigError, match="found no address of an exchange on this host"):
+        access_to(spec, folder, None, None)
+    folder.validators.write_text('{"exchange": "0.0.0.0:47600"}')
+    with pytest.raises(ConfigError, match=r"validators.json: cannot be read \('secret'\)"):
+        access_to(spec, folder, None, None)
