@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,9 +82,9 @@ def measure(replicas: int, elements: int, density: float) -> list[dict[str, Any]
     """Return one entry for each mean."""
     weighted = contributions(replicas, elements, density)
     held = sum(one.indices.nbytes + one.values.nbytes for _, one in weighted)
-    found = []
+    found: list[dict[str, Any]] = []
     for name in MEANS:
-        seconds, grown = measured(lambda name=name: combine(name, (elements // WIDTH, WIDTH), weighted))  # type: ignore[misc]
+        seconds, grown = measured(partial(combine, name, (elements // WIDTH, WIDTH), weighted))
         ratio = seconds / found[0]["seconds"] if found else 1.0
         entry = {"mean": name, "replicas": replicas, "density": density, "seconds": seconds, "over_the_mean": ratio}
         found.append({**entry, "grown_bytes": grown, "held_bytes": held})

@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 21
 _EXACT_BITS, _LARGEST_BITS = 53, 24
 """Bits of the integers that fp64 and fp32 represent exactly."""
 _ROUNDING = 1e-9
-"""Of a share times a number of senders, so that 0.1 x 30 is 3."""
+"""Allowed error of a share times a number of senders, so that 0.1 x 30 is 3."""
 
 Table = Sequence[Sequence[float]]
 """Products <x_i, x_j> [R, R]."""
@@ -48,9 +48,9 @@ def robust_mean(
 ) -> Tensor:
     """Return the robust mean of contributions to a tensor of this shape, or some rows of it, as a dense fp32 tensor.
 
-    `weighted`: weights and contributions to the whole tensor, at least one. `settings.aggregation` names the mean. It
-    holds the decoded contributions, 12 bytes per value sent, and at most twice as much for its own copies of them, and
-    12 bytes per value of the tensor beside the result.
+    `weighted`: weights and contributions to the whole tensor, at least one. `settings.aggregation` names the mean. The
+    contributions are decoded at the same time, at 12 bytes per value sent. The mean needs at most as much again, 20
+    bytes per value of the tensor, and 32 MiB.
     """
     size, stride = math.prod(shape), math.prod(shape[1:])
     rows = range(shape[0]) if rows is None else rows
@@ -204,8 +204,8 @@ def _scaled(one: DecodedTensor, share: float) -> DecodedTensor:
 def _trim(mean: Tensor, sent: Sequence[DecodedTensor], share: float) -> None:
     """Add the trimmed mean of contributions to `mean` [n], which is 0.
 
-    Of the s senders of a coordinate, the k = ceil(share s) lowest and the k highest values are left out, but one or two
-    always stay. The mean of the others is multiplied by s / R: a value that is not sent counts as 0, as in the mean.
+    A coordinate with s senders loses its k = ceil(share s) lowest and its k highest values, but one or two always stay.
+    The mean of the others is multiplied by s / R: a value that is not sent counts as 0, as in the mean.
     """
     count = len(sent)
     left_out = [max(0, min(math.ceil(share * s - _ROUNDING), (s - 1) // 2)) for s in range(count + 1)]

@@ -113,6 +113,18 @@ def test_no_honest_contribution_exceeds_the_limits(
     assert closest > 0.01
 
 
+@pytest.mark.parametrize("aggregation", ["trimmed_mean", "centred_clipping", "geometric_median"])
+def test_robust_means_move_parameters_no_further_than_the_mean(aggregation: str) -> None:
+    """Weight decay is bounded by how far parameters can have moved, which signs do not bound."""
+    found = []
+    for name in (aggregation, "mean", "sign"):
+        outer = OuterSettings.model_validate({"rounds": ROUNDS, "aggregation": name})
+        limits = ContributionLimits(InnerSettings(steps=STEPS, weight_decay=3.0), outer, lambda _: 0.01)
+        limits.begin({name: torch.full(shape, 0.1) for name, shape in SHAPES.items()}, 0)
+        found.append(limits.of(2)["output", "peak"])
+    assert found[0] == found[1] < found[2]
+
+
 def _spec(inner: dict[str, Any], outer: dict[str, Any] | None = None, **replica: Any) -> RunSpec:
     sizes = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}
     replicas = [{"name": "a", "kind": "datacenter"}, {"name": "b", "kind": "participants", "stages": 2, **replica}]

@@ -140,7 +140,7 @@ def test_two_of_eight_move_it_by_a_bound(mean: str, density: float, size: float)
 
 
 def test_of_coordinates_with_few_senders_little_is_trimmed() -> None:
-    """Of two senders both count, as 2/8 of eight replicas, and of three the middle one, as 3/8; all norms are 10."""
+    """Two senders' mean counts as 2/8 with eight replicas, and three senders' median as 3/8; all norms are 10."""
     sent: Sent = []
     for index in range(8):
         values = torch.tensor([3.0 + index, 4.0 * index, 1.0 + index % 4])
