@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -19,6 +20,8 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.attacks import omniscient, plain, training
 from hetero_pp.research.attacks.attack import Attack, Known
 from hetero_pp.research.attacks.registry import ATTACKS
+from hetero_pp.research.experiments.claims import known_values
+from hetero_pp.research.experiments.definition import OF_ATTACKS
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.vectorized import defences, hostile
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
@@ -121,7 +124,7 @@ def test_a_sybils_disguised_copy_overlaps_by_less_than_the_bound() -> None:
 
 
 def test_alie_is_the_mean_less_z_deviations() -> None:
-    """Of 50 with 24 hostile ones, 2 of the 26 honest ones make a majority: z has 24/26 of a normal distribution."""
+    """If 24 of 50 are hostile, 2 of the 26 honest ones make a majority: 24/26 of a normal distribution are below z."""
     assert omniscient.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
     assert omniscient.deviations(8, 2) == pytest.approx(0.0)
     known = _known()
@@ -212,16 +215,8 @@ def test_a_replica_that_is_excluded_is_not_in_the_mean_and_does_not_train(corpus
     before = {name: tensor.clone() for name, tensor in group.theta.items()}
     assert group.round(2)
     assert [group.settings[index].name for index in group.taking_part] == NAMES[:6]
-    sent = group.contributions._sent  # type: ignore[attr-defined]
-    assert list(sent) == NAMES[:6]
-    for name, theta in group.theta.items():
-        total = torch.zeros_like(theta)
-        for one in sent.values():
-            one[name].add_to(total, 1.0)
-        torch.testing.assert_close(theta, before[name] - total / 6)
-
-
-CAUGHT_BY_RECOMPUTATION = sorted(ATTACKS.keys() - {"none", "sybils", "stale_copy"})
+    assert list(group.contributions._sent) == NAMES[:6]  # type: ignore[attr-defined]
+    _require_mean_of_six(group, before)
 
 
 @pytest.mark.parametrize("attack", ["stale_copy", "backdoor", "flipped_stage", "alie", "sybils"])
@@ -240,12 +235,27 @@ def test_the_draws_of_recomputation_have_its_share_and_grow_with_it() -> None:
     assert drawn[0.2] != {one for one in every if defences.recomputed(2, *one, 0.2)}
 
 
-def test_bounds_scale_down_what_is_too_large(corpus: Path, text: TokenStore) -> None:
+def test_bounds_scale_down_what_is_too_large_or_leave_it_out(corpus: Path, text: TokenStore) -> None:
     told = _told(corpus, text, {"attack": "scaled_by_10", "bounds": {}})
-    assert told.scaled == dict.fromkeys(HOSTILE, ROUNDS)
-    assert _told(
-        corpus, text, {"attack": "scaled_by_10", "bounds": {"scale": 2, "leave_out": 3}}
-    ).excluded.keys() == set(HOSTILE)
+    assert (told.scaled, told.excluded) == (dict.fromkeys(HOSTILE, ROUNDS), {})
+    left_out = {"attack": "scaled_by_10", "bounds": {"scale": 2, "leave_out": 3}}
+    group = AllReplicas(RunSpec(_config(corpus, left_out), 256), text)
+    for round_ in (1, 2):
+        before = {name: tensor.clone() for name, tensor in group.theta.items()}
+        assert group.round(round_)
+        assert len(group.taking_part) == 8
+        _require_mean_of_six(group, before)
+    assert group.contributions.told.excluded == dict.fromkeys(HOSTILE, 1)  # type: ignore[attr-defined]
+
+
+def _require_mean_of_six(group: AllReplicas, before: dict[str, Tensor]) -> None:
+    """Compare theta after a round with theta before and the contributions of the six honest replicas."""
+    sent = group.contributions._sent  # type: ignore[attr-defined]
+    for name, theta in group.theta.items():
+        total = torch.zeros_like(theta)
+        for replica in NAMES[:6]:
+            sent[replica][name].add_to(total, 1.0)
+        torch.testing.assert_close(theta, before[name] - total / 6)
 
 
 def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothing(
@@ -263,13 +273,11 @@ def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothi
     monkeypatch.setattr(defences, "losses_of", losses_of)
 
     def slandered(is_hostile: bool, losses: Losses) -> Losses:
-        return Losses(assigned_before=5, assigned_after=6, other_before=5, other_after=5, error=0.01)
-
-    def of_hostile(is_hostile: bool, losses: Losses) -> Losses:
-        return slandered(True, losses) if is_hostile else losses
+        harmed = Losses(assigned_before=5, assigned_after=6, other_before=5, other_after=5, error=0.01)
+        return harmed if is_hostile else losses
 
     assert judged(Attack(plain.sign_flip, losses=slandered), 3).excluded == {}
-    assert set(judged(Attack(plain.sign_flip, losses=of_hostile), 1).excluded) == set(HOSTILE)
+    assert set(judged(Attack(plain.sign_flip, losses=slandered), 1).excluded) == set(HOSTILE)
 
 
 def test_a_copy_is_the_contribution_that_arrives_later(corpus: Path, text: TokenStore) -> None:
@@ -300,6 +308,25 @@ def test_a_row_with_attacks_resumes_with_the_same_bits(corpus: Path, text: Token
     resumed = train_fast(spec, text, checkpoint=stopped, checkpoint_seconds=0)
     assert resumed.validation_loss == whole.validation_loss
     assert resumed.attacks == whole.attacks
+
+
+def test_the_table_shows_who_was_caught_and_what_it_cost() -> None:
+    """An honest replica is counted apart, and a row without attackers has no number of them that were caught."""
+    told = Told(hostile=HOSTILE, excluded={"r6": 3, "r7": 5, "r0": 4}, evaluation_share=0.05, audit_bytes=2_000_000)
+    attacked = asdict(told) | {"backdoor": 0.25}
+    ordinary = {"validation_loss": [2.0], "diverged": False, "uncompressed": 2.0, "compressed": None}
+    values = known_values({"a": {1: {**ordinary, "attacks": attacked}}, "b": {1: {**ordinary, "attacks": {}}}})
+    found = {measured: values[measured]["a"].get(1) for measured in OF_ATTACKS}
+    assert found == {
+        "caught": 2,
+        "until_caught": 4,
+        "honest_out": 1,
+        "evaluation": 0.05,
+        "recomputation": 0,
+        "audit_megabytes": 2,
+        "backdoor": 0.25,
+    }
+    assert all(values[measured]["b"] == {} for measured in OF_ATTACKS)
 
 
 def test_an_attack_of_ones_own_takes_a_few_lines(

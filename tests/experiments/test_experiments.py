@@ -201,6 +201,13 @@ def test_equal(b: float, verdict: str) -> None:
     assert judge(Claim(text="", equal=("a", "b")), losses, {}).verdict == verdict
 
 
+@pytest.mark.parametrize(("margin", "verdict"), [(0.5, "holds"), (0.3, "within noise"), (0.1, "does not hold")])
+def test_at_most_has_a_margin_on_one_side(margin: float, verdict: str) -> None:
+    losses = {"a": {1: 2.3, 2: 2.29, 3: 2.31}, "b": {1: 2.0, 2: 2.0, 3: 2.0}}
+    assert judge(Claim(text="", at_most=("a", "b"), margin=margin), losses, {}).verdict == verdict
+    assert judge(Claim(text="", at_most=("b", "a"), margin=margin), losses, {}).verdict == "holds"
+
+
 @pytest.mark.parametrize(("gaps", "verdict"), [((0.1, 0.3, 0.6), "holds"), ((0.1, 0.6, 0.3), "does not hold")])
 def test_grows(gaps: tuple[float, ...], verdict: str) -> None:
     rows = {f"a{i}": [4.0, 4.1] for i in range(3)} | {f"b{i}": [4.0 + gap, 4.1 + gap] for i, gap in enumerate(gaps)}

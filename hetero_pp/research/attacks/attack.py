@@ -16,7 +16,7 @@ from hetero_pp.messages.messages_pb2 import Losses
 
 @dataclass(frozen=True)
 class Known:
-    """What a hostile replica knows in a round, when it decides what to contribute. Omniscient attacks use all of it."""
+    """Knowledge of a hostile replica in a round, before it contributes. Omniscient attacks use all of it."""
 
     round: int
     place: int
@@ -24,11 +24,11 @@ class Known:
     theta: Tensor
     """Parameters [P] at the start of the round."""
     fellows: Sequence[Tensor]
-    """What the programs of the hostile replicas would send [P], its own at `place`."""
+    """Contributions [P] that the programs of the hostile replicas would send, its own at `place`."""
     honest: Tensor
-    """What the n honest replicas send [n, P]."""
+    """Contributions of the n honest replicas [n, P]."""
     first: Tensor
-    """What it contributed in the first round [P]; in that round, what its program would send."""
+    """Its contribution to the first round [P]; in that round, the one that its program would send."""
     parts: Sequence[slice]
     """Where each parameter is in the vectors."""
     kept: Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ class Known:
 
     @property
     def own(self) -> Tensor:
-        """What its program would send [P]."""
+        """Contribution that its program would send [P]."""
         return self.fellows[self.place]
 
 

@@ -166,7 +166,7 @@ OF_OUTER_GRADIENTS = ("norm", "uncorrelated", "momentum", "kept_momentum")
 """Measurements of outer gradients, in the order of OuterGradient."""
 
 OF_ATTACKS = ("caught", "until_caught", "honest_out", "evaluation", "recomputation", "audit_megabytes", "backdoor")
-"""What rows with `research.attacks` tell, by seed."""
+"""Measurements of rows with `research.attacks`."""
 
 EVERY: dict[str, str] = {
     "bias": "bias_every",
@@ -180,7 +180,7 @@ SEEDLESS = (*WAYS, "hours")
 """Quantities that do not depend on the seed, or hardly: a claim about them has a verdict with one seed."""
 
 
-KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least")
+KINDS = ("lower", "equal", "at_most", "grows", "proportional", "inverse_root", "at_least")
 """Keys of a claim that state it."""
 
 
@@ -196,6 +196,7 @@ class Claim(Settings):
 
     lower: [a, b] says that a's loss is lower than b's.
     equal: [a, b] says that they differ by less than `margin`.
+    at_most: [a, b] says that a's loss is lower than that of b plus `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
     proportional: [a, b, ...] says that each other value is a's times the ratio of their shares of compressed replicas,
     within `margin`.
@@ -220,6 +221,7 @@ class Claim(Settings):
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
+    at_most: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
     inverse_root: list[str] | None = Field(None, min_length=2)
@@ -265,7 +267,7 @@ class Claim(Settings):
 
     def rows(self) -> set[str]:
         """Return the names of the rows in the claim."""
-        pairs = [pair for pair in (self.lower, self.equal) if pair is not None] + (self.grows or [])
+        pairs = [pair for pair in (self.lower, self.equal, self.at_most) if pair is not None] + (self.grows or [])
         bounded = [] if self.at_least is None else [self.at_least[0]]
         return {name for pair in pairs for name in pair}.union(self.proportional or self.inverse_root or bounded)
 

@@ -115,7 +115,7 @@ def quantities(claim: Claim, values: Values, shares: Mapping[str, float]) -> lis
     if claim.grows is not None:
         gaps = [difference(*pair) for pair in claim.grows]
         return [{seed: other[seed] - one[seed] for seed in seeds} for one, other in pairwise(gaps)]
-    pair = claim.lower or claim.equal
+    pair = claim.lower or claim.equal or claim.at_most
     assert pair is not None
     return [difference(*pair)]
 
@@ -137,6 +137,8 @@ def slices_interval(
 
 def _bounds(claim: Claim) -> Interval:
     """Return the bounds of each of the claim's quantities."""
+    if claim.at_most is not None:
+        return -claim.margin, math.inf
     is_about_size = any(kind is not None for kind in (claim.equal, claim.proportional, claim.inverse_root))
     return (-claim.margin, claim.margin) if is_about_size else (0.0, math.inf)
 

@@ -42,7 +42,7 @@ FOR_EVER = 2**31
 
 @dataclass
 class Told:
-    """What a row with attacks says beside its losses."""
+    """Outcome of a row with attacks beside its losses."""
 
     excluded: dict[str, int] = field(default_factory=dict)
     """Round after which a replica was first excluded, or its contribution left out, by replica."""
@@ -62,7 +62,7 @@ class Told:
 
 
 class HostileContributions(Contributions):
-    """What honest and hostile replicas send, and who is counted."""
+    """Contributions of honest and hostile replicas, and which of them count."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class FastResult:
     slices: dict[str, list[float]] = field(default_factory=dict)
     """Loss on each of SLICES parts of the validation rows, by forward (`own`, `uncompressed`, `compressed`)."""
     attacks: dict[str, Any] = field(default_factory=dict)
-    """What attacks and defences did: the fields of hostile.Told. Empty for a row without `research.attacks`."""
+    """Fields of hostile.Told: actions of attacks and defences. Empty for a row without `research.attacks`."""
 
 
 def train_fast(
