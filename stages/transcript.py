@@ -4,7 +4,7 @@ A stage commits to its transcript with its contribution. An audit trains the rou
 all stages hop by hop, so that it finds the stage that computed something else.
 
 Two neighbours may say different things about a message. So at the end of an inner loop each signs for the other what it
-has sent; the other compares this with what it received, and keeps the signature as a proof. The flush that ends an
+has sent. The other compares this with what it received, and keeps the signature as a proof. The flush that ends an
 inner loop carries it forward, and a second flush carries it backward.
 
 Machines whose bits differ also keep a sketch of each message: eight sums of all its numbers with random signs. A change
@@ -251,7 +251,7 @@ class Transcript:
 
 
 class Digested(NamedTuple):
-    """What a transcript keeps of a message."""
+    """Content of a record, beside its place in the schedule."""
 
     norm: float
     sha256: bytes

@@ -63,7 +63,7 @@ def group_spec(
 
 @dataclass(frozen=True)
 class Contributed:
-    """What the members of a group contributed to a round."""
+    """Contribution of a group to a round."""
 
     blobs: dict[str, bytes]
     """By block."""

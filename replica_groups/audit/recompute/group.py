@@ -62,7 +62,7 @@ class ReplicaHere:
         self.members: dict[str, TrainingMember] = {}
         self.outers: dict[str, OuterRound] = {}
         self.blobs: dict[str, bytes] = {}
-        """What the replica contributes to the round, by block; filled by `train`."""
+        """The replica's contribution to the round, by block; filled by `train`."""
         self.first = 0
         """Number of the round's first step, counted over the run."""
         for one in own:

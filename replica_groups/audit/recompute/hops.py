@@ -31,7 +31,7 @@ _NEAR = 1 / 4
 
 @dataclass(frozen=True)
 class Blame:
-    """What a comparison found."""
+    """Outcome of a comparison."""
 
     member: str
     """Member that computed something else; empty if it is not known."""
@@ -48,7 +48,7 @@ class _Compared:
     records: NDArray[np.void]
     """The stage's records [N]."""
     differs: NDArray[np.bool_]
-    """Which records [N] differ from the recomputation."""
+    """Whether each record [N] differs from the recomputation."""
 
     @property
     def member(self) -> str:
