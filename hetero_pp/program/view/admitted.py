@@ -1,4 +1,4 @@
-"""Who may see the page from another machine: members that a run admits now, by their certificates."""
+"""Access to the page from other machines: for the present members of a run, by their certificates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECONDS_KNOWN = 10.0
 _SECONDS_TO_ANSWER = 5.0
 
 Holders = Callable[[], Mapping[str, int] | None]
-"""Returns slot -> number of the present holder with a ticket, 0 if there is none; None if nobody can say."""
+"""Returns slot -> number of the present holder with a ticket, 0 if there is none; None if it is not known."""
 
 
 class Door:
@@ -42,8 +42,8 @@ class Door:
     def admits(self, certificate: bytes) -> bool:
         """Return whether a certificate (DER) is valid, and its owner a member of the run now.
 
-        Processes that were started with the run's secret are. If nobody can say who holds the slots, the certificate
-        alone counts: it is valid for a day at most.
+        A process that was started with the run's secret is a member. If the holders of the slots are not known, the
+        certificate alone counts: it is valid for a day at most.
         """
         found = x509.load_der_x509_certificate(certificate)
         try:
@@ -66,7 +66,7 @@ class Door:
 
 
 def door_of(known: Known) -> Door:
-    """Return the door of a run that this host serves, where it reads who holds the slots, or asks the exchange."""
+    """Return the door of a run. Its serving host has the holders of the slots on its disk; others ask the exchange."""
     return Door(known.identity, partial(_on_disk, known.folder) if known.serves else partial(_told, known))
 
 
