@@ -59,7 +59,7 @@ from replica_groups.exchange.server import MOST_OPEN
 
 BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
-STREAMS = ("Deposit", "Fetch", "Snapshot", "Carry", "Open")
+STREAMS = ("Deposit", "Show", "Fetch", "Snapshot", "Carry", "Open")
 """Streaming calls, of which a caller may have only a few open."""
 CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
@@ -94,7 +94,7 @@ MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """Probabilities before each message: that the guest's slot changes, and that it becomes vacant."""
 
-HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
+HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Show": pb.ShownFile, "Open": pb.LinkHello}
 TEXTS = [
     "",
     "exchange",
@@ -262,7 +262,7 @@ def _spare_the_run(message: pb.ReportRequest) -> None:
 
 
 def _frames(call: str, message: Message, dice: random.Random, known: Known, texts: Sequence[str]) -> list[bytes]:
-    if call == "Deposit":
+    if call in ("Deposit", "Show"):
         payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
         return list(header_and_payload_frames(message, [payload]))
     if call in ("Carry", "Probe", "Measure"):

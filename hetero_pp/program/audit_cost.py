@@ -1,4 +1,4 @@
-"""What the audits of a run cost, told before it starts."""
+"""Cost of the audits of a run, shown before it starts."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class FollowedRun:
                 time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
     def take(self, judgements: Sequence[pb.Judgement]) -> None:
-        """Send judgements. What the exchange refuses, or does not answer in time, is told and given up."""
+        """Send judgements. They are reported and dropped if the exchange refuses them or does not answer in time."""
         request = pb.JudgeRequest(validator=self._name, judgements=judgements)
         until, round_ = time.monotonic() + SECONDS_FOR_AN_EXCHANGE, judgements[0].round
         while True:

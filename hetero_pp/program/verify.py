@@ -27,10 +27,10 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
-from replica_groups.exchange.follower import Follower
 from replica_groups.audit.recompute.compare import Comparison
 from replica_groups.audit.recompute.evidence import MOST_OF_JSON, Evidence, read_bounded, read_evidence, read_record
 from replica_groups.audit.recompute.recomputation import Recomputation
+from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.showing import DRAWS, EVIDENCE, draw_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in

@@ -250,7 +250,7 @@ class Judgements(NoAudits):
         return first if awaited <= self._told[first].keys() or newest >= first + AWAITED_ROUNDS else None
 
     def _settle(self, round_: int) -> None:
-        """Update the book by a round, exclude who is below the bound, keep and report the scores."""
+        """Update the book by a round, exclude replicas below the bound, keep and report the scores."""
         assert self._book is not None
         told = list(self._told.pop(round_, {}).values())
         losses = dict(_medians([one.losses for one in told]))

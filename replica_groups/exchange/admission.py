@@ -35,8 +35,8 @@ PREVIEWS_A_MINUTE, PREVIEWS_AT_ONCE = 20.0, 20
 MEASUREMENTS_A_MINUTE, MEASUREMENTS_AT_ONCE = 4.0, 4
 """Calls of `Measure` that one caller may make: two for each measurement of its line."""
 
-ALL_MEASUREMENTS_A_MINUTE, ALL_MEASUREMENTS_AT_ONCE = 4.0, 16
-"""The same of all callers together: 16 MiB a minute. Otherwise many tickets could fill the line of the exchange."""
+ALL_MEASUREMENTS_A_MINUTE, ALL_MEASUREMENTS_AT_ONCE = 8.0, 32
+"""The same of all callers together: 32 MiB a minute. Otherwise many tickets could fill the line of the exchange."""
 _TOGETHER = "all callers"
 
 

@@ -12,7 +12,7 @@ _ROUNDS_KEPT = 4
 
 
 class Commitments:
-    """What members committed to with their newest contributions. Thread-safe."""
+    """Newest commitments of members. Thread-safe."""
 
     def __init__(self, members: Mapping[str, str], readers: Collection[str]) -> None:
         """`members`: member -> replica. `readers` read the corpus, so that they commit to their text."""

@@ -74,7 +74,7 @@ class Exchange(ExchangeService):
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. `shows`: if rounds are computed again, whom to ask for what. `agreement`, `text`: as in
+        members may report. `shows`: settings of draws, if rounds are computed again. `agreement`, `text`: as in
         Joining.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log

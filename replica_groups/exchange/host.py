@@ -69,7 +69,7 @@ def make_exchange(
 
 
 def shows_of(spec: RunSpec) -> Shows | None:
-    """Return whom to ask for checkpoints, if the run is audited by recomputation.
+    """Return the settings of draws and of shown checkpoints, if the run is audited by recomputation.
 
     A checkpoint has at most two moments and the error feedback of each parameter, and those of the boundary's anchors.
     """

@@ -29,7 +29,7 @@ class Exclusion(BaseModel):
 
 
 class KeptScores(BaseModel):
-    """What an exchange needs to go on after a judged round, and what `hetero-pp scores` shows."""
+    """State of the audits after a judged round: an exchange goes on from it, and `hetero-pp scores` shows it."""
 
     round: int
     book: str | None

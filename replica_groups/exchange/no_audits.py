@@ -1,4 +1,4 @@
-"""What the exchange tells the audits of a run, and asks them. Here for a run without any."""
+"""Interface of the audits of a run to the exchange, implemented for a run without audits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NoAudits:
     """Audits of a run that has none: nothing is left out. Audits override these methods."""
 
     def admit(self, guests: Memberships | None) -> None:
-        """Note who knows the members with a ticket."""
+        """Take the database of the members with a ticket."""
 
     def begin(self, last_round: int) -> None:
         """Begin or resume after a round."""

@@ -6,7 +6,7 @@
     evidence/000007-home/arrived.json        written once all have: members that did not, and why
 
 A member is asked with each assignment until its files are here. An exchange that starts again begins another chain, and
-forgets whom the last one asked.
+forgets the requests of the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_OF_MESSAGES = 64 << 20
 
 @dataclass(frozen=True)
 class Shows:
-    """Whom to ask for what."""
+    """Settings of draws, and bounds of what members may show."""
 
     share: float
     """Share of the replicas' rounds that are drawn."""

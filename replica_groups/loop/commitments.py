@@ -1,4 +1,4 @@
-"""What a member commits to in each round of a run that is audited by recomputation, and what it shows if it is asked.
+"""Commitments of a member in a run that is audited by recomputation, and the checkpoints that it shows if asked.
 
   <folder>/round-000007/before.safetensors   its state before round 7
   <folder>/round-000007/messages             digests of the messages that it exchanged with other stages in round 7
@@ -33,7 +33,7 @@ class CommittedExchange(ForwardedExchange):
     """Adds what a member commits to to each of its blobs."""
 
     commitment: Commitment | None = None
-    """Of the newest contribution; None if the run is not audited by recomputation."""
+    """The commitment of the newest contribution; None if the run is not audited by recomputation."""
 
     def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
         if self.commitment is not None:

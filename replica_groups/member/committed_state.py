@@ -1,4 +1,4 @@
-"""What a member commits to: moments, error feedback and position in the data, as one file without pickle.
+"""State to which a member commits: moments, error feedback and position in the data, in one file without pickle.
 
 The digest depends on the names, shapes and bytes of the tensors and on the JSON of the rest, not on the file. Theta is
 not part of it, because it follows from the run log.

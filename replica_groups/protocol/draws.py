@@ -1,4 +1,4 @@
-"""Which rounds of which replicas are computed again: drawn by secrets of a hash chain, so that nobody can choose them.
+"""Draws of the rounds that are computed again, by secrets of a hash chain, so that nobody can choose them.
 
   end <- sha256 - secret of the first round <- sha256 - secret of the second round <- sha256 - ...
 
@@ -29,7 +29,7 @@ class Chain:
         for _ in range(CHAIN_ROUNDS):
             links.append(hashlib.sha256(links[-1]).digest())
         self.end = links.pop()
-        """What is published before the first round."""
+        """The hash that is published before the first round."""
         self._secrets = b"".join(reversed(links))
 
     @property

@@ -401,8 +401,8 @@ class Heal:
 class Barred:
     """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
-    The bits of a member (`place`) differed again after a recovery, too many of its messages were malformed, or an audit
-    found that the replica harms the run; `place` is then its first slot.
+    The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed. If an
+    audit found that the replica harms the run, `place` is the replica's first slot.
     """
 
     place: str

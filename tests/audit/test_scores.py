@@ -1,4 +1,4 @@
-"""Scores of contributions: who is excluded, included and with which weight; each hole of a naive score has a test."""
+"""Scores of contributions: exclusions, inclusions and weights. Each hole of a naive score has a test."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_without_scores_all_are_equal_and_take_turns() -> None:
     for round_ in range(1, 9):
         chosen = book.chosen(EIGHT)
         turns = {name: turns[name] + (name in chosen) for name in turns}
-        facts = _facts(round_, chosen, missed=frozenset(EIGHT) - frozenset(chosen))
+        facts = _facts(round_, chosen, left_out=frozenset(EIGHT) - frozenset(chosen))
         book.update(facts, {})
     assert set(turns.values()) == {6}
 

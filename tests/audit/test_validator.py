@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,8 +84,10 @@ def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) ->
         save_config(spec.config, run.folder.config)
         command = ["validate", "t", "--exchange", run.address, "--token-file", str(token), "--device", "cpu"]
         command += ["--name", "one", "--runs", str(run.folder.path.parent)]
-        done = CliRunner().invoke(app, command)
-        run.until_over()
+        with ThreadPoolExecutor(1) as members:
+            trained = members.submit(run.until_over)
+            done = CliRunner().invoke(app, command)
+            trained.result(TIMEOUT)
         assert done.exit_code == 0 and run.exchange.decisions.failure is None
         kept = newest_scores(run.exchange.log.store)
     assert kept is not None and kept.round == 4

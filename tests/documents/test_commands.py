@@ -82,6 +82,12 @@ RUN_BY = {
     "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
     "hetero-pp replay runs/quickstart": REPLAYED,
     "hetero-pp replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
+    "hetero-pp validate quickstart --device cpu --name first": (
+        "tests/audit/test_validator.py::test_a_validator_elsewhere_judges_over_grpc"
+    ),
+    "hetero-pp scores quickstart --json scores.json": (
+        "tests/audit/test_hostile_runs.py::test_the_command_shows_who_is_excluded_and_why"
+    ),
     "hetero-pp compare quickstart quickstart.1 /data/other/run": (
         "tests/program/test_compare.py::test_what_differs_and_what_was_reached"
     ),

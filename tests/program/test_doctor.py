@@ -351,6 +351,8 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Served]:
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(admission, "ALL_MEASUREMENTS_AT_ONCE", 1000)  # the tests measure more often than hosts
         yield Served(tmp_path_factory.mktemp("served"), corpus, stack)
 
 

@@ -36,6 +36,7 @@ from hetero_pp.messages.messages_pb2 import (
     SILENT,
     SUSPENDED,
     TERM_OVER,
+    UNAUDITED,
     WENT_ON,
     Happened,
     Over,
@@ -360,3 +361,27 @@ def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
         RESTART,
         "home returns to the start of its round and waits for home.1",
     ]
+
+
+def judged(time: float, round_: int, replica: str, is_equal: bool) -> Report:
+    report = Report(time=time, member="exchange")
+    report.judged.round, report.judged.replica = round_, replica
+    report.judged.recomputed.is_equal = is_equal
+    return report
+
+
+def test_the_end_tells_what_audits_found() -> None:
+    scores = Report(time=START + 2, member="exchange")
+    scores.scores.scores.add(replica="dc")
+    scores.scores.scores.add(replica="home", excluded="low score")
+    audited = [*there(), judged(START, 1, "dc", True), judged(START + 1, 1, "home", False), scores]
+    audited.append(standing(START + 3, UNAUDITED, cause="its disk is full"))
+    lines = result_of(state_of([*audited, *made_up_reports()[3:]]))
+    assert (
+        "Audits: 2 rounds of replicas computed again, 1 differed from what was contributed (see metrics.jsonl)."
+        in lines
+    )
+    assert "Scores: 2 replicas, excluded: home (`hetero-pp scores`)." in lines
+    assert "Unaudited: its disk is full." in lines
+    equal = result_of(state_of([*there(), judged(START, 1, "dc", True), *made_up_reports()[3:]]))
+    assert "Audits: 1 round of replicas computed again, all as contributed." in equal

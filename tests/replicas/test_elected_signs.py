@@ -71,6 +71,11 @@ def test_the_learning_rate_rises_once_more_after_pretraining(corpus: Path, tmp_p
     [
         ({"warms_up_again": True}, "warms_up_again", "found this key with no `pretraining`"),
         ({"method": "adamw_ddp", "elects_signs": True}, "elects_signs", "found this key with averaged gradients"),
+        (
+            {"aggregation": "trimmed_mean", "elects_signs": True},
+            "elects_signs",
+            "found this key with `outer.aggregation: ",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(outer: dict[str, Any], key: str, words: str, corpus: Path) -> None:

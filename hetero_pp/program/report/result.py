@@ -105,6 +105,7 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     elif hashes:
         yield "The replicas do not hold the same weights."
     yield from _membership_events(summary)
+    yield from _audit_lines(summary.get("audit", {}))
     if summary["refusals"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())
         told = summary.get("refusals_told_by", {}).items()
@@ -117,6 +118,20 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if "failed" in summary:
         yield f"Failed: {summary['failed']}"
     yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, links.png, tensorboard/)"
+
+
+def _audit_lines(audit: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about what audits found in a run; none for a run without audits."""
+    if checks := audit.get("checks", 0):
+        failed = len(audit["failed_checks"])
+        found = f"{failed} differed from what was contributed (see metrics.jsonl)" if failed else "all as contributed"
+        yield f"Audits: {format_count(checks, 'round')} of replicas computed again, {found}."
+    if scores := audit.get("scores"):
+        excluded = [one["replica"] for one in scores if one["excluded"]]
+        words = f"excluded: {', '.join(excluded)}" if excluded else "nobody is excluded"
+        yield f"Scores: {format_count(len(scores), 'replica')}, {words} (`hetero-pp scores`)."
+    if audit.get("unaudited"):
+        yield f"Unaudited: {audit['unaudited']}."
 
 
 _TIMES = {"restarts": "restarted", "taken_again": "joined again", "healed": "recovered from the log"}

@@ -117,6 +117,8 @@ class RunState:
         self.latest: float | None = None
         self.scores: dict[str, Score] = {}
         """Newest scores, by replica; empty without audits."""
+        self.checks = 0
+        """Number of recomputations of a replica's round."""
         self.failed_checks: list[Judgement] = []
         """Recomputations that found something else than a replica had contributed."""
         self.standings = Standings(spec)
@@ -175,8 +177,9 @@ class RunState:
                     self.reading = report.reading if report.reading.share < 1 else None
                 case "scores":
                     self.scores |= {one.replica: one for one in report.scores.scores if self._replica(one.replica)}
-                case "judged" if report.judged.HasField("recomputed") and not report.judged.recomputed.is_equal:
-                    self.failed_checks.append(report.judged)
+                case "judged" if report.judged.HasField("recomputed"):
+                    self.checks += 1
+                    self.failed_checks += [] if report.judged.recomputed.is_equal else [report.judged]
                 case "waiting":
                     self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time

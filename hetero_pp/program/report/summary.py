@@ -44,6 +44,7 @@ def _audit(state: RunState) -> dict[str, Any]:
     """Return what audits found, under `audit`; nothing for a run without audits."""
     found = {
         "scores": [_fields(one) for one in state.scores.values()],
+        "checks": state.checks,
         "failed_checks": [
             {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
         ],

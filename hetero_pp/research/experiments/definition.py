@@ -180,7 +180,7 @@ SEEDLESS = (*WAYS, "hours")
 """Quantities that do not depend on the seed, or hardly: a claim about them has a verdict with one seed."""
 
 
-KINDS = ("lower", "equal", "at_most", "grows", "proportional", "inverse_root", "at_least")
+KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least", "at_most")
 """Keys of a claim that state it."""
 
 

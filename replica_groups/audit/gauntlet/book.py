@@ -24,13 +24,14 @@ PROBATION = 2.0
 """Moving average with which a replica returns, over the threshold. It stays if its first evaluations are good."""
 
 CLEAR = 0.75
-"""Mean indicator of most replicas from which one below the bound is excluded: in a simulation of honest replicas at
-any level of noise, it is the lowest that keeps false exclusions below 0.2 % of replicas in 300 evaluations."""
+"""Least mean indicator of most replicas with which one below the bound is excluded.
+
+In simulations of honest replicas with any noise, at most 0.13 % of them were then excluded within 300 evaluations."""
 
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What was seen of a round without trying any contribution."""
+    """Facts about a round, known without a trial of any contribution."""
 
     round: int
     included: frozenset[str]
@@ -47,7 +48,7 @@ class RoundFacts:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is known of one replica."""
+    """Known facts about one replica."""
 
     rating: Rating = NEW
     average: float = 0.0
@@ -61,6 +62,8 @@ class _Entry:
     present: int = 0
     contributed: int = 0
     """Rounds in which it was present, and to which it contributed, without those of an exclusion."""
+    counted: int = 0
+    """Rounds whose mean has its contribution."""
     last: int = 0
     """Last round in which it was present."""
     evaluated: int = 0
@@ -140,18 +143,18 @@ class ScoreBook:
         """Return those of the replicas that a round includes: the `include` with the best scores, or all.
 
         The best are those with the highest product of final score and uptime. A replica without a score is in the
-        middle. Of equal ones, the best are those with the fewest contributions so far.
+        middle. Among equal ones, it takes those that the fewest rounds have included.
         """
         entries = {name: self._entries.get(name, _Entry()) for name in sorted(replicas)}
         values = self._filled({name: entry.final * entry.uptime for name, entry in self._entries.items()}, entries)
-        order = sorted(entries, key=lambda name: (-values[name], entries[name].contributed, name))
+        order = sorted(entries, key=lambda name: (-values[name], entries[name].counted, name))
         return sorted(order[: self._settings.include])
 
     def weights(self, replicas: Iterable[str]) -> dict[str, float]:
         """Return the weight of each of the replicas in a round's mean, of which the largest is 1.
 
-        It is in proportion to the moving average of the indicator and to the improvement itself, not to the rating:
-        two replicas that share one contribution can have the best ranks, and improve no more than it does. A replica
+        It is in proportion to the moving average of the indicator, and to the improvement instead of the rating. Two
+        replicas that share one contribution can have the best ranks, but improve no more than it does. A replica
         without a score is in the middle.
         """
         names = sorted(replicas)
@@ -191,6 +194,7 @@ class ScoreBook:
             entry,
             present=entry.present + 1,
             contributed=entry.contributed + (name not in facts.missed),
+            counted=entry.counted + (name in facts.included),
             last=facts.round,
             synchronisation=facts.synchronisation.get(name, 1.0),
         )

@@ -28,7 +28,7 @@ class GauntletCheck:
     def __init__(
         self, spec: RunSpec, settings: GauntletSettings, source: Source, secret: str, device: torch.device
     ) -> None:
-        """`secret`: known to the validators alone; it decides who is drawn, and on which text."""
+        """`secret`: known to the validators alone; it decides which replicas are drawn, and on which text."""
         self._spec, self._settings, self._device = spec, settings, device
         self._secret = hashlib.sha256(f"audit {secret}".encode()).digest()
         self._texts = Texts(spec, source, settings.sequences)

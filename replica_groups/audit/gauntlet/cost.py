@@ -1,4 +1,4 @@
-"""What scoring costs, told before a run."""
+"""Compute that scoring costs, known before a run."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ Contribution = Mapping[str, DecodedTensor]
 """Tensors by the parameters' names."""
 
 FEW = 0.5
-"""What an overlap is compared with if there is no other pair in the round."""
+"""Usual overlap of a round that has no other pair."""
 
 
 def overlap(one: Contribution, other: Contribution) -> float:
     """Return the overlap of two contributions to one model: 1 if equal, about 0 if unrelated.
 
-    It is the share of positions that both keep, each counted by its value: the cosine of a tensor, and the mean over
-    tensors, weighted by the number of their values. If all values are sent, their positions alone say nothing.
+    It is the cosine of a tensor, and the mean over tensors, weighted by the number of values that they keep. Positions
+    alone would say nothing about contributions of all values.
     """
     total = 0.0
     kept = {name: min(len(one[name].indices), len(other[name].indices)) for name in one}

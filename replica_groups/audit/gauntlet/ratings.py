@@ -39,7 +39,7 @@ def require_openskill() -> None:
 def rated(ratings: Mapping[str, Rating], order: Sequence[str]) -> dict[str, Rating]:
     """Return the ratings of some replicas after a match, of which `order` is the result, from the worst to the best.
 
-    There are no draws: in a match with several, the model raises whoever comes just below them.
+    There are no draws: in a match with several, the model raises the replica just below them.
     """
     from openskill.models import PlackettLuce
 

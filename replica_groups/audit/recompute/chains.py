@@ -1,7 +1,7 @@
 """Chain of the commitments of each replica: its state after a round is its state before the next.
 
 The chain may end where a replica was formed anew, where a round excluded it and its contribution returned to the error
-feedback, or where a run resumed. What it then commits to is a new anchor, and counted: nobody can compare it.
+feedback, or where a run resumed. Its next commitment is then a new anchor, and counted: nobody can compare it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Comparison:
     difference: float
     """Largest relative difference of a block; 0: equal bits."""
     cause: str = ""
-    """What differs, in one line; empty if nothing does."""
+    """Names the difference in one line; empty if there is none."""
     member: str = ""
     """Member that committed to something else, if that is known."""
 
