@@ -104,12 +104,6 @@ RUN_BY = {
     "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
     "hetero-pp doctor hpp1.CMfx43ja...": "tests/program/test_doctor.py::test_a_ticket_passes_and_stays_usable",
-    "hetero-pp validate quickstart --device cpu --name first": (
-        "tests/audit/test_validator.py::test_a_validator_elsewhere_judges_over_grpc"
-    ),
-    "hetero-pp scores quickstart --json scores.json": (
-        "tests/audit/test_hostile_runs.py::test_the_command_shows_who_is_excluded_and_why"
-    ),
     "hetero-pp verify runs/quickstart/evidence/000007-home": (
         "tests/audit/test_verify.py::test_evidence_proves_the_lie"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 import torch
 from torch import Tensor
@@ -43,6 +43,12 @@ def losses_of(
         other_after=fmean(after[1]),
         error=sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains) ** 0.5,
     )
+
+
+def median_of(told: Sequence[Losses]) -> Losses:
+    """Return of each number the median over what several validators told about one contribution."""
+    names = [number.name for number in Losses.DESCRIPTOR.fields]
+    return Losses(**{name: median(getattr(one, name) for one in told) for name in names})
 
 
 @torch.no_grad()
