@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from small_run import GRACE, Run
@@ -13,7 +14,7 @@ from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.outer.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.kept_scores import newest_scores
@@ -118,7 +119,8 @@ def test_a_lying_minority_of_validators_changes_nothing(tmp_path: Path) -> None:
             _round(run, number, *GROUPS)
             for name in validators:
                 lies = {"a": BAD, "b": GOOD, "c": BAD} if name == "liar" else {"a": GOOD, "b": BAD, "c": GOOD}
-                judgements.take(_losses(number, **lies), name)
+                copies = [pb.Judgement(round=number, replica="c", copies="a")] if name == "liar" else []
+                judgements.take([*copies, *_losses(number, **lies)], name)
         kept = newest_scores(run.log.store)
         assert kept is not None and kept.round == 4
         tables.append(kept.table)
@@ -217,6 +219,23 @@ def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tm
     with pytest.raises(Refused, match="its round 1 was computed again"):
         guests.require_in("b", holder)
     assert not run.exchange.coordinator.slot("b").held and not judgements.exclusions.in_force
+    guests.close()
+
+
+def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run, tmp_path: Path) -> None:
+    judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
+    judgements.admit(guests)
+    holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
+    run.assign(0, "a", "c")
+    run.exchange.assign(Caller("b", holder=holder), 0)
+    run.deposit(1, *GROUPS)
+    guests.revoke("b")
+    other = guests.enrol(guests.invite("b", 3600), b"other", [], 3600).number
+    with mock.patch.object(run.exchange.assignments, "held_by", lambda name: HeldBy(name, other, 2)):
+        judgements.take([_wrong(1, "b")], "v")
+    assert not judgements.exclusions.in_force
+    judgements.take([_wrong(1, "b")], "w")
+    assert "b" in judgements.exclusions.in_force
     guests.close()
 
 
