@@ -449,18 +449,14 @@ class Recomputed(_message.Message):
     def __init__(self, is_equal: _Optional[bool] = ..., difference: _Optional[float] = ..., member: _Optional[str] = ..., cause: _Optional[str] = ..., evidence: _Optional[str] = ...) -> None: ...
 
 class ShownFile(_message.Message):
-    __slots__ = ("round", "name", "size", "sha256", "is_last")
+    __slots__ = ("round", "name", "size")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     round: int
     name: str
     size: int
-    sha256: bytes
-    is_last: bool
-    def __init__(self, round: _Optional[int] = ..., name: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[bytes] = ..., is_last: _Optional[bool] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class ShownReply(_message.Message):
     __slots__ = ()

@@ -18,6 +18,7 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError, ExchangeLost, HeteroPPError, Refused, RunFailed, RunOver, StoreError
+from hetero_pp.core.units import format_count
 from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
@@ -164,7 +165,7 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
         tell(standard_output(), f"{title}: {line}")
 
     def on_round(round_: int, count: int) -> None:
-        say(f"round {round_}: {count} judgements" if count else f"round {round_}: not judged")
+        say(f"round {round_}: {format_count(count, 'judgement') if count else 'not judged'}")
 
     followed, has_changed = FollowedRun(name, spec, log, access, say), False
     spec = followed.spec

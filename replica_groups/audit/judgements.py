@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from hetero_pp.config.audit import AuditSettings
@@ -24,6 +23,7 @@ from hetero_pp.outer.exchange_service import Caller
 from replica_groups.audit.bounds import complaint
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
+from replica_groups.audit.gauntlet.losses import median_of
 from replica_groups.audit.recompute.chains import Chains
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.kept_scores import keep_scores, newest_scores
@@ -342,6 +342,4 @@ class Judgements(NoAudits):
 def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:
     """Yield the losses of each replica: of each number the median over the validators."""
     for name in sorted({name for one in told for name in one}):
-        found = [one[name] for one in told if name in one]
-        names = [number.name for number in pb.Losses.DESCRIPTOR.fields]
-        yield name, pb.Losses(**{number: median([getattr(one, number) for one in found]) for number in names})
+        yield name, median_of([one[name] for one in told if name in one])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.core.files import complaint, file_sha256
+from hetero_pp.core.files import complaint
 from hetero_pp.data.shares import Hash
 from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
 from hetero_pp.outer.exchange_service import Caller, ForwardedExchange
@@ -147,17 +147,16 @@ class Commitments:
             if not paths:
                 raise FileNotFoundError(2, os.strerror(2), str(self._path(round_)))
             for path in paths:
-                self._show_file(round_, path, path == paths[-1])
+                self._show_file(round_, path)
         except (HeteroPPError, OSError) as error:
             why = complaint(error) if isinstance(error, OSError) else str(error)
             print(f"{self._name}: its state before round {round_} was not shown: {why}", file=sys.stderr, flush=True)
         else:
             del self._shows[round_]
 
-    def _show_file(self, round_: int, path: Path, is_last: bool) -> None:
+    def _show_file(self, round_: int, path: Path) -> None:
         """Send a file. One that arrived damaged is sent again, once."""
-        header = ShownFile(round=round_, name=path.name, size=path.stat().st_size, is_last=is_last)
-        header.sha256 = bytes.fromhex(file_sha256(path))
+        header = ShownFile(round=round_, name=path.name, size=path.stat().st_size)
         try:
             self._exchange.show_file(header, path, Caller(self._name))
         except Refused:

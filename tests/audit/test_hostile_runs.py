@@ -12,11 +12,12 @@ import pytest
 import torch
 from lying_run import SECRET, LyingRun, lying_spec
 from members import TIMEOUT
+from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobHeader
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.program.scores import print_scores
+from hetero_pp.program.cli import app
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -121,12 +122,9 @@ def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: Lyi
     assert not [one for one in told if one.what == UNAUDITED]
 
 
-def test_the_command_shows_who_is_excluded_and_why(
-    cheated: LyingRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_who_is_excluded_and_why(cheated: LyingRun, tmp_path: Path) -> None:
     runs, found = cheated.folder.path.parent, tmp_path / "scores.json"
-    print_scores(runs, "t", found)
-    out = capsys.readouterr().out
+    out = CliRunner().invoke(app, ["scores", "t", "--json", str(found), "--runs", str(runs)]).output
     assert out.count("copy of") == 2 and f"t: scores after round {ROUNDS}" in out
     told = json.loads(found.read_text())
     excluded = {one["replica"]: one["excluded_until"] for one in told["replicas"] if one["excluded"]}

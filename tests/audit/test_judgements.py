@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from small_run import GRACE, Run
@@ -15,7 +16,7 @@ from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.outer.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.kept_scores import newest_scores
@@ -127,7 +128,8 @@ def test_a_lying_minority_of_validators_changes_nothing(tmp_path: Path) -> None:
             _round(run, number, *GROUPS)
             for name in validators:
                 lies = {"a": BAD, "b": GOOD, "c": BAD} if name == "liar" else {"a": GOOD, "b": BAD, "c": GOOD}
-                judgements.take(_losses(number, **lies), name)
+                copies = [pb.Judgement(round=number, replica="c", copies="a")] if name == "liar" else []
+                judgements.take([*copies, *_losses(number, **lies)], name)
         kept = newest_scores(run.log.store)
         assert kept is not None and kept.round == 4
         tables.append(kept.table)
@@ -296,6 +298,23 @@ def _committed_by(run: Run, holder: int) -> None:
             entry.commitments.extend([pb.Commitment(member="b", holder=holder)] if entry.replica == "b" else [])
 
     run.exchange.deposits.commitments = cast(Any, SimpleNamespace(take=lambda *of_a_blob: None, add_to=add_to))
+
+
+def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run, tmp_path: Path) -> None:
+    judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
+    judgements.admit(guests)
+    holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
+    run.assign(0, "a", "c")
+    run.exchange.assign(Caller("b", holder=holder), 0)
+    run.deposit(1, *GROUPS)
+    guests.revoke("b")
+    other = guests.enrol(guests.invite("b", 3600), b"other", [], 3600).number
+    with mock.patch.object(run.exchange.assignments, "held_by", lambda name: HeldBy(name, other, 2)):
+        judgements.take([_wrong(1, "b")], "v")
+    assert not judgements.exclusions.in_force
+    judgements.take([_wrong(1, "b")], "w")
+    assert "b" in judgements.exclusions.in_force
+    guests.close()
 
 
 def test_a_run_without_a_validator_says_so_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

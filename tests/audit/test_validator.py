@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +14,13 @@ from lying_run import SECRET, LyingRun, lying_spec
 from members import TIMEOUT
 from small_run import SETTINGS, Run
 from torch import Tensor
+from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import open_source, tokens_digest
 from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
 from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import settled
 from hetero_pp.program.report.happenings import Happenings
@@ -66,9 +68,7 @@ def test_a_validator_that_dies_ends_nothing_and_the_run_says_so(
     assert audit["unaudited"] == cause and {one["evaluations"] for one in audit["scores"]} == {1}
 
 
-def test_a_validator_elsewhere_judges_over_grpc(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) -> None:
     """Each round waits until the one before is judged, so that the run does not end too early for the test."""
     spec = lying_spec(corpus, 4, {}, audit={"by": "validators", **GAUNTLET})
     run, token = LyingRun(spec, tmp_path), tmp_path / "token"
@@ -84,17 +84,18 @@ def test_a_validator_elsewhere_judges_over_grpc(
 
     with run, mock.patch.object(ExchangeClient, "deposit_blob", deposit_later):
         save_config(spec.config, run.folder.config)
-        arguments = (run.folder.path.parent, "t", run.address, token, "cpu", "one")
-        thread = threading.Thread(target=validate, args=arguments, daemon=True)
-        thread.start()
-        run.until_over()
-        thread.join(TIMEOUT)
-        assert not thread.is_alive() and run.exchange.decisions.failure is None
+        command = ["validate", "t", "--exchange", run.address, "--token-file", str(token), "--device", "cpu"]
+        command += ["--name", "one", "--runs", str(run.folder.path.parent)]
+        with ThreadPoolExecutor(1) as members:
+            trained = members.submit(run.until_over)
+            done = CliRunner().invoke(app, command)
+            trained.result(TIMEOUT)
+        assert done.exit_code == 0 and run.exchange.decisions.failure is None
         kept = newest_scores(run.exchange.log.store)
     assert kept is not None and kept.round == 4
     assert [one.evaluations for one in kept.scores.scores] == [4, 4]
     assert not {one.standing.what for one in run.told} & {UNAUDITED, AUDITED}
-    assert "round 4: 2 judgements" in capsys.readouterr().out
+    assert "round 4: 2 judgements" in done.output
 
 
 class _Log:

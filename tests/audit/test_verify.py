@@ -123,6 +123,16 @@ def test_evidence_with_other_settings_than_the_run_convicts_nobody(run: Path, tm
     assert code == 1 and "has other settings than the run had in round 1" in output
 
 
+def test_a_secret_that_is_not_of_the_published_chain_draws_nobody(run: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(run / "log", log)
+    draw = log / "draws" / "round-000001.json"
+    draw.write_text(json.dumps(json.loads(draw.read_text()) | {"secret": "0" * 64}))
+    code, output = check(log / "evidence" / f"000001-{LIAR}", "--log", log)
+    assert code == 1
+    assert f"{LIAR} was not drawn by the secret of round 1" in " ".join(output.split())
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -104,6 +104,9 @@ RUN_BY = {
     "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
     "hetero-pp doctor hpp1.CMfx43ja...": "tests/program/test_doctor.py::test_a_ticket_passes_and_stays_usable",
+    "hetero-pp verify runs/quickstart/evidence/000007-home": (
+        "tests/audit/test_verify.py::test_evidence_proves_the_lie"
+    ),
     "git apply docs/patches/root.patch": PATCHED,
     "git apply docs/patches/float8.patch": PATCHED,
     "git apply docs/patches/even.patch": PATCHED,

@@ -172,7 +172,7 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "UploadUrl": lambda run: pb.Upload(blob=_blob(run), sha256=bytes(32)),
     "Uploaded": lambda run: pb.Upload(blob=_blob(run), sha256=bytes(32)),
     "Show": lambda run: pb.ShownFile(
-        round=max(1, run.exchange.coordinator.last_round), name="before.safetensors", size=0, sha256=bytes(32)
+        round=max(1, run.exchange.coordinator.last_round), name="before.safetensors", size=0
     ),
     "Judge": lambda run: pb.JudgeRequest(validator="c", judgements=[pb.Judgement(round=1, replica="a")]),
     "Watch": lambda run: pb.WatchRequest(members=["a"]),

@@ -24,6 +24,7 @@ from test_run_state import (
     state_of,
 )
 
+from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.files import write_whole
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
@@ -385,3 +386,7 @@ def test_the_end_tells_what_audits_found() -> None:
     assert "Unaudited: its disk is full." in lines
     equal = result_of(state_of([*there(), judged(START, 1, "dc", True), *made_up_reports()[3:]]))
     assert "Audits: 1 round of replicas computed again, all as contributed." in equal
+    never = state_of([*there(), *made_up_reports()[3:]])
+    scored = never.spec.config.model_copy(update={"audit": AuditSettings.model_validate({"gauntlet": {}})})
+    never.spec = RunSpec(scored, 256)
+    assert "Unaudited: no validator has judged a round." in result_of(never)

@@ -42,13 +42,14 @@ def summary_of(state: RunState) -> dict[str, Any]:
 
 def _audit(state: RunState) -> dict[str, Any]:
     """Return what audits found, under `audit`; nothing for a run without audits."""
+    is_judged = state.spec.config.audit.gauntlet is None or state.scores or not state.rounds
     found = {
         "scores": [_fields(one) for one in state.scores.values()],
         "checks": state.checks,
         "failed_checks": [
             {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
         ],
-        "unaudited": state.standings.unaudited,
+        "unaudited": state.standings.unaudited or ("" if is_judged else "no validator has judged a round"),
     }
     return {"audit": found} if any(found.values()) else {}
 

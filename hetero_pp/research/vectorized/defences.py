@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from hetero_pp.research.settings import AttackSettings
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.draw import draw
-from replica_groups.audit.gauntlet.losses import losses_of
+from replica_groups.audit.gauntlet.losses import losses_of, median_of
 from replica_groups.audit.gauntlet.overlap import copies
 from replica_groups.exchange.limits import contribution_limits
 from replica_groups.exchange.magnitudes import bound, remembered_before
@@ -104,7 +103,7 @@ class Scores:
             rate = self.settings.step * outer.learning_rate_in(round_)
             assigned, other = (tokens[: self.settings.sequences] for tokens in text(name))
             found = losses_of(theta, sent[name], self._spec.shape, assigned, other, rate, outer)
-            losses[name] = _median([lie(name, found), *[found] * (self._validators - 1)])
+            losses[name] = median_of([lie(name, found), *[found] * (self._validators - 1)])
             self.forwards += 2 * (len(assigned) + len(other))
         facts = RoundFacts(
             round=round_,
@@ -116,11 +115,6 @@ class Scores:
         )
         self.book.update(facts, losses)
         return dict(self.book.to_exclude())
-
-
-def _median(told: Sequence[Losses]) -> Losses:
-    names = [field.name for field in Losses.DESCRIPTOR.fields]
-    return Losses(**{name: median(getattr(one, name) for one in told) for name in names})
 
 
 def recomputed(seed: int, round_: int, replica: str, share: float) -> bool:

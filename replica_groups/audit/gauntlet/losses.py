@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ def losses_of(
         other_after=fmean(after[1]),
         error=_error([_gains(*both) for both in zip(before, after, strict=True)]),
     )
+
+
+def median_of(told: Sequence[Losses]) -> Losses:
+    """Return of each number the median over what several validators told about one contribution."""
+    names = [number.name for number in Losses.DESCRIPTOR.fields]
+    return Losses(**{name: median(getattr(one, name) for one in told) for name in names})
 
 
 @torch.no_grad()
