@@ -307,6 +307,7 @@ def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run,
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)
     run.deposit(1, *GROUPS)
+    _draws(run, 1, "b")
     guests.revoke("b")
     other = guests.enrol(guests.invite("b", 3600), b"other", [], 3600).number
     with mock.patch.object(run.exchange.assignments, "held_by", lambda name: HeldBy(name, other, 2)):
