@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -290,6 +290,13 @@ def draw_key(round_: int) -> str:
 
 def evidence_key(round_: int, replica: str) -> str:
     return f"{EVIDENCE}/{round_:06d}-{replica}"
+
+
+def evidence_in(names: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield (round, replica) of the folders of evidence among the names in `evidence/`."""
+    for name in names:
+        if (match := re.fullmatch(r"(\d{6,12})-(.+)/", name)) is not None:
+            yield int(match[1]), match[2]
 
 
 def _round_of(key: str) -> int:
