@@ -11,6 +11,7 @@ from torch import Tensor
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, shapes_by_block
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.robust import robust_mean
 from hetero_pp.outer.step import RoundOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -34,15 +35,20 @@ def apply_round(
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
-            rows, settings = optimizer.rows(name, shape), optimizer.settings
             weighted = ((entry.weight, blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
-            if settings.is_robust:
-                mean = robust_mean(shape, list(weighted), settings, rows)
-            else:
-                cut = ((weight, cut_rows(decoded, shape, rows)) for weight, decoded in weighted)
-                mean = mean_of((len(rows), *shape[1:]), cut, settings.divides_by)
-            optimizer.take(theta, name, mean)
+            # Not kept in a variable, which would hold one tensor's mean while the next one is computed.
+            optimizer.take(theta, name, _mean(shape, optimizer.rows(name, shape), weighted, optimizer.settings))
     optimizer.finish(theta)
+
+
+def _mean(
+    shape: tuple[int, ...], rows: range, weighted: Iterable[tuple[float, DecodedTensor]], settings: OuterSettings
+) -> Tensor:
+    """Return the rows of the mean of whole contributions to one tensor."""
+    if settings.is_robust:
+        return robust_mean(shape, list(weighted), settings, rows)
+    cut = ((weight, cut_rows(decoded, shape, rows)) for weight, decoded in weighted)
+    return mean_of((len(rows), *shape[1:]), cut, settings.divides_by)
 
 
 def _fetch_all(
