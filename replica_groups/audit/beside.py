@@ -106,7 +106,8 @@ def followed(
     def make() -> Validator:
         snapshot = run.patiently(lambda: newest_sound(exchange.log, since, []))
         source = open_source(spec.config.data, folder.cache)
-        checks = checks_of(spec, exchange.log, source, secret or secrets.token_hex(16), torch.device("cpu"))
+        secret_of_draws = secret or secrets.token_hex(16)
+        checks = checks_of(spec, exchange.log, source, secret_of_draws, torch.device("cpu"), folder.path)
         return Validator(spec, run, checks, snapshot, since, folder.path)
 
     validator = ValidatorThread(make, spec.config.threads, judgements.unaudited)

@@ -68,10 +68,13 @@ class ValidatedRun(Protocol):
 
 
 def checks_of(
-    spec: RunSpec, log: ContributionLog, source: Source, secret: str, device: torch.device
+    spec: RunSpec, log: ContributionLog, source: Source, secret: str, device: torch.device, folder: Path | None = None
 ) -> list[RoundCheck]:
-    """Return the checks that the run's audit asks for. `secret`: the run's; it decides what is scored."""
-    gauntlet, again = spec.config.audit.gauntlet, recomputation_of(spec, log, source, device)
+    """Return the checks that the run's audit asks for. `secret`: the run's; it decides what is scored.
+
+    `folder` holds theta of rounds whose files are on their way (Recomputation).
+    """
+    gauntlet, again = spec.config.audit.gauntlet, recomputation_of(spec, log, source, device, folder)
     scores: list[RoundCheck] = [] if gauntlet is None else [GauntletCheck(spec, gauntlet, source, secret, device)]
     return scores if again is None else [*scores, again]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 from audited_run import audited_spec
+from torch import Tensor
 
 from hetero_pp.config.audit import RecomputeSettings
 from hetero_pp.core.errors import Refused
@@ -31,10 +35,11 @@ class Followed:
         self.kept = True
         """Whether the log has the blobs."""
 
-    def closes(self, round_: int) -> list[Judgement]:
+    def closes(self, round_: int, theta: Mapping[str, Tensor] = MappingProxyType({})) -> list[Judgement]:
         entry = ContributionEntry(replica="a", blobs=[BlobEntry(block="x")], commitments=[Commitment(member="a")])
         entry.epoch = round_  # so that no chain is followed
-        return list(self.check.check(RoundRecord(round=round_, contributions=[entry], sha256=b"r"), {}, self._fetch))
+        record = RoundRecord(round=round_, contributions=[entry], sha256=b"r")
+        return list(self.check.check(record, theta, self._fetch))
 
     def _fetch(self, replica: str, block: str) -> bytes:
         if not self.kept:
@@ -64,6 +69,20 @@ def test_the_draw_of_a_record_that_was_removed_is_none(followed: Followed) -> No
     followed.draws(1, "a")
     followed.arrives(1, a="did not show its checkpoint")
     assert [(one.round, one.recomputed.member) for one in followed.closes(2)] == [(1, "a")]
+
+
+def test_parameters_of_rounds_that_wait_for_files_take_no_memory(followed: Followed) -> None:
+    theta = {"x": torch.ones(4)}
+    is_alive = weakref.ref(theta["x"])
+    followed.closes(1, theta)
+    followed.draws(1, "a")
+    followed.closes(2, theta)
+    del theta
+    assert is_alive() is None
+    followed.arrives(1)
+    followed.closes(3)
+    before = cast(mock.Mock, Recomputation.again).call_args.args[2]
+    assert before.round == 0 and before.parameters["x"].tolist() == [1.0] * 4
 
 
 def test_files_may_come_after_the_log_has_removed_the_contribution(followed: Followed) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 from hetero_pp.config.audit import RecomputeSettings
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import HeteroPPError, OutOfMemory, StoreError
+from hetero_pp.core.scratch import Scratch
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, RoundRecord
 from hetero_pp.messages.messages_pb2 import Recomputed as Finding
@@ -58,9 +59,15 @@ class _Seen:
     """A closed round, until its draw is known and the files of what it drew are here."""
 
     record: RoundRecord
-    theta: Theta
-    """All parameters before the round."""
+    names: Sequence[str]
+    """Names of all parameters."""
+    kept: Scratch
+    """The parameters before the round. They are on disk, because a round may wait for its files for a long time."""
     fetch: FetchBlob
+
+    def theta(self) -> dict[str, Tensor]:
+        """Read all parameters before the round into memory."""
+        return {name: self.kept.read(name) for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,11 @@ class Recomputation:
         log: ContributionLog,
         source: Source | None,
         device: torch.device = CPU,
+        folder: Path | None = None,
     ) -> None:
-        """`source`: the run's text. `device`: where rounds are computed again."""
+        """`source`: the run's text. `device`: where rounds are computed again. `folder` holds theta (Scratch)."""
         self.spec, self._settings, self._log, self._source, self._device = spec, settings, log, source, device
+        self._folder = folder
         self.chains = Chains()
         self.unaudited = 0
         """Number of drawn rounds of replicas whose members left before they could be asked."""
@@ -104,7 +113,10 @@ class Recomputation:
             self._broken.add((record.round, broken.replica))
             yield _judgement(record.round, broken.replica, Comparison(0.0, cause, broken.member))
         if any(entry.commitments for entry in record.contributions):
-            self._undrawn.append(_Seen(record, theta, fetch))
+            kept = Scratch(self._folder)
+            for name, tensor in theta.items():
+                kept.keep(name, tensor)
+            self._undrawn.append(_Seen(record, list(theta), kept, fetch))
         yield from self._judge_arrived(record.round)
 
     def finish(self) -> Iterator[Judgement]:
@@ -180,12 +192,12 @@ class Recomputation:
         seen, number, own = drawn.seen, drawn.seen.record.round, drawn.contributed
         entry = next(one for one in seen.record.contributions if one.replica == drawn.replica)
         with _files(self._log, evidence_key(number, entry.replica)) as folder:
-            before = Snapshot(number - 1, dict(seen.theta), self._basis_of_run())
+            before = Snapshot(number - 1, seen.theta(), self._basis_of_run())
             found, blobs = self.again(entry, number, before, own, folder)
         if found.is_equal:
             self._forget(number, entry.replica)
             return _judgement(number, entry.replica, found)
-        hashes = {name: parameter_sha256(tensor) for name, tensor in seen.theta.items()}
+        hashes = {name: parameter_sha256(tensor) for name, tensor in seen.theta().items()}
         evidence = Evidence(
             version=VERSION,
             run=self.spec.run,
@@ -301,8 +313,8 @@ def _judgement(round_: int, replica: str, found: Comparison, evidence: str = "")
 
 
 def recomputation_of(
-    spec: RunSpec, log: ContributionLog, source: Source | None, device: torch.device = CPU
+    spec: RunSpec, log: ContributionLog, source: Source | None, device: torch.device = CPU, folder: Path | None = None
 ) -> Recomputation | None:
-    """Return the recomputation that a run's audit asks for, if it does."""
+    """Return the recomputation that a run's audit asks for, if it does. Arguments as of Recomputation."""
     settings = spec.config.audit.recompute
-    return None if settings is None else Recomputation(spec, settings, log, source, device)
+    return None if settings is None else Recomputation(spec, settings, log, source, device, folder)
