@@ -89,7 +89,8 @@ def serve_exchange(
     which needs TLS. Raises OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
-    exchange.audits.admit(guests)
+    if guests is not None:
+        exchange.audits.admit(guests)
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
     servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)

@@ -42,7 +42,7 @@ from hetero_pp.rpc.services import call_path
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 # gRPC raises this in a thread that polls the connectivity of a closed channel.
 
-ROUNDS = 22
+ROUNDS = 25
 AT_ONCE = 8
 """Concurrent false calls beside a member's own calls. A member may have 16 calls open."""
 TEMPLATES_AT_ONCE = 3

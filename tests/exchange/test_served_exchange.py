@@ -35,6 +35,7 @@ from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.loop.carried import CarriedExchange
 from replica_groups.loop.collective import CollectiveExchange
@@ -103,6 +104,7 @@ class Recorder:
         """Names of the processes that wanted a slot."""
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
+        self.audits = NoAudits()
 
     def _note(self, call: str, caller: Caller, *what: object) -> None:
         self.asked.append((call, caller.name, caller.term, *what))
@@ -143,6 +145,12 @@ class Recorder:
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._note("Deposit", caller, header, data)
+
+    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
+        assert header.size == len(BLOB)
+
+    def show_file(self, header: pb.ShownFile, file: Path, caller: Caller) -> None:
+        self._note("Show", caller, header, file.read_bytes())
 
     def upload_url(self, request: pb.Upload, caller: Caller) -> str | None:
         """Return None, as in a run whose store is a folder."""
@@ -221,6 +229,9 @@ REQUESTS: dict[str, list[bytes]] = {
     "/hetero_pp.Exchange/Deposit": [
         bytes(frame) for frame in header_and_payload_frames(pb.BlobHeader(round=1, size=len(BLOB)), [BLOB])
     ],
+    "/hetero_pp.Exchange/Show": [
+        bytes(frame) for frame in header_and_payload_frames(pb.ShownFile(round=1, size=len(BLOB)), [BLOB])
+    ],
     "/hetero_pp.Exchange/Died": [pb.DiedRequest(member="dc").SerializeToString()],
 }
 """Requests of the calls for which an empty message is not a valid request."""
@@ -246,7 +257,7 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
 def test_the_calls_are_those_that_members_make() -> None:
     """Makes sure that the tests below do not pass because no call was made."""
     made = "Agree Changes Join LastRound Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
-    made += " UploadUrl Uploaded Confirm Report Stay Watch"
+    made += " UploadUrl Uploaded Confirm Report Show Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
 
@@ -269,14 +280,15 @@ def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dic
 @pytest.mark.parametrize("path", CALLS)
 @pytest.mark.parametrize("run", [{"run": RUN}, {}], ids=["run", "no run"])
 def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], served: Served) -> None:
-    _call(served, path, {"name": "dc", "token": TOKEN, "term": "1"} | run)
+    name = path.rpartition("/")[2]
+    caller = LAUNCHER if name == "Judge" else "dc"
+    _call(served, path, {"name": caller, "token": SECRET.credentials(caller).token, "term": "1"} | run)
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
-    name = path.rpartition("/")[2]
     several = {"Stay": ["stay", "left"], "Snapshot": ["NewestSnapshot", "Snapshot"]}
     assert asked == several.get(name, [name])
-    moves = name in ("Snapshot", "Deposit", "Fetch")
-    assert served.exchange.sounds == ["dc"] * (2 if moves else 1)  # a frame shows that the member is there, too
+    moves = name in ("Snapshot", "Deposit", "Fetch", "Show")
+    assert served.exchange.sounds == [caller] * (2 if moves else 1)  # a frame shows that the member is there, too
     assert served.exchange.refused == []
 
 
@@ -389,11 +401,12 @@ def test_every_field_crosses_in_both_directions(call: str, served: Served, monke
         request.exchange = ""
     sent = type(request).FromString(request.SerializeToString())
     monkeypatch.setitem(REPLIES, type(request), reply)
-    client = ExchangeClient(served.address, SECRET.credentials("dc"), RUN)
+    caller = LAUNCHER if call == "Judge" else "dc"
+    client = ExchangeClient(served.address, SECRET.credentials(caller), RUN)
     client._term = TERM
     link = LinkSpec("dc-exchange", "dc", "exchange", LinkShape(), LinkShape())
     exchange = CollectiveExchange(CarriedExchange(client, link, seed=1), ALONE)
-    assert exchange.call(request, Caller("dc")) == reply
+    assert exchange.call(request, Caller(caller)) == reply
     client.close()
     if isinstance(sent, pb.JoinRequest):
         sent.version, sent.process = PROTOCOL_VERSION, ""

@@ -141,10 +141,12 @@ def verify(
         str,
         typer.Argument(metavar="EVIDENCE", help="Folder of evidence, such as runs/quickstart/evidence/000007-home."),
     ],
-    log: Annotated[str | None, typer.Option(metavar="LOG", help="Run log, if the folder is not in it.")] = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="LOG", help="Read this run log, if the folder is not in it.")
+    ] = None,
     corpus: Annotated[str | None, typer.Option(metavar="TEXT", help="Read the run's text from this path.")] = None,
     tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Allow this relative difference; by default that of the evidence.")
+        float | None, typer.Option(min=0, help="Use this tolerance; by default, the one in the evidence.")
     ] = None,
 ) -> None:
     """Check evidence that a replica contributed something else: compute its round again, and compare."""

@@ -260,12 +260,12 @@ def validate(
         str, typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ...")
     ] = "auto",
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, that of this host.")
+        str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, this host's name.")
     ] = None,
     log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Follow a run, and judge its contributions for its exchange, in a process of its own (docs/audit.md)."""
+    """Check the contributions to a run for its exchange, in a process of its own (docs/audit.md)."""
     with readable_errors(log_format):
         from hetero_pp.config.topology import parse_device
         from hetero_pp.program.validate import validate as follow

@@ -49,7 +49,7 @@ def _audit(state: RunState) -> dict[str, Any]:
         "failed_checks": [
             {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
         ],
-        "unaudited": state.standings.unaudited or ("" if is_judged else "no validator has judged a round"),
+        "unaudited": state.standings.unaudited or (None if is_judged else "no validator has judged a round"),
     }
     return {"audit": found} if any(found.values()) else {}
 
