@@ -323,9 +323,10 @@ class OuterRound:
 
         Error feedback that was saved before the rounds of `stale` still holds what those rounds included from this
         replica. The included values are set to zero. The others decay as if no pseudo-gradient had been added; the
-        pseudo-gradients of those rounds are lost.
+        pseudo-gradients of those rounds are lost. Both ranges end at the same round, unless one is empty.
         """
-        for round_ in sorted({*rounds, *stale}):
+        first = min((one.start for one in (rounds, stale) if one), default=0)
+        for round_ in range(first, max(rounds.stop, stale.stop)):
             record = self.calls.record(round_)
             is_included = self.calls.entry(record) is not None
             if round_ in stale and is_included:

@@ -369,6 +369,8 @@ def _filled(kind: type[Message]) -> Message:
         value: Any = _VALUES.get(field.type, 7)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, field.name)["norm.weight"] = bytes(32)
+        elif field.message_type is not None and not field.is_repeated:
+            getattr(message, field.name).CopyFrom(_filled(GetMessageClass(field.message_type)))
         elif field.message_type is not None:
             getattr(message, field.name).append(_filled(GetMessageClass(field.message_type)))
         elif field.is_repeated:
