@@ -325,8 +325,8 @@ class OuterRound:
         replica. The included values are set to zero. The others decay as if no pseudo-gradient had been added; the
         pseudo-gradients of those rounds are lost. Both ranges end at the same round, unless one is empty.
         """
-        first = min((one.start for one in (rounds, stale) if one), default=0)
-        for round_ in range(first, max(rounds.stop, stale.stop)):
+        either = [one for one in (rounds, stale) if one] or [range(0)]
+        for round_ in range(min(one.start for one in either), max(one.stop for one in either)):
             record = self.calls.record(round_)
             is_included = self.calls.entry(record) is not None
             if round_ in stale and is_included:
