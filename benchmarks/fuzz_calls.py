@@ -206,7 +206,7 @@ def _value(one: Any, dice: random.Random, texts: Sequence[str]) -> Any:
 
 
 def righted(message: Message, right: Mapping[str, Any]) -> Message:
-    """Set each field whose name has a valid value to this value, and return the message."""
+    """Set each field to the valid value of its name, if there is one, and return the message."""
     for one in message.DESCRIPTOR.fields:
         if one.name in right and not one.is_repeated and one.message_type is None:
             setattr(message, one.name, right[one.name])

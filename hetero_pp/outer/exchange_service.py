@@ -120,7 +120,7 @@ class ExchangeService(ABC):
         raise NotImplementedError("this exchange takes no files of checkpoints")
 
     def agree(self, member: str | Caller, configuration: str, tokens: str = "") -> str:
-        """Return the name of the run, for a member whose configuration is `configuration` (RunSpec.agreed).
+        """Return the name of the run, for a member with this configuration (RunSpec.agreed).
 
         `tokens`: the digest of the tokens that the member reads (TokenStore.digest); empty if it reads none, or a
         stream. Raises Refused, with the keys that differ, if the configuration is another run's, or if other members

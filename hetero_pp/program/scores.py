@@ -71,7 +71,7 @@ def _why_none(spec: RunSpec, log: ContributionLog) -> str:
 
 
 def _absent(log: ContributionLog, kept: KeptScores) -> Iterator[str]:
-    """Yield a line for each replica whose members have left, or never came: its score stays as it was."""
+    """Yield a line for each replica that took no part in the last round: its score stays as it was."""
     last = log.last_record()
     missing = {one.replica for one in kept.scores.scores if not one.excluded}
     found: dict[str, int] = {}

@@ -152,6 +152,14 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
     `exchange` and `token`: address and token file, for another host than the exchange's. Raises ConfigError for a run
     without audits, and if this host cannot reach the exchange.
     """
+    while _has_changed_under(runs, run, exchange, token, device, name):
+        pass
+
+
+def _has_changed_under(
+    runs: Path, run: str, exchange: str | None, token: Path | None, device: str, name: str | None
+) -> bool:
+    """Follow a run as `validate` does; return whether it has to be followed anew, because it has resumed otherwise."""
     is_url = folder_of(run) is None
     folder = None if is_url else run_folder(runs.absolute(), run)
     spec, log = open_run(run if folder is None else str(folder.path))
@@ -167,7 +175,7 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
     def on_round(round_: int, count: int) -> None:
         say(f"round {round_}: {format_count(count, 'judgement') if count else 'not judged'}")
 
-    followed, has_changed = FollowedRun(name, spec, log, access, say), False
+    followed = FollowedRun(name, spec, log, access, say)
     spec = followed.spec
     source = open_source(spec.config.data, (folder or RunFolder(runs.absolute() / title)).cache)
     if folder is not None:
@@ -183,13 +191,12 @@ def validate(runs: Path, run: str, exchange: str | None, token: Path | None, dev
         say(f"all {spec.latest.outer.rounds} rounds are closed")
     except RunChanged as error:
         say(f"{error}; it is followed anew")
-        has_changed = True
+        return True
     except (RunFailed, RunOver) as error:
         say(f"the run has ended: {error}")
     finally:
         followed.client.close()
-    if has_changed:
-        validate(runs, run, exchange, token, device, name)
+    return False
 
 
 def require_same_text(folder: RunFolder, source: Source) -> None:

@@ -112,7 +112,7 @@ class SlotTransitions(State):
         replica = self.replicas[place.replica]
         if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
             return
-        if self.rounds is None or round_ > self.rounds:  # no coordinator assigns such a round: the member lies
+        if self.rounds is None or round_ > self.rounds:  # not begun here: a later heartbeat will tell. Or it is a lie
             return
         replica.round, replica.trained = round_, None
         if self.open is not None and round_ == self.open.number:

@@ -67,7 +67,7 @@ def run_in_process(
 
 
 def require_threads(spec: RunSpec) -> None:
-    """Raise ConfigError for a replica whose engine starts its own processes, and for audits by other processes."""
+    """Raise ConfigError for engines that start processes, and for audits by other processes."""
     if spec.config.audit.by == "validators":
         raise ConfigError(("audit", "by"), "found `validators`, expected `exchange` with --in-process")
     for index, replica in enumerate(spec.config.replicas):

@@ -35,7 +35,7 @@ from replica_groups.engines.build import require_engine
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose inputs were checked."""
+    """A run with checked inputs."""
 
     spec: RunSpec
     names: Sequence[str]

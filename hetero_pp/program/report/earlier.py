@@ -79,7 +79,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
 
 
 def last_closed(folder: RunFolder) -> int:
-    """Return the last round whose close was recorded in metrics.jsonl; 0 if there is none."""
+    """Return the last closed round in metrics.jsonl; 0 if there is none."""
     closed = (line for line in _lines(folder.metrics, '"round_closed"') if isinstance(line, dict))
     rounds = (line.get("round") for line in closed if line.get("event") == "round_closed")
     known = {round_ for round_ in rounds if isinstance(round_, int) and round_ > 0}

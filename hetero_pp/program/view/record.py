@@ -58,7 +58,7 @@ class Lines:
             problems.append(f"{self.here} is damaged and was skipped")
 
     def rest(self) -> Iterator[Report]:
-        """Yield a closed round whose contributions are incomplete."""
+        """Yield a closed round with incomplete contributions."""
         if self._closed is not None:
             report, self._closed = self._closed[0], None
             yield report
