@@ -61,9 +61,13 @@ class Contributions:
         """
         shape, outer = self._spec.parameter_shapes[name], self._spec.config.outer
         elects = research_of(self._spec.config).elects_signs
-        mean: Mean = WeightedMean(shape, outer.divides_by, self._device)
-        if outer.is_robust or elects:
-            mean = RobustMean(shape, outer) if outer.is_robust else ElectedMean(shape, self._device)
+        mean: Mean
+        if outer.is_robust:
+            mean = RobustMean(shape, outer)
+        elif elects:
+            mean = ElectedMean(shape, self._device)
+        else:
+            mean = WeightedMean(shape, outer.divides_by, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
         self._measured.parameter(name, sent, self._counted)
         if isinstance(mean, RobustMean):
