@@ -234,10 +234,11 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.wait_for('"member": "home.1", "event": "joined", "address": "relay')
     run.wait_for('"term": 2')
     assert _held(run) == {"dc": True, "home.0": True, "home.1": True}
-    places = json.loads((tmp_path / "status.json").read_text())["places"]
+    places = _status(run)["places"]
     assert {name: place["address"] for name, place in places.items()} == {"dc": "", "home.0": "", "home.1": "relay"}
-    relayed = {name: place["relayed_bytes"] for name, place in places.items()}
-    assert relayed["home.0"] == relayed["home.1"] > relayed["dc"] == 0
+    while (relayed := _relayed(run))["home.0"] != relayed["home.1"]:  # read while messages are on their way
+        pass
+    assert relayed["home.0"] > relayed["dc"] == 0
 
     assert run.ask("revoke", "home.1").stdout == "homes: revoked home.1 (holder number 2)\n"
     code, _, errors = run.wait("another")
@@ -422,6 +423,10 @@ def _written(process: psutil.Process) -> str:
 
 def _held(run: Run) -> dict[str, bool]:
     return {name: place["held"] for name, place in _status(run)["places"].items()}
+
+
+def _relayed(run: Run) -> dict[str, int]:
+    return {name: place["relayed_bytes"] for name, place in _status(run)["places"].items()}
 
 
 def _status(run: Run) -> dict[str, Any]:
