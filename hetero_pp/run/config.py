@@ -6,11 +6,13 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import LineSettings, SiteSettings
 from hetero_pp.config.links import LinkSettings
-from hetero_pp.config.settings import Duration, NotPartOf, Settings, WhomItConcerns
+from hetero_pp.config.rehearsal import Rehearsal
+from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.config.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
@@ -120,6 +122,8 @@ class RunConfig(Settings):
     restarts: Annotated[RestartSettings, NotPartOf.EITHER] = RestartSettings()
     simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
+    rehearsal: Annotated[SkipJsonSchema[Rehearsal | None], AddedLater()] = None
+    """Set by the program. It changes the id of the run, so that a rehearsal cannot be taken for a run."""
 
     def check(self) -> None:
         """Raise ConfigError for faults across fields. Reads no files."""
@@ -189,6 +193,25 @@ class RunConfig(Settings):
                 f"found {len(self.plan.participants)} participants without a group, expected none: "
                 "`hetero-pp plan --write FILE` groups them",
             )
+
+    def as_rehearsal(self, rounds: int, steps: int) -> RunConfig:
+        """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
+
+        Nothing is trained, so it needs no weights, audits, store or copies of member checkpoints.
+        """
+        own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
+        shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
+        return self.model_copy(
+            update={
+                "rehearsal": own,
+                "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds)}),
+                "inner": self.inner.model_copy(update=shorter),
+                "model": self.model.model_copy(update={"weights": None}),
+                "audit": AuditSettings(),
+                "store": StoreSettings(),
+                "states": StateSettings(),
+            }
+        )
 
     def with_absolute_paths(self) -> RunConfig:
         """Return the same configuration with absolute paths, valid from any folder."""

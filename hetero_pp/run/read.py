@@ -12,7 +12,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 def read_run(folder: RunFolder) -> RunSpec:
     """Return the run in a folder. Raises ConfigError with file and line."""
-    file = ConfigFile(folder.config)
+    file = ConfigFile(folder.config, kept=True)
     try:
         return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary, read_changes(folder.changes))
     except ConfigError as error:

@@ -23,18 +23,31 @@ _OF_A_RUN = ("log", "state", "metrics.jsonl")
 """Files beside the config.yaml of a run."""
 
 
+_NOT_A_RUN = (
+    "found the mark of a rehearsal, expected the YAML of a run; `hetero-pp rehearse YAML` rehearses one, and a rehearsal "
+    "can neither be resumed nor started again"
+)
+
+
 class ConfigFile:
     """YAML file with a RunConfig, and the line of each key."""
 
-    def __init__(self, path: Path, overrides: Sequence[Given] = (), changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        overrides: Sequence[Given] = (),
+        changes: Mapping[str, Any] | None = None,
+        kept: bool = False,
+    ) -> None:
         """Load a file and apply changes.
 
         `overrides` are values of `--set` such as `outer.rounds=20`, or of other options. `changes` are the same as
-        mappings: {"outer": {"rounds": 20}}.
+        mappings: {"outer": {"rounds": 20}}. `kept`: this program wrote the file into the folder of a run, so it may
+        be that of a rehearsal.
 
         Raises ConfigError with file, line and key, or with the override that is at fault.
         """
-        self.path = path
+        self.path, self._kept = path, kept
         try:
             self._lines = YamlLines(path)
         except ConfigError as error:
@@ -47,6 +60,8 @@ class ConfigFile:
         try:
             self.config = with_weights_described(RunConfig.model_validate(self._lines.plain()))
             self.config.check()
+            if self.config.rehearsal is not None and not kept:
+                raise ConfigError(("rehearsal",), _NOT_A_RUN)
             require_named(self.config, added)
         except ValidationError as error:
             raise self._of_this_file(self.located(complaint(error))) from None
@@ -88,7 +103,7 @@ class ConfigFile:
     def _is_wrong_itself(self, error: ConfigError) -> bool:
         """Return whether the file has the same fault without the overrides."""
         try:
-            ConfigFile(self.path)
+            ConfigFile(self.path, kept=self._kept)
         except ConfigError as own:
             return str(own) == str(self._lines.located(error))
         return False

@@ -127,7 +127,7 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
         raise ConfigError(
             (), f"{runs / run}: found no run that this host serves; start one with: hetero-pp serve CONFIG"
         )
-    config = ConfigFile(folder.config).config
+    config = ConfigFile(folder.config, kept=True).config
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
     return folder, config

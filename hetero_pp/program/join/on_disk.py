@@ -36,7 +36,7 @@ class RunOnDisk:
 
 def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     """Return the state of a run from its folder. Raises ConfigError for a configuration that cannot be read."""
-    config = ConfigFile(folder.config).config
+    config = ConfigFile(folder.config, kept=True).config
     changes = read_changes(folder.changes).settled()
     changes.require_changeable(config)
     rounds = changes.at(config, LAST).outer.rounds

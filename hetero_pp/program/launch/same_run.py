@@ -28,7 +28,7 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder.path}; leave out --resume to start one")
     changes = read_changes(folder.changes).settled()
-    before = changes.at(ConfigFile(path).config, 1)
+    before = changes.at(ConfigFile(path, kept=True).config, 1)
     began, had = values_of(before), changes.had(REPLICAS, replicas_of(before))
     now, was = (_without_replicas(one) for one in (config, before))
     refused = [

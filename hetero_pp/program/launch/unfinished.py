@@ -112,7 +112,7 @@ def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished 
     If its configuration cannot be read, `config` says where the log is.
     """
     try:
-        earlier, changes = ConfigFile(folder.config).config, read_changes(folder.changes).settled()
+        earlier, changes = ConfigFile(folder.config, kept=True).config, read_changes(folder.changes).settled()
     except ConfigError:  # written by another version
         earlier, changes = config, Changes({})
     log = open_log(earlier, folder)
