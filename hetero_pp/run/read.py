@@ -5,6 +5,7 @@ from __future__ import annotations
 from hetero_pp.config.changed_keys import read_changes
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -17,6 +18,11 @@ def read_run(folder: RunFolder) -> RunSpec:
         return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary, read_changes(folder.changes))
     except ConfigError as error:
         raise file.located(error) from None
+
+
+def config_of(folder: RunFolder) -> RunConfig:
+    """Return the configuration in the folder of a run, or of a rehearsal. Raises ConfigError with file and line."""
+    return ConfigFile(folder.config, kept=True).config
 
 
 def spec_of(file: ConfigFile) -> RunSpec:

@@ -24,8 +24,8 @@ _OF_A_RUN = ("log", "state", "metrics.jsonl")
 
 
 _NOT_A_RUN = (
-    "found the mark of a rehearsal, expected the YAML of a run; `hetero-pp rehearse YAML` rehearses one, and a rehearsal "
-    "can neither be resumed nor started again"
+    "found the mark of a rehearsal, expected the YAML of a run; `hetero-pp rehearse YAML` rehearses one, and nothing "
+    "resumes or repeats a rehearsal"
 )
 
 

@@ -114,7 +114,9 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
     _configure(membership, here, folder)
     tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
-        prepared = prepare(ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.place, on_progress=on_progress)
+        prepared = prepare(
+            ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.place, on_progress=on_progress
+        )
     tell(standard_output(), f"{membership.run}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
         tell(standard_output(), note)

@@ -24,7 +24,7 @@ from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import NAMED, listed
 
@@ -127,7 +127,7 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
         raise ConfigError(
             (), f"{runs / run}: found no run that this host serves; start one with: hetero-pp serve CONFIG"
         )
-    config = ConfigFile(folder.config, kept=True).config
+    config = config_of(folder)
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
     return folder, config

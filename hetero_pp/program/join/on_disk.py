@@ -13,7 +13,7 @@ from hetero_pp.program.launch.claim import is_held
 from hetero_pp.program.report.earlier import last_closed
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunOnDisk:
 
 def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     """Return the state of a run from its folder. Raises ConfigError for a configuration that cannot be read."""
-    config = ConfigFile(folder.config, kept=True).config
+    config = config_of(folder)
     changes = read_changes(folder.changes).settled()
     changes.require_changeable(config)
     rounds = changes.at(config, LAST).outer.rounds

@@ -28,7 +28,7 @@ from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.tickets import PREFIX, Ticket
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import listed
 
@@ -109,7 +109,7 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
 
 def _may_ask(folder: RunFolder) -> bool:
     """Return whether an exchange on this host answers `status`: it needs a token file and TLS."""
-    return folder.token.is_file() and is_running(folder) and not ConfigFile(folder.config, kept=True).config.exchange.insecure
+    return folder.token.is_file() and is_running(folder) and not config_of(folder).exchange.insecure
 
 
 def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
@@ -120,7 +120,7 @@ def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
 
 
 def _print_tickets(folder: RunFolder) -> None:
-    config = ConfigFile(folder.config, kept=True).config
+    config = config_of(folder)
     with closing(Memberships(folder.memberships)) as memberships:
         tickets = memberships.tickets()
     print_tickets(tickets, {one.place: good_for(config, one.place) for one in tickets}, time.time())
@@ -175,7 +175,7 @@ def runs_at(runs: Path, address: str) -> list[Known]:
 def known_run(folder: RunFolder) -> Known:
     """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
-        listen = ConfigFile(folder.config, kept=True).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
+        listen = config_of(folder).exchange.listen.replace("0.0.0.0", "127.0.0.1")
         return Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:

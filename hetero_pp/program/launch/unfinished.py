@@ -19,7 +19,7 @@ from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.open_log import fetch_configuration, open_log
 
@@ -112,7 +112,7 @@ def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished 
     If its configuration cannot be read, `config` says where the log is.
     """
     try:
-        earlier, changes = ConfigFile(folder.config, kept=True).config, read_changes(folder.changes).settled()
+        earlier, changes = config_of(folder), read_changes(folder.changes).settled()
     except ConfigError:  # written by another version
         earlier, changes = config, Changes({})
     log = open_log(earlier, folder)
