@@ -27,6 +27,9 @@ from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.store.settings import StoreSettings
 
+REHEARSAL_SUFFIX = "-rehearsal"
+"""End of the name of every rehearsal, so that its folder, its tickets and all that shows it say what it is."""
+
 LONGEST_RUN_NAME = 100
 """Most characters of a run's name. File systems allow 255 for a folder; a number or a suffix may follow the name."""
 
@@ -197,14 +200,17 @@ class RunConfig(Settings):
     def as_rehearsal(self, rounds: int, steps: int) -> RunConfig:
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
 
-        Nothing is trained, so it needs no weights, audits, store or copies of member checkpoints.
+        It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
+        checkpoints.
         """
         own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
         shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
+        weights = "equal" if self.outer.weights == "scores" else self.outer.weights
         return self.model_copy(
             update={
+                "name": self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX,
                 "rehearsal": own,
-                "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds)}),
+                "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds), "weights": weights}),
                 "inner": self.inner.model_copy(update=shorter),
                 "model": self.model.model_copy(update={"weights": None}),
                 "audit": AuditSettings(),

@@ -15,7 +15,7 @@ def read_run(folder: RunFolder) -> RunSpec:
     """Return the run in a folder. Raises ConfigError with file and line."""
     file = ConfigFile(folder.config, kept=True)
     try:
-        return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary, read_changes(folder.changes))
+        return RunSpec(file.config, needed_vocabulary(file.config), read_changes(folder.changes))
     except ConfigError as error:
         raise file.located(error) from None
 
@@ -34,3 +34,10 @@ def spec_of(file: ConfigFile) -> RunSpec:
         return RunSpec(config, known)
     except ConfigError as error:
         raise file.located(error) from None
+
+
+def needed_vocabulary(config: RunConfig) -> int | None:
+    """Return the vocabulary of the tokenizer; None for a rehearsal that does not need it. Raises ConfigError."""
+    if config.rehearsal is not None and config.model.vocabulary is not None:
+        return None
+    return load_tokenizer(config.data).vocabulary

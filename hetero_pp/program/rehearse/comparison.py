@@ -1,0 +1,258 @@
+"""What a rehearsal measured, beside what `simulate` predicts, and where they part.
+
+A round consists of the inner loop of the slowest replica, the outer round (from the end of that loop until the last
+member goes on), and the rest: the evaluation, and what rounds do not share. Both sides are split in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
+
+APART = 0.03
+"""Relative difference beyond which a measurement and its prediction part."""
+LEAST_SECONDS = 1e-3
+"""Differences below this are not told: a machine that also does other work cannot measure them."""
+
+Quantities = Mapping[str, float]
+"""Quantity, such as `round_seconds` or `replicas.home.step_seconds` -> value."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A quantity whose measurement and prediction part."""
+
+    what: str
+    measured: float
+    predicted: float
+    component: str
+    """What differs most within it, in words."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What follows for the run that was rehearsed: its rounds have more inner steps than those of the rehearsal."""
+
+    rounds: int
+    steps: int | None
+    round_seconds: float
+    utilization: dict[str, float]
+    """As of a prediction. With `outer.overlap` both are lower bounds, because longer inner loops hide more."""
+    days: float
+    is_bound: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A rehearsal beside its prediction."""
+
+    name: str
+    rounds: int
+    steps: int | None
+    timed: int
+    """Number of rounds that are measured."""
+    measured: Quantities
+    predicted: Quantities
+    parts: list[Parting]
+    whole_run: WholeRun
+    members: Mapping[str, Mapping[str, float]]
+    """Seconds of each member in a round: compute, waits for both neighbours, the outer round, the evaluation."""
+    lines: Mapping[str, Mapping[str, float]]
+    """Line of each host that joined, in bits per second `up` and `down`, as the host measured it."""
+    costs: Mapping[str, Any]
+    """Costs and hardware of the section `simulate` from which compute was emulated."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `--json` writes."""
+        return {"rehearsal": True} | asdict(self) | {"difference": self.differences}
+
+    @property
+    def differences(self) -> dict[str, float | None]:
+        """Relative difference of each quantity; None if nothing is predicted."""
+        return {name: relative(self.measured[name], self.predicted[name]) for name in self.measured}
+
+
+def relative(measured: float, predicted: float) -> float | None:
+    """Return by how much a measurement exceeds its prediction, relative to it; None if that is 0."""
+    return measured / predicted - 1 if predicted else (0.0 if not measured else None)
+
+
+def compare(spec: RunSpec, timings: Timings, prediction: Prediction) -> Comparison:
+    """Return what was measured beside the prediction for the same, shortened, rounds. `timings` must have a round."""
+    measured, predicted = dict(_measured(spec, timings, prediction)), dict(_predicted(prediction))
+    members = {name: _seconds_of(timings, name) for name in spec.needed}
+    simulate = spec.config.simulate.model_dump(mode="json")
+    return Comparison(
+        name=spec.config.name,
+        rounds=spec.config.outer.rounds,
+        steps=spec.config.inner.steps,
+        timed=len(timings.timed),
+        measured=measured,
+        predicted=predicted,
+        parts=list(_parts(spec, timings, prediction, measured, predicted)),
+        whole_run=_whole_run(spec, prediction, measured),
+        members=members,
+        lines={member: {"up": one.up, "down": one.down} for member, one in timings.lines.items()},
+        costs={key: simulate[key] for key in ("hardware", "measured")},
+    )
+
+
+def _seconds_of(timings: Timings, member: str) -> dict[str, float]:
+    """Return the seconds of a member in a round, by part. `blocked`, waiting for the exchange, is a part of `outer`."""
+    parts = ("compute", "wait_previous", "wait_next", "outer", "blocked", "evaluation")
+    return {part: timings.of_member(member, f"{part}_seconds") for part in parts}
+
+
+# ---- both sides as quantities with the same names ----
+
+
+def _predicted(found: Prediction) -> Iterator[tuple[str, float]]:
+    inner = max(replica.inner_seconds for replica in found.replicas)
+    yield "round_seconds", found.round_seconds
+    yield "inner_seconds", inner
+    yield "outer_seconds", found.outer_seconds
+    yield "rest_seconds", max(found.round_seconds - inner - found.outer_seconds, 0.0)
+    yield "step_seconds", found.step_seconds
+    yield "tokens_per_second", found.tokens_per_second
+    for kind, share in found.utilization.items():
+        yield f"utilization.{kind}", share
+    for replica in found.replicas:
+        for name in ("step_seconds", "inner_seconds", "bubble", "exposed_communication"):
+            yield f"replicas.{replica.name}.{name}", getattr(replica, name)
+        for link in replica.links:
+            yield f"links.{link.name}.forward_bytes", link.forward_bytes
+            yield f"links.{link.name}.backward_bytes", link.backward_bytes
+
+
+def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterator[tuple[str, float]]:
+    own = {one.name: _of_replica(timings, replica, one) for replica, one in _replicas(spec, prediction)}
+    inner, round_seconds = max(one["inner_seconds"] for one in own.values()), timings.round_seconds
+    outer = min(_longest(timings, replica, "outer_seconds") for replica, _ in _replicas(spec, prediction))
+    compute = [timings.of_member(name, "compute_seconds") for name in spec.needed]
+    tokens = sum(
+        timings.steps(replica.members[0]) * replica.batch_size * spec.config.data.sequence_length
+        for replica, _ in _replicas(spec, prediction)
+    )
+    rate = tokens / round_seconds
+    yield "round_seconds", round_seconds
+    yield "inner_seconds", inner
+    yield "outer_seconds", outer
+    yield "rest_seconds", max(round_seconds - inner - outer, 0.0)
+    yield "step_seconds", max(one["step_seconds"] for one in own.values())
+    yield "tokens_per_second", rate
+    yield "utilization.absolute", fmean(compute) / round_seconds
+    yield "utilization.relative", rate / (prediction.tokens_per_second / prediction.utilization["relative"])
+    for replica, one in _replicas(spec, prediction):
+        for name, value in own[one.name].items():
+            yield f"replicas.{one.name}.{name}", value
+        for link in one.links:
+            for way in DIRECTIONS:
+                yield f"links.{link.name}.{way}_bytes", timings.wire_bytes(link.name, way)
+
+
+def _replicas(spec: RunSpec, prediction: Prediction) -> Iterator[tuple[ReplicaSettings, ReplicaPrediction]]:
+    """Yield the replicas that take part, with their predictions."""
+    for replica, one in zip(spec.config.replicas, prediction.replicas, strict=True):
+        if not replica.optional:
+            yield replica, one
+
+
+def _longest(timings: Timings, replica: ReplicaSettings, field: str) -> float:
+    return max(timings.of_member(member, field) for member in replica.members)
+
+
+def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPrediction) -> dict[str, float]:
+    """Return what was measured of a replica.
+
+    What free links would leave idle needs no measurement, so the free inner loop is the predicted one, for the same
+    number of steps.
+    """
+    inner = max(
+        timings.of_member(one, "compute_seconds") + timings.of_member(one, "wait_seconds") for one in replica.members
+    )
+    steps = timings.steps(replica.members[0])
+    free = found.inner_seconds * (1 - found.exposed_communication) * steps / found.steps
+    trained = fmean(timings.of_member(member, "compute_seconds") for member in replica.members)
+    return {
+        "step_seconds": timings.step_seconds(replica.members[0]) or inner / max(steps, 1.0),
+        "inner_seconds": inner,
+        "bubble": 1 - trained / free,
+        "exposed_communication": 1 - free / inner,
+    }
+
+
+# ---- where they part, and what follows ----
+
+
+def _parts(
+    spec: RunSpec, timings: Timings, prediction: Prediction, measured: Quantities, predicted: Quantities
+) -> Iterator[Parting]:
+    """Yield the times and bytes that part. Shares and rates follow from times, so they are not told again."""
+    for name, value in measured.items():
+        apart = relative(value, predicted[name])
+        is_seconds, is_bytes = name.endswith("_seconds"), name.endswith("_bytes")
+        is_small = is_seconds and abs(value - predicted[name]) < LEAST_SECONDS
+        if not (is_seconds or is_bytes) or is_small or (apart is not None and abs(apart) <= APART):
+            continue
+        if name == "round_seconds":
+            component = _component_of_round(measured, predicted)
+        elif name.endswith(("inner_seconds", "step_seconds")):
+            component = _component_of_loop(spec, timings, prediction, name)
+        else:
+            component = ""
+        yield Parting(name, value, predicted[name], component)
+
+
+def _component_of_round(measured: Quantities, predicted: Quantities) -> str:
+    names = {"inner_seconds": "the inner loop", "outer_seconds": "the outer round", "rest_seconds": "the rest"}
+    return names[max(names, key=lambda name: abs(measured[name] - predicted[name]))]
+
+
+def _component_of_loop(spec: RunSpec, timings: Timings, prediction: Prediction, name: str) -> str:
+    """Return what parts in the inner loop of a replica: the compute of a member, or the waits for messages."""
+    own = name.split(".")[1] if name.startswith("replicas.") else None
+    apart: dict[str, float] = {}
+    for replica, one in _replicas(spec, prediction):
+        if own in (None, one.name):
+            for stage in one.stages:
+                compute = timings.of_member(stage.member, "compute_seconds")
+                trained = stage.utilization * prediction.round_seconds
+                waits = timings.of_member(stage.member, "wait_seconds")
+                apart[f"compute of {stage.member}"] = abs(compute - trained)
+                apart[f"waits of {stage.member} for messages"] = abs(waits - (one.inner_seconds - trained))
+    return max(apart, key=lambda one: apart[one])
+
+
+def _whole_run(spec: RunSpec, prediction: Prediction, measured: Quantities) -> WholeRun:
+    """Return the times of the rehearsed run: its rounds have further steps, each as long as the measured ones."""
+    run, config = spec.config.rehearsal, spec.config
+    assert run is not None, "not a rehearsal"
+    short = config.inner.steps
+    more = 0 if short is None or run.steps is None else run.steps - short
+    round_seconds = measured["round_seconds"] + more * measured["step_seconds"]
+    factor = 1.0 if short is None else (short + more) / short
+    free = prediction.utilization["relative"] * prediction.round_seconds + more * _free_step(prediction)
+    share = {
+        "absolute": measured["utilization.absolute"] * measured["round_seconds"] * factor / round_seconds,
+        "relative": free / round_seconds if short is not None else measured["utilization.relative"],
+    }
+    days = run.rounds * round_seconds / 86400
+    return WholeRun(run.rounds, run.steps, round_seconds, share, days, bool(config.outer.overlap and more))
+
+
+def _free_step(prediction: Prediction) -> float:
+    """Return the seconds of a step of the slowest replica if links cost nothing."""
+    return max(one.step_seconds * (1 - one.exposed_communication) for one in prediction.replicas)
+
+
+def busiest_way(link: str, measured: Quantities) -> Direction:
+    """Return the direction in which a link carried more bytes."""
+    return max(DIRECTIONS, key=lambda way: measured[f"links.{link}.{way}_bytes"])
