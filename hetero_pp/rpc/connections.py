@@ -82,8 +82,11 @@ def reports_to_members(
     timeout: float,
     on_wait: Callable[[float, bool], None],
     on_refused: Callable[[str], None] = lambda _: None,
+    beside: Sequence[str] = (),
 ) -> Iterator[Report]:
     """Yield the reports of some members and those that concern all, until these members are through.
+
+    `beside`: further members whose reports are wanted until then.
 
     An exchange that is gone is waited for, as another may take its place. While none answers, `on_wait` receives at
     growing intervals the seconds waited and whether one had answered before. `on_refused`: as in
@@ -103,7 +106,7 @@ def reports_to_members(
             exchange.wait_until_ready(timeout, waits, on_refused)
             has_answered = True
             with suppress(ExchangeLost):
-                for report in filter(is_new, exchange.watch(members)):
+                for report in filter(is_new, exchange.watch([*members, *beside])):
                     yield report
                     if report.HasField("over"):
                         over = RunOver.after(report.over.round, report.over.rounds)

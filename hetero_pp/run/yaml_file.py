@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ class ConfigFile:
             raise self._of_this_file(self.located(complaint(error))) from None
         except ConfigError as error:
             raise self._of_this_file(self.located(error)) from None
+
+    def as_rehearsal(self, rounds: int, steps: int) -> ConfigFile:
+        """Return the file of the rehearsal, whose errors have the lines of this file (RunConfig.as_rehearsal)."""
+        found = copy(self)
+        found.config = self.config.as_rehearsal(rounds, steps)
+        return found
 
     def _of_this_file(self, error: ConfigError) -> ConfigError:
         """Extend an error about a run's own config file with what to do about it."""

@@ -49,16 +49,13 @@ def simulate(
 ) -> None:
     """Predict times, utilization, bytes and memory of a run, without training."""
     with readable_errors():
-        from hetero_pp.program.calibrate import load_calibration
+        from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.simulate import Outputs
         from hetero_pp.program.simulate import simulate as predict_and_print
-        from hetero_pp.run.changes import Given, Override
+        from hetero_pp.run.changes import Given
 
         outputs = Outputs(json_path, timeline, chart)
-        measured = {} if calibration is None else load_calibration(calibration)
-        shown = f"--calibration {calibration}"
-        costs = (Override(("simulate", key), value, shown) for key, value in measured.items())
-        settings: list[Given] = [*overrides, *costs]
+        settings: list[Given] = [*overrides, *calibrated(calibration)]
         predict_and_print(config, settings, sweep, curves, outputs)
         if page:
             from hetero_pp.program.view.prediction import show_prediction

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.program.rehearse.timings import Timings
 from hetero_pp.run.spec import RunSpec
@@ -44,10 +44,12 @@ class WholeRun:
     rounds: int
     steps: int | None
     round_seconds: float
-    utilization: dict[str, float]
-    """As of a prediction. With `outer.overlap` both are lower bounds, because longer inner loops hide more."""
+    utilization: Mapping[str, float]
+    """As of a prediction."""
+    predicted: Mapping[str, float]
     days: float
     is_bound: bool
+    """Whether the utilization is a lower bound: with `outer.overlap`, longer inner loops hide more of a round."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,11 @@ def relative(measured: float, predicted: float) -> float | None:
     return measured / predicted - 1 if predicted else (0.0 if not measured else None)
 
 
-def compare(spec: RunSpec, timings: Timings, prediction: Prediction) -> Comparison:
-    """Return what was measured beside the prediction for the same, shortened, rounds. `timings` must have a round."""
+def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Prediction) -> Comparison:
+    """Return what was measured beside the prediction for the same rounds, which are those of `timings`.
+
+    `whole`: the prediction for the run that was rehearsed, whose rounds are longer. `timings` must have a timed round.
+    """
     measured, predicted = dict(_measured(spec, timings, prediction)), dict(_predicted(prediction))
     members = {name: _seconds_of(timings, name) for name in spec.needed}
     simulate = spec.config.simulate.model_dump(mode="json")
@@ -98,7 +103,7 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction) -> Comparis
         measured=measured,
         predicted=predicted,
         parts=list(_parts(spec, timings, prediction, measured, predicted)),
-        whole_run=_whole_run(spec, prediction, measured),
+        whole_run=_whole_run(spec, whole, measured),
         members=members,
         lines={member: {"up": one.up, "down": one.down} for member, one in timings.lines.items()},
         costs={key: simulate[key] for key in ("hardware", "measured")},
@@ -231,28 +236,23 @@ def _component_of_loop(spec: RunSpec, timings: Timings, prediction: Prediction, 
     return max(apart, key=lambda one: apart[one])
 
 
-def _whole_run(spec: RunSpec, prediction: Prediction, measured: Quantities) -> WholeRun:
+def _whole_run(spec: RunSpec, whole: Prediction, measured: Quantities) -> WholeRun:
     """Return the times of the rehearsed run: its rounds have further steps, each as long as the measured ones."""
     run, config = spec.config.rehearsal, spec.config
     assert run is not None, "not a rehearsal"
-    short = config.inner.steps
-    more = 0 if short is None or run.steps is None else run.steps - short
-    round_seconds = measured["round_seconds"] + more * measured["step_seconds"]
-    factor = 1.0 if short is None else (short + more) / short
-    free = prediction.utilization["relative"] * prediction.round_seconds + more * _free_step(prediction)
-    share = {
-        "absolute": measured["utilization.absolute"] * measured["round_seconds"] * factor / round_seconds,
-        "relative": free / round_seconds if short is not None else measured["utilization.relative"],
-    }
-    days = run.rounds * round_seconds / 86400
-    return WholeRun(run.rounds, run.steps, round_seconds, share, days, bool(config.outer.overlap and more))
-
-
-def _free_step(prediction: Prediction) -> float:
-    """Return the seconds of a step of the slowest replica if links cost nothing."""
-    return max(one.step_seconds * (1 - one.exposed_communication) for one in prediction.replicas)
-
-
-def busiest_way(link: str, measured: Quantities) -> Direction:
-    """Return the direction in which a link carried more bytes."""
-    return max(DIRECTIONS, key=lambda way: measured[f"links.{link}.{way}_bytes"])
+    short = config.inner.steps or 1
+    more = 0 if config.inner.steps is None or run.steps is None else run.steps - short
+    seconds = measured["round_seconds"] + more * measured["step_seconds"]
+    trained = measured["utilization.absolute"] * measured["round_seconds"] * (short + more) / short
+    relative_ = measured["utilization.relative"]
+    if more:
+        relative_ = whole.utilization["relative"] * whole.round_seconds / seconds
+    return WholeRun(
+        rounds=run.rounds,
+        steps=run.steps,
+        round_seconds=seconds,
+        utilization={"absolute": trained / seconds, "relative": relative_},
+        predicted=whole.utilization,
+        days=run.rounds * seconds / 86400,
+        is_bound=bool(config.outer.overlap and more),
+    )
