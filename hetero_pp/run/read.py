@@ -20,6 +20,19 @@ def read_run(folder: RunFolder) -> RunSpec:
         raise file.located(error) from None
 
 
+def read_trained(folder: RunFolder) -> RunSpec:
+    """Return the run in a folder, which has trained something. Raises ConfigError for a rehearsal, too."""
+    spec = read_run(folder)
+    require_trained(spec.config, folder.path)
+    return spec
+
+
+def require_trained(config: RunConfig, where: object) -> None:
+    """Raise ConfigError for a rehearsal."""
+    if config.rehearsal is not None:
+        raise ConfigError((), f"{where}: found a rehearsal, which trained nothing, expected a run")
+
+
 def config_of(folder: RunFolder) -> RunConfig:
     """Return the configuration in the folder of a run, or of a rehearsal. Raises ConfigError with file and line."""
     return ConfigFile(folder.config, kept=True).config

@@ -254,6 +254,11 @@ class Exchange(ExchangeService):
     # ---- the host's part ----
 
     @property
+    def is_rehearsal(self) -> bool:
+        """Whether nothing is trained."""
+        return self._rehearsed is not None
+
+    @property
     def reported(self) -> int:
         """Number of reports so far."""
         return self.reports.watchers.reported

@@ -31,7 +31,6 @@ from replica_groups.exchange.patience import NAMED, listed
 _EVERYWHERE = ("0.0.0.0", "[::]")
 _EVERYWHERE_IS_HERE = ("0.0.0.0", "127.0.0.1")
 _SECONDS_TO_ASK = 3.0
-_HOW = ", in a rehearsal, so `join` needs --rehearse"
 _NUMBERED = re.compile(r"-\d+$")
 
 
@@ -53,9 +52,9 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
     is_rehearsal = config.rehearsal is not None
     sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store, is_rehearsal).to_text() + "\n")
-    complain(
-        f"{run}: this ticket is for {slots}{_HOW if is_rehearsal else ''}; it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    )
+    how = "; it is of a rehearsal, so `join` needs --rehearse" if is_rehearsal else ""
+    valid = f"it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
+    complain(f"{run}: this ticket is for {slots}; {valid}{how}")
     if place is None and (open_slots := _open_datacenters(config, folder, authority)):
         commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)

@@ -226,7 +226,8 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     why = "it was killed, or its host stopped" if found.state == "killed" else found.why
     when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
-    say(f"{name}: {end}{f': {why}' if why else ''}")
+    rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
+    say(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
     if found.resume:
         say(f"{name}: resume with: {found.resume}")
     return found.as_json()
@@ -239,9 +240,11 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     except Refused as error:
         raise ConfigError((), str(error)) from None
     until, is_used = ticket.identity.shown.until, _is_used(ticket, RunFolder(runs / ticket.run))
+    rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
     slots = ticket.good_for or "a slot that it does not name (it was made by an older version)"
     state = "expired" if ticket.is_over else "used" if is_used else "open"
     told = {"run": ticket.run, "id": ticket.id, "good_for": ticket.good_for, "exchange": ticket.address}
+    told |= {"rehearsal": ticket.rehearsal}
     words = {
         "expired": "it expired",
         "used": "it was used; it was valid until",
@@ -250,7 +253,7 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     tell(
         standard_output(),
-        f"{ticket.run}: ticket {ticket.id} is for {slots}; {when}; the exchange is at {ticket.address}",
+        f"{ticket.run}: ticket {ticket.id} is for {rehearsal}{slots}; {when}; the exchange is at {ticket.address}",
     )
     return told | {"until": until, "state": state}
 

@@ -107,8 +107,8 @@ def run_on_this_host(
 ) -> None:
     """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
-    `typed`, `new`, `since`, `operations` and `mode` are as in `run_topology`. Raises ConfigError if this host cannot reach the
-    rest.
+    `typed`, `new`, `since`, `operations` and `mode` are as in `run_topology`. Raises ConfigError if this host cannot
+    reach the rest.
     """
     if in_process:
         raise ConfigError(

@@ -107,7 +107,7 @@ def find_unfinished(config: RunConfig, runs: Path) -> Unfinished | None:
 
 
 def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished | None:
-    """Return the run of a folder if it is unfinished, else None.
+    """Return the run of a folder if it is unfinished, else None. A rehearsal is never resumed.
 
     If its configuration cannot be read, `config` says where the log is.
     """
@@ -118,7 +118,7 @@ def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished 
     log = open_log(earlier, folder)
     last, rounds = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1]
     tickets = _valid_tickets(folder)
-    if last >= rounds or (last == 0 and tickets == 0):
+    if earlier.rehearsal is not None or last >= rounds or (last == 0 and tickets == 0):
         return None
     is_in_store = config.store.url is not None and open_log(config, folder).store.url() == log.store.url()
     return Unfinished(where or log.store.url(), config.name, last, rounds, tickets, is_in_store)

@@ -147,6 +147,8 @@ def build_info() -> GaugeMetricFamily:
 METRICS = (
     Described("hetero_pp_run_info", ("run",), "", "Name of the run; the value is 1.",
               lambda view: [((view.state.spec.config.name,), 1)]),
+    Described("hetero_pp_rehearsal", (), "", "1 if the run is a rehearsal, which trains nothing, else 0.",
+              partial(_of_state, lambda state: float(state.spec.config.rehearsal is not None))),
     Described("hetero_pp_run_condition", ("condition",), "", "1 for the condition that /healthz reports, else 0.",
               _condition),
     Described("hetero_pp_last_report_timestamp_seconds", (), "seconds since 1970",

@@ -19,8 +19,9 @@ from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 
 APART = 0.03
 """Relative difference beyond which a measurement and its prediction part."""
-LEAST_SECONDS = 1e-3
-"""Differences below this are not told: a machine that also does other work cannot measure them."""
+
+_ROUND = "round_seconds"
+_OF_A_ROUND = (_ROUND, "inner_seconds", "outer_seconds", "rest_seconds")
 
 Quantities = Mapping[str, float]
 """Quantity, such as `round_seconds` or `replicas.home.step_seconds` -> value."""
@@ -155,7 +156,7 @@ def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterat
     yield "tokens_per_second", rate
     yield "utilization.absolute", fmean(compute) / round_seconds
     yield "utilization.relative", rate / (prediction.tokens_per_second / prediction.utilization["relative"])
-    for replica, one in _replicas(spec, prediction):
+    for _, one in _replicas(spec, prediction):
         for name, value in own[one.name].items():
             yield f"replicas.{one.name}.{name}", value
         for link in one.links:
@@ -200,33 +201,33 @@ def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPredic
 def _parts(
     spec: RunSpec, timings: Timings, prediction: Prediction, measured: Quantities, predicted: Quantities
 ) -> Iterator[Parting]:
-    """Yield the times and bytes that part. Shares and rates follow from times, so they are not told again."""
+    """Yield the times and bytes that part. Other quantities follow from these.
+
+    The parts of a round part if they differ by a share of the whole round.
+    """
     for name, value in measured.items():
-        apart = relative(value, predicted[name])
-        is_seconds, is_bytes = name.endswith("_seconds"), name.endswith("_bytes")
-        is_small = is_seconds and abs(value - predicted[name]) < LEAST_SECONDS
-        if not (is_seconds or is_bytes) or is_small or (apart is not None and abs(apart) <= APART):
-            continue
-        if name == "round_seconds":
-            component = _component_of_round(measured, predicted)
-        elif name.endswith(("inner_seconds", "step_seconds")):
-            component = _component_of_loop(spec, timings, prediction, name)
+        wanted = predicted[name]
+        is_step = name.startswith("replicas.") and name.endswith(".step_seconds")
+        if name in _OF_A_ROUND:
+            is_apart = abs(value - wanted) > APART * predicted["round_seconds"]
         else:
-            component = ""
-        yield Parting(name, value, predicted[name], component)
+            is_apart = abs(value - wanted) > APART * wanted and (is_step or name.endswith("_bytes"))
+        if is_apart and name in _OF_A_ROUND:
+            yield Parting(name, value, wanted, _component_of_round(measured, predicted) if name == _ROUND else "")
+        elif is_apart:
+            yield Parting(name, value, wanted, _component_of_step(spec, timings, prediction, name) if is_step else "")
 
 
 def _component_of_round(measured: Quantities, predicted: Quantities) -> str:
-    names = {"inner_seconds": "the inner loop", "outer_seconds": "the outer round", "rest_seconds": "the rest"}
-    return names[max(names, key=lambda name: abs(measured[name] - predicted[name]))]
+    words = {"inner_seconds": "the inner loop", "outer_seconds": "the outer round", "rest_seconds": "the rest"}
+    return words[max(words, key=lambda name: abs(measured[name] - predicted[name]))]
 
 
-def _component_of_loop(spec: RunSpec, timings: Timings, prediction: Prediction, name: str) -> str:
-    """Return what parts in the inner loop of a replica: the compute of a member, or the waits for messages."""
-    own = name.split(".")[1] if name.startswith("replicas.") else None
-    apart: dict[str, float] = {}
-    for replica, one in _replicas(spec, prediction):
-        if own in (None, one.name):
+def _component_of_step(spec: RunSpec, timings: Timings, prediction: Prediction, name: str) -> str:
+    """Return what parts in the inner loop of a replica: the compute of a member, or its waits for messages."""
+    own, apart = name.split(".")[1], dict[str, float]()
+    for _, one in _replicas(spec, prediction):
+        if own == one.name:
             for stage in one.stages:
                 compute = timings.of_member(stage.member, "compute_seconds")
                 trained = stage.utilization * prediction.round_seconds
