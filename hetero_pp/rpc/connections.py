@@ -86,7 +86,7 @@ def reports_to_members(
 ) -> Iterator[Report]:
     """Yield the reports of some members and those that concern all, until these members are through.
 
-    `beside`: further members whose reports are wanted until then.
+    `beside`: further members, whose reports are wanted, too.
 
     An exchange that is gone is waited for, as another may take its place. While none answers, `on_wait` receives at
     growing intervals the seconds waited and whether one had answered before. `on_refused`: as in
@@ -95,7 +95,7 @@ def reports_to_members(
     Raises LinkTimeout, Refused if the exchange is not of the run. If the exchange ends before these members are
     through: RunOver after the last round, else LinkClosed.
     """
-    left, over, has_answered = set(members), None, False
+    left, over, has_answered = {*members, *beside}, None, False
 
     def waits(seconds: float) -> None:
         on_wait(seconds, has_answered)

@@ -201,10 +201,11 @@ class RunConfig(Settings):
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
 
         It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
-        checkpoints.
+        checkpoints, and a tokenizer only for the size of the vocabulary.
         """
         own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
         shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
+        reads = {} if self.model.vocabulary is None else {"tokenizer": "bytes"}
         weights = "equal" if self.outer.weights == "scores" else self.outer.weights
         return self.model_copy(
             update={
@@ -213,6 +214,7 @@ class RunConfig(Settings):
                 "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds), "weights": weights}),
                 "inner": self.inner.model_copy(update=shorter),
                 "model": self.model.model_copy(update={"weights": None}),
+                "data": self.data.model_copy(update=reads),
                 "audit": AuditSettings(),
                 "store": StoreSettings(),
                 "states": StateSettings(),

@@ -243,7 +243,12 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
     slots = ticket.good_for or "a slot that it does not name (it was made by an older version)"
     state = "expired" if ticket.is_over else "used" if is_used else "open"
-    told = {"run": ticket.run, "id": ticket.id, "good_for": ticket.good_for, "exchange": ticket.address}
+    told: dict[str, object] = {
+        "run": ticket.run,
+        "id": ticket.id,
+        "good_for": ticket.good_for,
+        "exchange": ticket.address,
+    }
     told |= {"rehearsal": ticket.rehearsal}
     words = {
         "expired": "it expired",
