@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.config.links import RELAYED, Direction, stage_link_name
+from hetero_pp.config.links import EXCHANGE, RELAYED, Direction, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
@@ -95,7 +95,7 @@ def reports_to_members(
     Raises LinkTimeout, Refused if the exchange is not of the run. If the exchange ends before these members are
     through: RunOver after the last round, else LinkClosed.
     """
-    left, over, has_answered = {*members, *beside}, None, False
+    left, over, has_answered = {*members, *beside} - {EXCHANGE}, None, False
 
     def waits(seconds: float) -> None:
         on_wait(seconds, has_answered)

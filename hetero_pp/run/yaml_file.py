@@ -61,13 +61,13 @@ class ConfigFile:
         try:
             self.config = with_weights_described(RunConfig.model_validate(self._lines.plain()))
             self.config.check()
-            if self.config.rehearsal is not None and not kept:
-                raise ConfigError(("rehearsal",), _NOT_A_RUN)
             require_named(self.config, added)
         except ValidationError as error:
             raise self._of_this_file(self.located(complaint(error))) from None
         except ConfigError as error:
             raise self._of_this_file(self.located(error)) from None
+        if self.config.rehearsal is not None and not kept:
+            raise self.located(ConfigError(("rehearsal",), _NOT_A_RUN))
 
     def as_rehearsal(self, rounds: int, steps: int) -> ConfigFile:
         """Return the file of the rehearsal, whose errors have the lines of this file (RunConfig.as_rehearsal)."""

@@ -75,13 +75,17 @@ def plan(
     write: Annotated[
         Path | None, typer.Option(help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Use lines and costs that a rehearsal measured (rehearsal.json), instead of the YAML's."),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
     with readable_errors():
         from hetero_pp.program.plan import plan as search_and_write
 
-        search_and_write(config, overrides, target, json_path, write)
+        search_and_write(config, overrides, target, json_path, write, measured)
 
 
 def calibrate(

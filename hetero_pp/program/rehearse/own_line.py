@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from hetero_pp.config.lines import WAYS, Way
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
@@ -32,7 +33,7 @@ class OwnLine(Mode):
         self._predictions, self._timings = Predictions.of(spec), Timings(spec)
 
     def watched(self, spec: RunSpec, members: Sequence[str]) -> Sequence[str]:
-        return [name for name in spec.needed if name not in members]
+        return [EXCHANGE, *(name for name in spec.needed if name not in members)]
 
     def on_report(self, report: Report) -> None:
         self._timings.apply(report)
