@@ -68,8 +68,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpe
     config = _config(YAML.replace("CORPUS", str(corpus)), folder)
     real, spec = RunSpec(config, 256), RunSpec(config.as_rehearsal(ROUNDS, STEPS), 256)
     cpu = dict.fromkeys(spec.members, torch.device("cpu"))
-    found = [run_over_grpc(one, folder / name, cpu) for one, name in ((real, "real"), (spec, "rehearsal"))]
-    return spec, *found, folder / "rehearsal"
+    trained, rehearsed = (run_over_grpc(one, folder / name, cpu) for one, name in ((real, "real"), (spec, "rehearsal")))
+    return spec, trained, rehearsed, folder / "rehearsal"
 
 
 def _carried(ran: Ran) -> dict[tuple[str, str, int], tuple[int, int, int]]:
