@@ -46,10 +46,13 @@ class RehearsedRound(OuterRound):
     def needed(self) -> Collection[str]:
         return self._needed
 
-    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
-        undecided = self.feedback.begin(round_, epoch)
+    def blobs(self, round_: int, epoch: int | None) -> RehearsedBlobs:
+        """Return the contribution of a generation to a round."""
         addresses = {block: self.calls.address(round_, block) for block in self._shapes}
-        blobs = RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, epoch or 0)
+        return RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, epoch or 0)
+
+    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
+        undecided, blobs = self.feedback.begin(round_, epoch), self.blobs(round_, epoch)
         total = sum(map(self._sizes.__getitem__, self._shapes))
         for block in self._shapes:
             self._pace.begin()
