@@ -106,7 +106,7 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Pred
         parts=list(_parts(spec, timings, prediction, measured, predicted)),
         whole_run=_whole_run(spec, whole, measured),
         members=members,
-        lines={member: {"up": one.up, "down": one.down} for member, one in timings.lines.items()},
+        lines={member: {"up": one.up, "down": one.down} for member, one in sorted(timings.lines.items())},
         costs={key: simulate[key] for key in ("hardware", "measured")},
     )
 
