@@ -102,7 +102,7 @@ def test_a_rehearsal_that_took_what_was_predicted(spec: RunSpec) -> None:
     for kind in ("absolute", "relative"):
         assert whole.utilization[kind] == pytest.approx(whole.predicted[kind], rel=0.02)
     assert whole.days * 86400 == pytest.approx(7 * Predictions.of(spec).whole.round_seconds, rel=0.02)
-    assert list(closing_lines(found))[0].startswith("All measured times and bytes are within 3%")
+    assert next(closing_lines(found)).startswith("All measured times and bytes are within 3%")
 
 
 @pytest.mark.parametrize(

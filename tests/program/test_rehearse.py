@@ -92,7 +92,7 @@ def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yam
         ["serve", str(yaml), *resume],
         ["export", str(folder), "--to", str(folder / "hf")],
         ["replay", str(folder)],
-        ["compare", str(folder), str(folder), "--runs", str(folder.parent)],
+        ["compare", str(folder), "another", "--runs", str(folder.parent)],
     ):
         code, said = asked(*command)
         assert code == 2 and "found a rehearsal, which trained nothing, expected a run" in said, (command, said)
