@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yam
         ["serve", str(yaml), *resume],
         ["export", str(folder), "--to", str(folder / "hf")],
         ["replay", str(folder)],
-        ["compare", str(folder), "another", "--runs", str(folder.parent)],
+        ["compare", str(folder), str(shutil.copytree(folder, folder.parent / "other")), "--runs", str(folder.parent)],
     ):
         code, said = asked(*command)
         assert code == 2 and "found a rehearsal, which trained nothing, expected a run" in said, (command, said)

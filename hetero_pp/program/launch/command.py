@@ -187,7 +187,7 @@ def run_members(
         say(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
         rounds = OwnRounds(prepared.spec, prepared.names, say, since=time.time())
         operations.follow(rounds.state, prepared.names)
-        launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, say, operations, mode)
+        launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, say, operations, mode=mode)
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:
