@@ -25,7 +25,7 @@ MOST_SECONDS = 1e8
 MOST_BYTES = 1 << 50
 """Bytes on one direction of one link in one round: 1 PiB."""
 MOST_BITS_PER_SECOND = 1e15
-"""Of a line that a host measured."""
+"""Rate of a line that a host measured."""
 MOST_MESSAGES = 1 << 40
 MOST_TOKENS = 1 << 40
 """Tokens of one inner step or one evaluation, if the batch is not known."""

@@ -40,7 +40,7 @@ class RunFolder:
 
     @property
     def rehearsal(self) -> Path:
-        """What a rehearsal measured, beside its prediction."""
+        """Measurements of a rehearsal, beside its prediction."""
         return self.path / "rehearsal.json"
 
     @property

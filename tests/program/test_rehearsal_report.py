@@ -1,4 +1,4 @@
-"""What a rehearsal measured beside its prediction, from made-up reports: every number is known."""
+"""The comparison of a rehearsal with its prediction, from made-up reports: every number is known."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
 
 
 def test_a_line_that_holds_nobody_up_is_good_enough(spec: RunSpec) -> None:
-    """What free links leave idle does not count, and a datacenter has no neighbours."""
+    """Idle time with free links does not count, and a datacenter has no neighbours."""
     free = compared(spec, reports_of(spec))
     free = replace(free, measured={**free.measured, "replicas.home.exposed_communication": 0.04})
     assert "the line is good enough" in verdict(spec, "home.0", free) and "waited 4.0%" in verdict(spec, "home.0", free)

@@ -80,7 +80,10 @@ def test_a_rehearsal_is_marked_wherever_it_is_shown(rehearsed: tuple[Path, str])
     assert json.loads((folder / "status.json").read_text())["rehearsal"] is True
     record = Record(RunFolder(folder))
     assert history_of(record.view)["rehearsal"] is True
-    assert [one.name for one in METRICS].count("hetero_pp_rehearsal") == 1
+    info = next(one for one in METRICS if one.name == "hetero_pp_run_info")
+    observed = Observed()
+    observed.follow(record.view.state)
+    assert info.samples(View(record.view.state, observed)) == [((NAME, "rehearsal"), 1)]
 
 
 def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yaml: Path) -> None:

@@ -1,4 +1,4 @@
-"""What distinguishes how a YAML is started, and what follows the end: a run, or another way to start it."""
+"""Starts a YAML as a run; a subclass starts it in another way, and prints another result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a rehearsal measured, beside what `simulate` predicts, and where they part.
+"""Compares what a rehearsal measured with what `simulate` predicts, and says where both part.
 
-A round consists of the inner loop of the slowest replica, the outer round (from the end of that loop until the last
-member goes on), and the rest: the evaluation, and what rounds do not share. Both sides are split in this way.
+Both sides split a round into three parts. The inner loop is that of the slowest replica. The outer round lasts from the
+end of that loop until the last member goes on. The rest is the evaluation, less what it shares with the next round.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Parting:
     measured: float
     predicted: float
     component: str
-    """What differs most within it, in words."""
+    """The part of it that differs most, in words."""
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What follows for the run that was rehearsed: its rounds have more inner steps than those of the rehearsal."""
+    """Conclusions for the run that was rehearsed: its rounds have more inner steps than those of the rehearsal."""
 
     rounds: int
     steps: int | None
@@ -178,8 +178,7 @@ def _longest(timings: Timings, replica: ReplicaSettings, field: str) -> float:
 def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPrediction) -> dict[str, float]:
     """Return what was measured of a replica.
 
-    What free links would leave idle needs no measurement, so the free inner loop is the predicted one, for the same
-    number of steps.
+    The inner loop with free links is the predicted one for the same number of steps, because no link affects it.
     """
     inner = max(
         timings.of_member(one, "compute_seconds") + timings.of_member(one, "wait_seconds") for one in replica.members

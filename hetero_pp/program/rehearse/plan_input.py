@@ -1,4 +1,4 @@
-"""What `plan --measured` takes from a rehearsal: the lines that hosts measured, and the costs of compute."""
+"""Takes from a rehearsal what `plan --measured` uses: the lines that hosts measured, and the costs of compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reports of a run say about its times and bytes, by round. Pure: every time comes from a report."""
+"""Collects times and bytes from the reports of a run, by round. Pure: every time comes from a report."""
 
 from __future__ import annotations
 
