@@ -73,6 +73,9 @@ class Comparison:
     costs: Mapping[str, Any]
     """Costs and hardware of the section `simulate` from which compute was emulated."""
 
+    busy: float = 0.0
+    """Share of the time of this machine's processors that was in use, by whatever process."""
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` writes."""
         return {"rehearsal": True} | asdict(self) | {"difference": self.differences}
