@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.config.lines import Way
 from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.rehearse.command import Predictions, not_rehearsed
@@ -136,7 +138,7 @@ def test_the_json_says_that_it_is_a_rehearsal(spec: RunSpec) -> None:
 
 
 def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
-    rates = {"up": Rate(1e6, is_limited=True), "down": Rate(4e7, is_limited=False)}
+    rates: dict[Way, Rate] = {"up": Rate(1e6, is_limited=True), "down": Rate(4e7, is_limited=False)}
     slow, good = OwnLine(spec, "home.0", rates), OwnLine(spec, "home.1", {})
     inner = Predictions.of(spec).rehearsed.replicas[1].inner_seconds
     for report in reports_of(spec, **{"home.1": inner}):
@@ -197,7 +199,8 @@ def test_a_plan_takes_measured_lines_and_costs(yaml: Path, tmp_path: Path) -> No
     spec = RunSpec(config, None)
     lines = {name: (line.up, line.down, line.latency) for name, line in spec.lines.items()}
     assert lines == {"home.0": (2e6, 1e7, 0.003), "home.1": (1.5e6, 9e6, 0.003)}
-    assert [stage.layers for stage in config.replicas[1].stages] == [2, 2]
+    home = config.replicas[1]
+    assert isinstance(home, ParticipantsReplica) and [len(own) for own in home.layer_ranges(4)] == [2, 2]
     dc = MeasuredInput(measured_file(tmp_path, lines={"dc": {"up": 3e6, "down": 4e6}})).applied(config, layers=4)
     assert RunSpec(dc, None).lines["dc"].up == 3e6
 
