@@ -176,11 +176,19 @@ def test_a_configuration_becomes_a_rehearsal(yaml: Path, tmp_path: Path) -> None
 
 
 def test_what_is_not_rehearsed_is_said(yaml: Path) -> None:
-    config = ConfigFile(yaml, ["simulate.fleets={home: {count: 9}}", "simulate.exchange=ring_all_gather"]).config
-    assert [line.partition(" is not")[0] for line in not_rehearsed(config)] == [
-        "simulate.fleets.home",
-        "simulate.exchange: ring_all_gather",
+    """Optional replicas are left out, and a rehearsal of only these is refused."""
+    file = ConfigFile(
+        yaml, ["simulate.fleets={dc: {count: 9}}", "simulate.exchange=ring_all_gather", "replicas.home.count=0..3"]
+    )
+    assert [line.partition(" not ")[0] for line in not_rehearsed(file.config)] == [
+        "simulate.fleets.dc is",
+        "simulate.exchange: ring_all_gather is",
+        "3 optional replicas left out: to rehearse some, set their number, as with `--set replicas.home.count=2`",
     ]
+    assert [replica.name for replica in file.as_rehearsal(1, 1).config.replicas] == ["dc"]
+    yaml.write_text(YAML.replace("  - {name: dc, kind: datacenter, batch_size: 4}\n", ""))
+    with pytest.raises(ConfigError, match="expected required ones: a rehearsal has only those"):
+        ConfigFile(yaml, ["replicas.home.count=0..3"]).as_rehearsal(1, 1)
 
 
 def measured_file(tmp_path: Path, **changes: Any) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
-from hetero_pp.core.units import format_duration, format_percent
+from hetero_pp.core.units import format_count, format_duration, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.comparison import compare
@@ -76,9 +76,10 @@ class AsRehearsal(Mode):
         self._rounds, self._steps, self._json = rounds, steps, json_path
         self._located: Callable[[ConfigError], ConfigError] = lambda error: error
         self._busy: Busy | None = None
+        self._left_out: Sequence[str] = ()
 
     def of(self, file: ConfigFile) -> ConfigFile:
-        self._located = file.located
+        self._located, self._left_out = file.located, list(not_rehearsed(file.config))
         return file.as_rehearsal(self._rounds, self._steps)
 
     def begin(self, spec: RunSpec) -> None:
@@ -90,7 +91,7 @@ class AsRehearsal(Mode):
         lasts = spec.config.outer.rounds * self._predictions.rehearsed.round_seconds
         name, until = spec.config.name, format_duration(lasts)
         tell(standard_output(), f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
-        for line in not_rehearsed(spec.config):
+        for line in self._left_out:
             tell(standard_output(), f"{name}: {line}")
 
     def on_report(self, report: Report) -> None:
@@ -129,4 +130,5 @@ def not_rehearsed(config: RunConfig) -> Iterator[str]:
     if simulate.exchange != "gather":
         yield f"simulate.exchange: {simulate.exchange} is not rehearsed: a run gathers contributions"
     if optional:
-        yield f"optional replicas are not rehearsed: {', '.join(optional)}"
+        how = "to rehearse some, set their number, as with `--set replicas.home.count=2`"
+        yield f"{format_count(len(optional), 'optional replica')} left out: {how}"

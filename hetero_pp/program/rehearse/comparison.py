@@ -168,10 +168,8 @@ def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterat
 
 
 def _replicas(spec: RunSpec, prediction: Prediction) -> Iterator[tuple[ReplicaSettings, ReplicaPrediction]]:
-    """Yield the replicas that take part, with their predictions."""
-    for replica, one in zip(spec.config.replicas, prediction.replicas, strict=True):
-        if not replica.optional:
-            yield replica, one
+    """Yield the replicas with their predictions."""
+    yield from zip(spec.config.replicas, prediction.replicas, strict=True)
 
 
 def _longest(timings: Timings, replica: ReplicaSettings, field: str) -> float:
