@@ -201,16 +201,22 @@ class RunConfig(Settings):
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
 
         It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
-        checkpoints, and a tokenizer only for the size of the vocabulary.
+        checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out. Raises
+        ConfigError if all are optional.
         """
         own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
         shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
         reads = {} if self.model.vocabulary is None else {"tokenizer": "bytes"}
+        needed = [replica for replica in self.replicas if not replica.optional]
+        if self.replicas and not needed:
+            why = "a rehearsal has only those: set a number, such as `--set replicas.home.count=2`"
+            raise ConfigError(("replicas", 0), f"found only optional replicas, expected required ones: {why}")
         weights = "equal" if self.outer.weights == "scores" else self.outer.weights
         return self.model_copy(
             update={
                 "name": self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX,
                 "rehearsal": own,
+                "replicas": needed,
                 "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds), "weights": weights}),
                 "inner": self.inner.model_copy(update=shorter),
                 "model": self.model.model_copy(update={"weights": None}),

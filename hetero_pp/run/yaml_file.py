@@ -72,7 +72,10 @@ class ConfigFile:
     def as_rehearsal(self, rounds: int, steps: int) -> ConfigFile:
         """Return the file of the rehearsal, whose errors have the lines of this file (RunConfig.as_rehearsal)."""
         found = copy(self)
-        found.config = self.config.as_rehearsal(rounds, steps)
+        try:
+            found.config = self.config.as_rehearsal(rounds, steps)
+        except ConfigError as error:
+            raise self.located(error) from None
         return found
 
     def _of_this_file(self, error: ConfigError) -> ConfigError:

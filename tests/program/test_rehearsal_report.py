@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.config.lines import Way
 from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.rehearse.command import Predictions, not_rehearsed
@@ -136,7 +138,7 @@ def test_the_json_says_that_it_is_a_rehearsal(spec: RunSpec) -> None:
 
 
 def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
-    rates = {"up": Rate(1e6, is_limited=True), "down": Rate(4e7, is_limited=False)}
+    rates: dict[Way, Rate] = {"up": Rate(1e6, is_limited=True), "down": Rate(4e7, is_limited=False)}
     slow, good = OwnLine(spec, "home.0", rates), OwnLine(spec, "home.1", {})
     inner = Predictions.of(spec).rehearsed.replicas[1].inner_seconds
     for report in reports_of(spec, **{"home.1": inner}):
@@ -174,11 +176,19 @@ def test_a_configuration_becomes_a_rehearsal(yaml: Path, tmp_path: Path) -> None
 
 
 def test_what_is_not_rehearsed_is_said(yaml: Path) -> None:
-    config = ConfigFile(yaml, ["simulate.fleets={home: {count: 9}}", "simulate.exchange=ring_all_gather"]).config
-    assert [line.partition(" is not")[0] for line in not_rehearsed(config)] == [
-        "simulate.fleets.home",
-        "simulate.exchange: ring_all_gather",
+    """Optional replicas are left out, and a rehearsal of only these is refused."""
+    file = ConfigFile(
+        yaml, ["simulate.fleets={dc: {count: 9}}", "simulate.exchange=ring_all_gather", "replicas.home.count=0..3"]
+    )
+    assert [line.partition(" not ")[0] for line in not_rehearsed(file.config)] == [
+        "simulate.fleets.dc is",
+        "simulate.exchange: ring_all_gather is",
+        "3 optional replicas left out: to rehearse some, set their number, as with `--set replicas.home.count=2`",
     ]
+    assert [replica.name for replica in file.as_rehearsal(1, 1).config.replicas] == ["dc"]
+    yaml.write_text(YAML.replace("  - {name: dc, kind: datacenter, batch_size: 4}\n", ""))
+    with pytest.raises(ConfigError, match="expected required ones: a rehearsal has only those"):
+        ConfigFile(yaml, ["replicas.home.count=0..3"]).as_rehearsal(1, 1)
 
 
 def measured_file(tmp_path: Path, **changes: Any) -> Path:
@@ -197,7 +207,8 @@ def test_a_plan_takes_measured_lines_and_costs(yaml: Path, tmp_path: Path) -> No
     spec = RunSpec(config, None)
     lines = {name: (line.up, line.down, line.latency) for name, line in spec.lines.items()}
     assert lines == {"home.0": (2e6, 1e7, 0.003), "home.1": (1.5e6, 9e6, 0.003)}
-    assert [stage.layers for stage in config.replicas[1].stages] == [2, 2]
+    home = config.replicas[1]
+    assert isinstance(home, ParticipantsReplica) and [len(own) for own in home.layer_ranges(4)] == [2, 2]
     dc = MeasuredInput(measured_file(tmp_path, lines={"dc": {"up": 3e6, "down": 4e6}})).applied(config, layers=4)
     assert RunSpec(dc, None).lines["dc"].up == 3e6
 

@@ -14,7 +14,9 @@ from started import run_program, start_program
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
+from hetero_pp.program.operate.collector import Outcomes, View
 from hetero_pp.program.operate.metrics import METRICS
+from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.view.history import history_of
 from hetero_pp.program.view.record import Record
 from hetero_pp.run.folder import RunFolder
@@ -83,7 +85,7 @@ def test_a_rehearsal_is_marked_wherever_it_is_shown(rehearsed: tuple[Path, str])
     info = next(one for one in METRICS if one.name == "hetero_pp_run_info")
     observed = Observed()
     observed.follow(record.view.state)
-    assert info.samples(View(record.view.state, observed)) == [((NAME, "rehearsal"), 1)]
+    assert info.samples(View(observed, record.view.state, Outcomes())) == [((NAME, "rehearsal"), 1)]
 
 
 def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yaml: Path) -> None:

@@ -73,6 +73,9 @@ class Comparison:
     costs: Mapping[str, Any]
     """Costs and hardware of the section `simulate` from which compute was emulated."""
 
+    busy: float = 0.0
+    """Share of the time of this machine's processors that was in use, by whatever process."""
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` writes."""
         return {"rehearsal": True} | asdict(self) | {"difference": self.differences}
@@ -165,10 +168,8 @@ def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterat
 
 
 def _replicas(spec: RunSpec, prediction: Prediction) -> Iterator[tuple[ReplicaSettings, ReplicaPrediction]]:
-    """Yield the replicas that take part, with their predictions."""
-    for replica, one in zip(spec.config.replicas, prediction.replicas, strict=True):
-        if not replica.optional:
-            yield replica, one
+    """Yield the replicas with their predictions."""
+    yield from zip(spec.config.replicas, prediction.replicas, strict=True)
 
 
 def _longest(timings: Timings, replica: ReplicaSettings, field: str) -> float:
