@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import traceback
@@ -32,11 +33,11 @@ from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import RunSpec
 from replica_groups.loop.take_part import take_part
 
-MOST_ALONE = 32
-"""Most members that have a process each, of about 70 MB and its messages. A thread takes a few MB."""
+MOST_ALONE = 8
+"""Most members of a rehearsal that have a process each, of about 70 MB and its messages. A thread takes about 3 MB."""
 
 MOST_TOGETHER = 64
-"""Most members of one process."""
+"""Most members of one process, if this machine has not processors enough for fewer."""
 
 _OPEN_FILES_OF_A_MEMBER = 16
 _SECONDS_TO_LEAVE = 20.0
@@ -64,9 +65,10 @@ def launch_rehearsal(
         address = supervisor.open_exchange()
         told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
         watcher = Watcher(told, supervisor.on_report)
+        size = min(most_together, max(most_alone, math.ceil(len(names) / (os.cpu_count() or 1))))
         crowds = [
-            _Crowd(folder, {name: keys.of(name, spec.links.values()) for name in names[first : first + most_together]})
-            for first in range(0, len(names), most_together)
+            _Crowd(folder, {name: keys.of(name, spec.links.values()) for name in names[first : first + size]})
+            for first in range(0, len(names), size)
         ]
         try:
             for crowd in crowds:
