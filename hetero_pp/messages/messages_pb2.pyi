@@ -208,7 +208,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "obstacle", "obstacle_seconds")
+    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "obstacle", "obstacle_seconds", "rehearsal")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,7 @@ class StatusReply(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     OBSTACLE_FIELD_NUMBER: _ClassVar[int]
     OBSTACLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REHEARSAL_FIELD_NUMBER: _ClassVar[int]
     name: str
     last_round: int
     rounds: int
@@ -237,7 +238,8 @@ class StatusReply(_message.Message):
     missing: _containers.RepeatedScalarFieldContainer[str]
     obstacle: str
     obstacle_seconds: float
-    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ...) -> None: ...
+    rehearsal: bool
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ...) -> None: ...
 
 class PreviewRequest(_message.Message):
     __slots__ = ()
@@ -869,6 +871,14 @@ class Computes(_message.Message):
     device: str
     def __init__(self, device: _Optional[str] = ...) -> None: ...
 
+class MeasuredLine(_message.Message):
+    __slots__ = ("up", "down")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    up: float
+    down: float
+    def __init__(self, up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
+
 class Activity(_message.Message):
     __slots__ = ("doing",)
     DOING_FIELD_NUMBER: _ClassVar[int]
@@ -988,7 +998,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ..., computes: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "scores", "judged", "sent")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "scores", "judged", "measured_line", "sent")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -1011,6 +1021,7 @@ class Report(_message.Message):
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     JUDGED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_LINE_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
@@ -1034,8 +1045,9 @@ class Report(_message.Message):
     activity: Activity
     scores: Scores
     judged: Judgement
+    measured_line: MeasuredLine
     sent: float
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

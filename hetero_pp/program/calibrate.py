@@ -16,6 +16,7 @@ from hetero_pp.core.files import whole
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.run.changes import Override
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import RunSpec
@@ -60,6 +61,12 @@ def load_calibration(path: Path) -> dict[str, object]:
             (), f"{path}: expected the output of `hetero-pp calibrate --write`, with `hardware` and `measured`"
         )
     return content
+
+
+def calibrated(path: Path | None) -> list[Override]:
+    """Return what the file of `--calibration` sets in the section `simulate`; nothing without a file."""
+    measured = {} if path is None else load_calibration(path)
+    return [Override(("simulate", key), value, f"--calibration {path}") for key, value in measured.items()]
 
 
 def _machine_entry(speed: float) -> dict[str, str | float]:

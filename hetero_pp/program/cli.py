@@ -18,6 +18,7 @@ for command in (
     first_steps.init,
     first_steps.doctor,
     runs.launch,
+    runs.rehearse,
     runs.serve,
     runs.invite,
     runs.revoke,

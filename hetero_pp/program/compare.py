@@ -21,7 +21,7 @@ from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
+from hetero_pp.run.read import read_trained
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +119,7 @@ def _folder(runs: Path, name: str) -> RunFolder:
 
 
 def _read(name: str, folder: RunFolder) -> ComparedRun:
-    spec = read_run(folder)
+    spec = read_trained(folder)
     state = RunState(spec)
 
     def complain(line: str) -> None:

@@ -11,7 +11,7 @@ from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
+from hetero_pp.run.read import read_trained
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.open_log import open_log
@@ -27,7 +27,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise ConfigError((), f"{run}: found no config.yaml, expected a run folder, such as runs/quickstart")
-    spec = read_run(folder)
+    spec = read_trained(folder)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError((), f"--to {to}: found files in this folder, expected a new or empty folder")
     with theta_after(spec, folder, round_) as (number, parameters):

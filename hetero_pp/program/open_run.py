@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
+from hetero_pp.run.read import read_trained
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
 from replica_groups.exchange.log import ContributionLog
@@ -23,7 +23,7 @@ def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
         folder = RunFolder(Path(run))
         if not folder.config.is_file():
             raise ConfigError((), f"{run}: found no config.yaml, expected a run folder, such as runs/quickstart")
-        spec = read_run(folder)
+        spec = read_trained(folder)
         return spec, open_log(spec.config, folder)
     log = ContributionLog(open_store(run))
     with tempfile.TemporaryDirectory() as scratch:
@@ -33,4 +33,4 @@ def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
                 log.store.get_to(path.name, path)
         if not folder.config.is_file():
             raise ConfigError((), f"{log.store.url()}: found no config.yaml, expected a run log")
-        return read_run(folder), log
+        return read_trained(folder), log

@@ -18,6 +18,7 @@ from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, parse_fraction
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.planner.search import Choice, Result, describe_penalty, search
+from hetero_pp.program.rehearse.plan_input import MeasuredInput
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption
@@ -32,8 +33,18 @@ _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+|/[1-9]\d*)?")
 """A number or a ratio."""
 
 
-def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | None, write: Path | None) -> None:
-    """Plan the YAML for a utilization, print why, and write the plan. Raises ConfigError if it cannot be reached."""
+def plan(
+    path: Path,
+    overrides: Sequence[str],
+    target: str,
+    json_path: Path | None,
+    write: Path | None,
+    measured: Path | None = None,
+) -> None:
+    """Plan the YAML for a utilization, print why, and write the plan. Raises ConfigError if it cannot be reached.
+
+    `measured`: what a rehearsal measured, which replaces lines and costs of the YAML.
+    """
     share = _share(target)
     write = write or Path(f"{path.stem}.plan.yaml")
     if write.exists() and write.samefile(path):
@@ -43,6 +54,14 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     console = standard_output()
     try:
         vocabulary = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
+        layers = config.model.resolve(vocabulary).layers
+    except ConfigError as error:
+        raise file.located(error) from None
+    if measured is not None:
+        found = MeasuredInput(measured)
+        config = found.applied(config, layers)
+        say(console, found.told())
+    try:
         with console.status("searching"):
             result = search(config, vocabulary, share)
     except ConfigError as error:

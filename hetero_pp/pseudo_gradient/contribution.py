@@ -98,17 +98,22 @@ def encode_blob(
     address: BlobAddress, tensors: Iterable[tuple[str, Shape, Selection]], settings: CompressionSettings
 ) -> bytes:
     """Encode the selections of one layer block's tensors, in the order of their names."""
+    encoded = ((name, shape, _encode_tensor(shape, selection, settings)) for name, shape, selection in tensors)
+    return blob_of(address, encoded, settings)
+
+
+def blob_of(address: BlobAddress, tensors: Iterable[tuple[str, Shape, bytes]], settings: CompressionSettings) -> bytes:
+    """Return the blob of one layer block's encoded tensors, in the order of their names."""
     writer = Writer()
     writer.put_text(address.run)
     writer.put("Q", address.round)
     writer.put_text(address.replica)
     writer.put_text(address.block)
     _put_settings(writer, settings)
-    for name, shape, selection in tensors:
+    for name, shape, content in tensors:
         writer.put("B", 1)
         writer.put_text(name)
         writer.put(f"B{len(shape)}Q", len(shape), *shape)
-        content = _encode_tensor(shape, selection, settings)
         writer.put("Q", len(content))
         writer.put_bytes(content)
     writer.put("B", 0)

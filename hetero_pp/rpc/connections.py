@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.config.links import RELAYED, Direction, stage_link_name
+from hetero_pp.config.links import EXCHANGE, RELAYED, Direction, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
@@ -82,8 +82,11 @@ def reports_to_members(
     timeout: float,
     on_wait: Callable[[float, bool], None],
     on_refused: Callable[[str], None] = lambda _: None,
+    beside: Sequence[str] = (),
 ) -> Iterator[Report]:
     """Yield the reports of some members and those that concern all, until these members are through.
+
+    `beside`: further members, whose reports are wanted, too.
 
     An exchange that is gone is waited for, as another may take its place. While none answers, `on_wait` receives at
     growing intervals the seconds waited and whether one had answered before. `on_refused`: as in
@@ -92,7 +95,7 @@ def reports_to_members(
     Raises LinkTimeout, Refused if the exchange is not of the run. If the exchange ends before these members are
     through: RunOver after the last round, else LinkClosed.
     """
-    left, over, has_answered = set(members), None, False
+    left, over, has_answered = {*members, *beside} - {EXCHANGE}, None, False
 
     def waits(seconds: float) -> None:
         on_wait(seconds, has_answered)
@@ -103,7 +106,7 @@ def reports_to_members(
             exchange.wait_until_ready(timeout, waits, on_refused)
             has_answered = True
             with suppress(ExchangeLost):
-                for report in filter(is_new, exchange.watch(members)):
+                for report in filter(is_new, exchange.watch([*members, *beside])):
                     yield report
                     if report.HasField("over"):
                         over = RunOver.after(report.over.round, report.over.rounds)

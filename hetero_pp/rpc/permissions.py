@@ -82,6 +82,7 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
     "member_round": _anything,
     "state_saving": _anything,
     "computes": _anything,
+    "measured_line": _anything,
     "activity": _anything,
     "failure": _anything,
     "refusal": _anything,

@@ -43,6 +43,8 @@ class Ticket:
 
     store: str = ""
     """URL of the run's store, if the exchange signs URLs of it; members follow signed URLs to no other store."""
+    rehearsal: bool = False
+    """Whether the run is a rehearsal, which trains nothing."""
 
     def to_text(self) -> str:
         """Return the ticket on one line of letters, digits, `-` and `_`."""
@@ -82,7 +84,8 @@ class Ticket:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
             raise ValueError
-        return cls(run, address, Identity(*pem), str(found.get("good_for", "")), str(found.get("store", "")))
+        told = str(found.get("good_for", "")), str(found.get("store", "")), found.get("rehearsal") is True
+        return cls(run, address, Identity(*pem), *told)
 
     @property
     def id(self) -> str:
@@ -104,12 +107,19 @@ class Ticket:
 
 
 def make_ticket(
-    run: str, address: str, authority: Authority, ticket: str, until: float, good_for: str = "", store: str = ""
+    run: str,
+    address: str,
+    authority: Authority,
+    ticket: str,
+    until: float,
+    good_for: str = "",
+    store: str = "",
+    rehearsal: bool = False,
 ) -> Ticket:
     """Return a ticket with this id that is valid until `until`."""
     key = new_key()
     certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
-    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for, store)
+    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for, store, rehearsal)
 
 
 def ticket_of(name: str) -> str | None:

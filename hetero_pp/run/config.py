@@ -6,11 +6,13 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import LineSettings, SiteSettings
 from hetero_pp.config.links import LinkSettings
-from hetero_pp.config.settings import Duration, NotPartOf, Settings, WhomItConcerns
+from hetero_pp.config.rehearsal import Rehearsal
+from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.config.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
@@ -24,6 +26,9 @@ from hetero_pp.run.counted import counted
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.store.settings import StoreSettings
+
+REHEARSAL_SUFFIX = "-rehearsal"
+"""End of the name of every rehearsal, so that its folder, its tickets and all that shows it say what it is."""
 
 LONGEST_RUN_NAME = 100
 """Most characters of a run's name. File systems allow 255 for a folder; a number or a suffix may follow the name."""
@@ -120,6 +125,8 @@ class RunConfig(Settings):
     restarts: Annotated[RestartSettings, NotPartOf.EITHER] = RestartSettings()
     simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
+    rehearsal: Annotated[SkipJsonSchema[Rehearsal | None], AddedLater()] = None
+    """Set by the program. It changes the id of the run, so that a rehearsal cannot be taken for a run."""
 
     def check(self) -> None:
         """Raise ConfigError for faults across fields. Reads no files."""
@@ -189,6 +196,36 @@ class RunConfig(Settings):
                 f"found {len(self.plan.participants)} participants without a group, expected none: "
                 "`hetero-pp plan --write FILE` groups them",
             )
+
+    def as_rehearsal(self, rounds: int, steps: int) -> RunConfig:
+        """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
+
+        It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
+        checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out. Raises
+        ConfigError if all are optional.
+        """
+        own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
+        shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
+        reads = {} if self.model.vocabulary is None else {"tokenizer": "bytes"}
+        needed = [replica for replica in self.replicas if not replica.optional]
+        if self.replicas and not needed:
+            why = "a rehearsal has only those: set a number, such as `--set replicas.home.count=2`"
+            raise ConfigError(("replicas", 0), f"found only optional replicas, expected required ones: {why}")
+        weights = "equal" if self.outer.weights == "scores" else self.outer.weights
+        return self.model_copy(
+            update={
+                "name": self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX,
+                "rehearsal": own,
+                "replicas": needed,
+                "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds), "weights": weights}),
+                "inner": self.inner.model_copy(update=shorter),
+                "model": self.model.model_copy(update={"weights": None}),
+                "data": self.data.model_copy(update=reads),
+                "audit": AuditSettings(),
+                "store": StoreSettings(),
+                "states": StateSettings(),
+            }
+        )
 
     def with_absolute_paths(self) -> RunConfig:
         """Return the same configuration with absolute paths, valid from any folder."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hetero_pp.core.device import resolved
+from hetero_pp.core.device import CPU, resolved
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.precision import compute_dtype
 from hetero_pp.run.alike import range_of
@@ -17,9 +17,11 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
     """Return the device of each member that starts on this host, in the order of `names`.
 
     Members that do not name a device share the accelerators in turn. Raises ConfigError for a device that is not there
-    or lacks the member's precision.
+    or lacks the member's precision. A rehearsal needs none.
     """
     members = [spec.members[name] for name in names if name in spec.members]
+    if spec.config.rehearsal is not None:
+        return {member.name: CPU for member in members}
     found = {}
     for turn, member in enumerate(members):
         try:

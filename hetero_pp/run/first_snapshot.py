@@ -32,7 +32,10 @@ def first_snapshot(spec: RunSpec, on_progress: OnProgress = untold) -> Snapshot:
     """Return the first snapshot of a run, with random weights or those in the folder of `model.weights`.
 
     The basis U is random in both cases. If boundaries are compressed, the embedding of the checkpoint is split by it.
+    That of a rehearsal has no tensors.
     """
+    if spec.config.rehearsal is not None:
+        return Snapshot(0, {}, None)
     require_weights(spec)
     weights, parameters = spec.config.model.weights, None
     if weights is not None:

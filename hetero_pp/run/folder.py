@@ -39,6 +39,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def rehearsal(self) -> Path:
+        """Measurements of a rehearsal, beside its prediction."""
+        return self.path / "rehearsal.json"
+
+    @property
     def token(self) -> Path:
         return self.path / "token"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,31 @@ _OF_A_RUN = ("log", "state", "metrics.jsonl")
 """Files beside the config.yaml of a run."""
 
 
+_NOT_A_RUN = (
+    "found the mark of a rehearsal, expected the YAML of a run; `hetero-pp rehearse YAML` rehearses one, and nothing "
+    "resumes or repeats a rehearsal"
+)
+
+
 class ConfigFile:
     """YAML file with a RunConfig, and the line of each key."""
 
-    def __init__(self, path: Path, overrides: Sequence[Given] = (), changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        overrides: Sequence[Given] = (),
+        changes: Mapping[str, Any] | None = None,
+        kept: bool = False,
+    ) -> None:
         """Load a file and apply changes.
 
         `overrides` are values of `--set` such as `outer.rounds=20`, or of other options. `changes` are the same as
-        mappings: {"outer": {"rounds": 20}}.
+        mappings: {"outer": {"rounds": 20}}. `kept`: this program wrote the file into the folder of a run, so it may
+        be that of a rehearsal.
 
         Raises ConfigError with file, line and key, or with the override that is at fault.
         """
-        self.path = path
+        self.path, self._kept = path, kept
         try:
             self._lines = YamlLines(path)
         except ConfigError as error:
@@ -52,6 +66,17 @@ class ConfigFile:
             raise self._of_this_file(self.located(complaint(error))) from None
         except ConfigError as error:
             raise self._of_this_file(self.located(error)) from None
+        if self.config.rehearsal is not None and not kept:
+            raise self.located(ConfigError(("rehearsal",), _NOT_A_RUN))
+
+    def as_rehearsal(self, rounds: int, steps: int) -> ConfigFile:
+        """Return the file of the rehearsal, whose errors have the lines of this file (RunConfig.as_rehearsal)."""
+        found = copy(self)
+        try:
+            found.config = self.config.as_rehearsal(rounds, steps)
+        except ConfigError as error:
+            raise self.located(error) from None
+        return found
 
     def _of_this_file(self, error: ConfigError) -> ConfigError:
         """Extend an error about a run's own config file with what to do about it."""
@@ -88,7 +113,7 @@ class ConfigFile:
     def _is_wrong_itself(self, error: ConfigError) -> bool:
         """Return whether the file has the same fault without the overrides."""
         try:
-            ConfigFile(self.path)
+            ConfigFile(self.path, kept=self._kept)
         except ConfigError as own:
             return str(own) == str(self._lines.located(error))
         return False

@@ -10,13 +10,15 @@ another width than D / N, D in attention is the width of all heads together.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
+from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.simulator.machines import hardware_of
 
 UPDATE_BYTES = 28
 """Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""
@@ -136,3 +138,18 @@ def part_of(spec: RunSpec, member: MemberSpec) -> Part:
     if member.stage is not None and member.stage.count > 1 and isinstance(member.replica, ParticipantsReplica):
         own = beside(spec.shape, member.replica.boundary, member.stage.is_first)
     return Part(layers, EMBEDDING in member.owned, predicts, parameters, own)
+
+
+def cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
+    """Return the measured cost, or the cost that follows from the member's part and hardware.
+
+    Raises ConfigError for unknown hardware.
+    """
+    if member.name in spec.config.simulate.measured:
+        return spec.config.simulate.measured[member.name]
+    replica = member.replica
+    hardware = hardware_of(spec, member)
+    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+    part, checkpointing = part_of(spec, member), checkpointing_of(replica)
+    cost = cost_on(spec.shape, part, hardware, replica.accelerators_of_member, rows, length, checkpointing)
+    return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.run.alike import equal_replicas
-from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
+from hetero_pp.run.simulate_section import FleetSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import checkpointing_of, cost_on, part_of
+from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import hardware_of
 from hetero_pp.simulator.memory import Memory, memory_of_member
@@ -125,7 +125,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], random: np.ran
     replica = replicas[0]
     settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=len(replicas)))
     members = [member for member in spec.members.values() if member.replica is replica]
-    costs = [_cost_of(spec, member) for member in members]
+    costs = [cost_of(spec, member) for member in members]
     shape = (len(members), settings.count)
     slow = np.where(random.random(shape) < settings.stragglers, settings.slowdown, 1.0)
 
@@ -193,18 +193,6 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
         header.purpose = purpose
         found[kind] = float(sum(wire_frames(sealed(Message(header, tuple(tensors))))))
     return found
-
-
-def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
-    """Return the measured cost, or the cost that follows from the member's part and hardware."""
-    if member.name in spec.config.simulate.measured:
-        return spec.config.simulate.measured[member.name]
-    replica = member.replica
-    hardware = hardware_of(spec, member)
-    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    part, checkpointing = part_of(spec, member), checkpointing_of(replica)
-    cost = cost_on(spec.shape, part, hardware, replica.accelerators_of_member, rows, length, checkpointing)
-    return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
 
 
 def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:

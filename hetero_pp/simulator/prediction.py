@@ -286,6 +286,7 @@ def _evaluate(fleets: Sequence[Fleet], clocks: Sequence[GroupClock], communicate
     for fleet, clock in zip(fleets, clocks, strict=True):
         hops = fleet.evaluation_hops if communicates else clock.groups.activations
         clock.evaluate(fleet.evaluation_batches, fleet.evaluation_forward, hops)
+        clock.free[:] = clock.free.max(axis=0)  # a replica gets its next task when all its members ask for one
 
 
 def _last_of(clocks: Sequence[GroupClock]) -> float:

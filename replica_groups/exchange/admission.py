@@ -226,6 +226,7 @@ class Admission:
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         reply = self._exchange.status()
+        reply.rehearsal = self._exchange.is_rehearsal
         reply.in_lobby, reply.needed_in_lobby = self._lobby.here, self._lobby.needed
         for ticket, seconds in self._lobby.guests:
             reply.guests.add(ticket=ticket, seconds=seconds)

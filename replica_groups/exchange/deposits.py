@@ -52,11 +52,12 @@ class Deposits:
         self.commitments: Commitments | None = None
         """Takes what comes with each blob, if the run is audited by recomputation."""
         self._shapes: Mapping[str, Shapes] = {}
+        self._decodes = True
         self._being_kept: set[tuple[BlobAddress, int]] = set()
 
-    def begin(self, shapes: Mapping[str, Shapes]) -> None:
-        """Take the shapes of all parameters, by block."""
-        self._shapes = shapes
+    def begin(self, shapes: Mapping[str, Shapes], decodes: bool = True) -> None:
+        """Take the shapes of all parameters, by block. `decodes`: whether blobs have values, as not in a rehearsal."""
+        self._shapes, self._decodes = shapes, decodes
 
     def expect(self, header: BlobHeader, caller: Caller) -> None:
         """Raise Refused for a blob that is not a member's, or larger than any of its shapes comes to."""
@@ -196,7 +197,8 @@ class Deposits:
         shapes = self._shapes[offer.address.block]
         try:
             blob = ReceivedBlob(data, offer.address, shapes, self._compression)
-            return entry_of(offer.address, data, [blob.tensor(name).values for name in shapes])
+            values = [blob.tensor(name).values for name in shapes] if self._decodes else []
+            return entry_of(offer.address, data, values)
         except MalformedContribution as error:
             raise self._state.refused(offer.member, str(error), Kind.MALFORMED) from None
 

@@ -70,12 +70,13 @@ class Exchange(ExchangeService):
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
         shows: Shows | None = None,
+        rehearsed: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
         members may report. `shows`: settings of draws, if rounds are computed again. `agreement`, `text`: as in
-        Joining.
+        Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose snapshots have none.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.decisions = Decisions(
@@ -97,7 +98,7 @@ class Exchange(ExchangeService):
         self.joining = Joining(state, self.presence, self.reports, self.addresses, agreement, text)
         self.snapshots = Snapshots(state, log)
         self.assignments = Assignments(state, self.addresses)
-        self.deposits = Deposits(state, log, settings.compression)
+        self.deposits, self._rehearsed = Deposits(state, log, settings.compression), rehearsed
         self.showing: Showing | None = None
         if shows is not None:
             self.deposits.commitments = Commitments(roster.members, shows.readers)
@@ -136,7 +137,8 @@ class Exchange(ExchangeService):
         """
         state, last_round = self.state, snapshot.round if last_round is None else last_round
         with state.changed:
-            self.deposits.begin(shapes_by_block(shapes_of(snapshot.parameters)))
+            shapes = self._rehearsed or shapes_of(snapshot.parameters)
+            self.deposits.begin(shapes_by_block(shapes), decodes=self._rehearsed is None)
             if limits is not None:
                 limits.begin(snapshot.parameters, snapshot.round)
                 self.decisions.limits = limits
@@ -250,6 +252,11 @@ class Exchange(ExchangeService):
         return self.reports.watchers.watch(members, is_asked, most_unread)
 
     # ---- the host's part ----
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether nothing is trained."""
+        return self._rehearsed is not None
 
     @property
     def reported(self) -> int:

@@ -29,7 +29,7 @@ class Follower:
         for name, tensor in snapshot.parameters.items():
             self._theta.keep(name, tensor)
         blocks = shapes_by_block(shapes_of(snapshot.parameters)).values()
-        is_whole = optimizer.settings.source == "gradient"  # because it clips by the norm of all
+        is_whole = optimizer.settings.source == "gradient" and blocks  # because it clips by the norm of all
         self._parts = [list(snapshot.parameters)] if is_whole else [list(shapes) for shapes in blocks]
         """Names of the parameters that are in memory at the same time."""
 

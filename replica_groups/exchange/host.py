@@ -49,7 +49,7 @@ def make_exchange(
     `goes_on`: it replaces one that ended while members continued. `lonely`: all members are threads of this process, so
     that none can be gone without it.
     """
-    agreement = Agreement(spec.at(1), spec.changes, resume or {})
+    agreement, rehearses = Agreement(spec.at(1), spec.changes, resume or {}), spec.config.rehearsal is not None
     log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
     return Exchange(
         spec.run,
@@ -61,10 +61,11 @@ def make_exchange(
         rules=rules_of(spec, lonely),
         goes_on=goes_on,
         tokens_a_step=tokens_a_step(spec),
-        magnitudes=spec.config.exchange.magnitudes,
+        magnitudes=None if rehearses else spec.config.exchange.magnitudes,
         text=folder.text,
         bounds=bounds_of(spec),
         shows=shows_of(spec),
+        rehearsed=spec.parameter_shapes if rehearses else None,
     )
 
 
@@ -152,7 +153,7 @@ def begin_run(
         exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention, folder.path
     )
     auditor.start()
-    limits = contribution_limits(spec)
+    limits = None if spec.config.rehearsal is not None else contribution_limits(spec)
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, limits=limits)
     exchange.snapshots.kept(start.snapshot.round)
     return auditor

@@ -45,6 +45,7 @@ from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.round_calls import Carrier
+from replica_groups.rehearsal.build import build_rehearsed
 
 
 class Connections(Protocol):
@@ -104,7 +105,8 @@ def take_part(
     shaped = _shaped(spec, member, connections, stopping)
     first = shaped if ranks.is_first else None
     exchange: ExchangeService = shaped if ranks.world == 1 else CollectiveExchange(first, ranks)
-    source = keep_trying(lambda: open_source(config.data, folder.cache), say) if member.reads_data else None
+    reads = member.reads_data and config.rehearsal is None
+    source = keep_trying(lambda: open_source(config.data, folder.cache), say) if reads else None
     run = exchange.agree(member.name, spec.agreed, tokens_digest(source))
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
@@ -181,8 +183,10 @@ def _build(
 ) -> tuple[TrainingMember, OuterRound, int]:
     """Build the trainer and the outer round from the newest run checkpoint; return them and its round.
 
-    `tell` is given how long it took to read the checkpoint.
+    `tell` is given how long it took to read the checkpoint. In a rehearsal nothing is read.
     """
+    if spec.config.rehearsal is not None:
+        return *build_rehearsed(spec, run, member, exchange, carrier), exchange.newest_snapshot()[0]
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]
     round_, names = exchange.newest_snapshot()

@@ -108,9 +108,19 @@ def _build_stage(
         batches, validation = replica_batches(spec, member, source)
     stage = build_stage(spec, replica, member.stage, start, device)
     stage.optimizer.defers = config.outer.source == "gradient"
-    settings = WorkerSettings(
+    worker = StageWorker(stage, worker_settings(config, replica), ends.upstream, ends.downstream)
+    if (audit := config.audit.recompute) is not None:
+        sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
+        worker.transcript = Transcript(Place(spec.run, replica.members, member.stage.index), sketches)
+    count = -(-config.data.validation_sequences // rows)
+    return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
+
+
+def worker_settings(config: RunConfig, replica: ParticipantsReplica) -> WorkerSettings:
+    """Return the settings of the workers of a group."""
+    return WorkerSettings(
         micro_batches=replica.micro_batches,
-        micro_batch_size=rows,
+        micro_batch_size=replica.batch_size // replica.micro_batches,
         sequence_length=config.data.sequence_length,
         extra_in_flight=replica.extra_in_flight,
         receive_timeout=RECEIVE_TIMEOUT,
@@ -118,12 +128,6 @@ def _build_stage(
         seed=config.seed,
         overlap=config.outer.overlap > 0,
     )
-    worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
-    if (audit := config.audit.recompute) is not None:
-        sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
-        worker.transcript = Transcript(Place(spec.run, replica.members, member.stage.index), sketches)
-    count = -(-config.data.validation_sequences // rows)
-    return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
 
 
 def build_stage(

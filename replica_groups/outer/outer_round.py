@@ -7,7 +7,7 @@ and the selection are divided by rows of chunks (`pseudo_gradient.rows`). One pa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,8 +119,7 @@ class OuterRound:
         """
         own = self.contribute(round_, epoch, steps)
         if self._carrier is not None:
-            needed = shapes_by_block(self.optimizer.needs(self.theta))
-            self._carrier.carry(self.calls.member, round_, self.calls.replica, needed)
+            self._carrier.carry(self.calls.member, round_, self.calls.replica, self.needed())
         on_contributed()
         record = self.calls.record(round_, own, epoch, steps)
         with self._undone_if_stopped():
@@ -132,6 +131,10 @@ class OuterRound:
                 self.own.local = None
                 self.apply(record, own if self._decide(record) else None)
         return record
+
+    def needed(self) -> Collection[str]:
+        """Return the blocks whose contributions this member fetches."""
+        return shapes_by_block(self.optimizer.needs(self.theta))
 
     @contextmanager
     def _undone_if_stopped(self) -> Iterator[None]:
@@ -148,7 +151,7 @@ class OuterRound:
             raise
 
     @torch.no_grad()
-    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
+    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
         """Compress and deposit every block; return the blobs on the first rank."""
         undecided = self.feedback.begin(round_, epoch)
         for block, shapes in shapes_by_block(self.parameters.shapes).items():

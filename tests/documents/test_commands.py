@@ -49,6 +49,8 @@ OPERATED = "tests/program/test_operate.py::test_serve_and_join_take_the_options_
 INSTALLED = "tests/package/test_wheel.py::test_a_shipped_run_trains_over_the_network"
 FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
 SHOWN = "tests/program/test_view_server.py::test_commands_open_a_page_or_write_it_to_a_file"
+REHEARSED = "tests/program/test_rehearse.py::test_a_rehearsal_is_shown_beside_its_prediction"
+FRIENDS = "tests/program/test_rehearse.py::test_hosts_rehearse_their_lines"
 RUN_BY = {
     "hetero-pp launch configs/quickstart.yaml --view": (
         "tests/program/test_view_server.py::test_a_launched_run_is_shown_until_its_end"
@@ -100,6 +102,12 @@ RUN_BY = {
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
     "hetero-pp serve hosts.yaml": JOINED,
     "hetero-pp serve hosts.yaml --metrics 9464 --log-format json": OPERATED,
+    "hetero-pp rehearse configs/quickstart.yaml --rounds 2 --steps 2": REHEARSED,
+    "hetero-pp rehearse mixed.yaml": REHEARSED,
+    "hetero-pp serve friends.yaml --rehearse": FRIENDS,
+    "hetero-pp invite friends-rehearsal --address HOST:47600": FRIENDS,
+    "hetero-pp join hpp1.CMfx43ja... --rehearse": FRIENDS,
+    "hetero-pp plan friends.yaml --measured runs/friends-rehearsal/rehearsal.json": FRIENDS,
     "hetero-pp invite hosts --address HOST:47600": JOINED,
     "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,

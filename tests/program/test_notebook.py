@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -276,7 +276,7 @@ def test_replicas_that_need_processes_are_refused_when_they_would_start(corpus: 
 def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contribute = OuterRound.contribute
 
-    def failing(self: OuterRound, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
+    def failing(self: OuterRound, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
         if (self.calls.member, round_) == ("home.1", 2):
             raise ZeroDivisionError("as a bug would")
         return contribute(self, round_, epoch, steps)

@@ -49,16 +49,13 @@ def simulate(
 ) -> None:
     """Predict times, utilization, bytes and memory of a run, without training."""
     with readable_errors():
-        from hetero_pp.program.calibrate import load_calibration
+        from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.simulate import Outputs
         from hetero_pp.program.simulate import simulate as predict_and_print
-        from hetero_pp.run.changes import Given, Override
+        from hetero_pp.run.changes import Given
 
         outputs = Outputs(json_path, timeline, chart)
-        measured = {} if calibration is None else load_calibration(calibration)
-        shown = f"--calibration {calibration}"
-        costs = (Override(("simulate", key), value, shown) for key, value in measured.items())
-        settings: list[Given] = [*overrides, *costs]
+        settings: list[Given] = [*overrides, *calibrated(calibration)]
         predict_and_print(config, settings, sweep, curves, outputs)
         if page:
             from hetero_pp.program.view.prediction import show_prediction
@@ -78,13 +75,17 @@ def plan(
     write: Annotated[
         Path | None, typer.Option(help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Use lines and costs that a rehearsal measured (rehearsal.json), instead of the YAML's."),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
     with readable_errors():
         from hetero_pp.program.plan import plan as search_and_write
 
-        search_and_write(config, overrides, target, json_path, write)
+        search_and_write(config, overrides, target, json_path, write, measured)
 
 
 def calibrate(

@@ -94,12 +94,57 @@ def launch(
             )
 
 
+def rehearse(
+    config: ConfigPath,
+    rounds: Annotated[int, typer.Option(min=1, help="Rehearse at most this many outer rounds.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Wait as long as `hetero-pp calibrate --write` measured, not as in the catalog.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+    page: Annotated[bool, typer.Option("--view", help="Show the rehearsal on a page of this machine, too.")] = False,
+    metrics: Metrics = None,
+    log_format: LogFormat = "text",
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Rehearse a run on this machine: links, messages and rounds are real, and timed waits take the place of compute.
+
+    Prints times, utilization and bytes beside what `simulate` predicts, and where they part (docs/rehearse.md).
+    """
+    with readable_errors(log_format):
+        from hetero_pp.program.calibrate import calibrated
+        from hetero_pp.program.launch.command import run_topology
+        from hetero_pp.program.launch.together import launch_rehearsal
+        from hetero_pp.program.operate.operations import operated
+        from hetero_pp.program.rehearse.command import AsRehearsal
+        from hetero_pp.run.changes import Given
+
+        settings: list[Given] = [*overrides, *calibrated(calibration)]
+        mode = AsRehearsal(rounds, steps, json_path)
+        with operated(metrics, page=_page(page)) as operations:
+            run_topology(
+                config,
+                settings,
+                runs,
+                False,
+                typed=typed(),
+                since=_started(),
+                start=launch_rehearsal,
+                operations=operations,
+                mode=mode,
+            )
+
+
 def serve(
     config: ConfigPath,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume runs/<name>; hosts that were admitted stay admitted.")
     ] = False,
     new: StartNew = False,
+    rehearsal: Annotated[
+        bool, typer.Option("--rehearse", help="Serve a rehearsal, in which hosts try their lines and train nothing.")
+    ] = False,
     token: Annotated[
         Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
     ] = None,
@@ -114,12 +159,25 @@ def serve(
     with readable_errors(log_format):
         from hetero_pp.config.links import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
+        from hetero_pp.program.launch.mode import AS_A_RUN
         from hetero_pp.program.operate.operations import operated
+        from hetero_pp.program.rehearse.command import served_rehearsal
 
         host, since = Host(EXCHANGE, token=token), _started()
+        mode = served_rehearsal(resume) if rehearsal else AS_A_RUN
         with operated(metrics, otlp, boards) as operations:
             run_on_this_host(
-                config, overrides, runs, host, False, resume, typed(), new=new, since=since, operations=operations
+                config,
+                overrides,
+                runs,
+                host,
+                False,
+                resume,
+                typed(),
+                new=new,
+                since=since,
+                operations=operations,
+                mode=mode,
             )
 
 
@@ -191,6 +249,9 @@ def join(
         str,
         typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ..."),
     ] = "auto",
+    rehearsal: Annotated[
+        bool, typer.Option("--rehearse", help="Rehearse: try this host's line and neighbours, and train nothing.")
+    ] = False,
     metrics: Metrics = None,
     log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
@@ -204,7 +265,14 @@ def join(
         from hetero_pp.rpc.tickets import MOST_CHARACTERS
 
         text = sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket
-        own = Here(runs, data, tokenizer, parsed_address("--listen", listen), parsed("--device", parse_device, device))
+        own = Here(
+            runs,
+            data,
+            tokenizer,
+            parsed_address("--listen", listen),
+            parsed("--device", parse_device, device),
+            rehearsal,
+        )
         with operated(metrics) as operations:
             take_part(text, own, operations)
 

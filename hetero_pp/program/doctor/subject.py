@@ -187,7 +187,7 @@ def _of_run(folder: RunFolder) -> Subject:
     """Return the subject of a run that this host launched, serves or joined. Raises ConfigError for any other."""
     name, found = folder.path.name, memberships_in(folder)
     if folder.config.is_file():
-        file, serves = ConfigFile(folder.config), folder.token.is_file()
+        file, serves = ConfigFile(folder.config, kept=True), folder.token.is_file()
         known = known_run(folder) if serves and is_running(folder) and not file.config.exchange.insecure else None
         return Subject(
             runs=folder.path.parent,
@@ -205,7 +205,7 @@ def _of_run(folder: RunFolder) -> Subject:
 
 def _of_membership(own: Membership, runs: Path) -> Subject:
     """Return the subject of a run that this host joined. Raises ConfigError if its settings were not kept."""
-    identity, file = own.identity.latest, ConfigFile(runs / own.run / f"config-{own.place}.yaml")
+    identity, file = own.identity.latest, ConfigFile(runs / own.run / f"config-{own.place}.yaml", kept=True)
     return Subject(
         runs=runs,
         name=own.run,

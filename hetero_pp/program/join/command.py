@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.config.lines import Way
 from hetero_pp.config.links import RELAYED
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import (
@@ -21,6 +24,7 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.data.sources import tokens_digest
+from hetero_pp.messages.messages_pb2 import MeasuredLine, Report
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place, unanswered
 from hetero_pp.program.launch.command import run_members
@@ -28,17 +32,20 @@ from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.operate.operations import Operations
+from hetero_pp.program.rehearse.own_line import OwnLine
 from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.admission_client import give
 from hetero_pp.rpc.credentials import InvitedKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.probe import Rate, measure
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import in_words
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import listen_told, own_configuration, require_data
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.store.opening import parsed
 from hetero_pp.store.settings import StoreSettings
@@ -59,6 +66,8 @@ class Here:
     """HOST:PORT at which the neighbouring stages dial this one."""
     device: str = "auto"
     """Device that computes."""
+    rehearses: bool = False
+    """Whether the user wants to rehearse."""
 
 
 def join(text: str, here: Here, operations: Operations | None = None) -> None:
@@ -72,6 +81,7 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
     say = partial(tell, standard_output())
     try:
         ticket = Ticket.from_text(text)
+        _require_wanted(ticket.rehearsal, here)
         name_run(ticket.run)
         membership = take_place(ticket, here.runs.absolute(), say)
     except LinkTimeout as error:
@@ -83,6 +93,14 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
         keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
         return
     _train(membership, here, not ticket.is_over, operations)
+
+
+def _require_wanted(is_rehearsal: bool, here: Here) -> None:
+    """Raise ConfigError for a rehearsal that the user did not ask for, and for a run that the user will not train."""
+    if is_rehearsal and not here.rehearses:
+        raise ConfigError((), "the ticket is for a rehearsal, which trains nothing: join it with --rehearse")
+    if here.rehearses and not is_rehearsal:
+        raise ConfigError((), "--rehearse: found the ticket of a run, expected that of `hetero-pp serve --rehearse`")
 
 
 def _require_device(setting: str) -> None:
@@ -102,7 +120,13 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
             _require_same_text(membership, prepared)
             with renewed(membership, say):
                 exchange = _exchange(membership, prepared.spec.config, here, has_answered)
-                run_members(prepared, runs, membership.place, exchange, operations)
+                if here.rehearses:
+                    own = OwnLine(prepared.spec, membership.place, _measured_line(membership, prepared.spec, say))
+                    run_members(prepared, runs, membership.place, exchange, operations, own)
+                    for line in own.lines():
+                        say(f"{membership.run}: {line}")
+                else:
+                    run_members(prepared, runs, membership.place, exchange, operations)
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
                 say(f"{membership.run}: {became}")
@@ -114,8 +138,11 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
     _configure(membership, here, folder)
     tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
-        prepared = prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
-    tell(standard_output(), f"{membership.run}: devices: {in_words(prepared.devices)}")
+        prepared = prepare(
+            ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.place, on_progress=on_progress
+        )
+    if prepared.devices:
+        tell(standard_output(), f"{membership.run}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
         tell(standard_output(), note)
     return prepared
@@ -140,6 +167,22 @@ def _require_same_text(membership: Membership, prepared: Prepared) -> None:
         client.close()
 
 
+def _measured_line(membership: Membership, spec: RunSpec, say: Callable[[str], None]) -> dict[Way, Rate]:
+    """Measure this host's line to the exchange, and report it; empty if that is not possible now."""
+    client = ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK)
+    try:
+        up, down = measure(membership.address, membership.identity.latest)
+        client.agree(membership.place, spec.agreed, "")
+        told = MeasuredLine(up=up.bits_per_second, down=down.bits_per_second)
+        client.report([Report(time=time.time(), member=membership.place, measured_line=told)])
+    except (Refused, LinkError) as error:
+        say(f"{membership.run}: the line was not measured: {error}")
+        return {}
+    finally:
+        client.close()
+    return {"up": up, "down": down}
+
+
 def _exchange(membership: Membership, config: RunConfig, here: Here, has_answered: bool) -> Exchange:
     keys, keys_from = InvitedKeys(membership.credentials), Path(membership.identity.kept_in)
     listen = here.listen or listens(config, [membership.place])
@@ -152,13 +195,15 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     told, place = membership.configuration, membership.place
     config = own_configuration(told, place, here.data, tokenizer, here.listen, here.device)
     config = config.model_copy(update={"store": _store(membership)})
+    _require_wanted(config.rehearsal is not None, here)
     if config.name != membership.run:
         raise ConfigError(
             (),
             f"found the configuration of the run {config.name}, expected that of {membership.run}; ask for "
             "another ticket",
         )
-    require_data(config, place, here.data)
+    if config.rehearsal is None:
+        require_data(config, place, here.data)
     address = listen_told(told, place)
     if address not in (None, RELAYED) and here.listen is None:
         tell(

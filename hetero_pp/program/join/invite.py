@@ -24,7 +24,7 @@ from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import NAMED, listed
 
@@ -50,10 +50,11 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
         except HeteroPPError as error:
             raise ConfigError((), f"--slot: {error}") from None
     until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
-    sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store).to_text() + "\n")
-    complain(
-        f"{run}: this ticket is for {slots}; it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    )
+    is_rehearsal = config.rehearsal is not None
+    sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store, is_rehearsal).to_text() + "\n")
+    how = "; it is of a rehearsal, so `join` needs --rehearse" if is_rehearsal else ""
+    valid = f"it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
+    complain(f"{run}: this ticket is for {slots}; {valid}{how}")
     if place is None and (open_slots := _open_datacenters(config, folder, authority)):
         commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)
@@ -127,7 +128,7 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
         raise ConfigError(
             (), f"{runs / run}: found no run that this host serves; start one with: hetero-pp serve CONFIG"
         )
-    config = ConfigFile(folder.config).config
+    config = config_of(folder)
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
     return folder, config

@@ -13,7 +13,7 @@ from hetero_pp.program.launch.claim import is_held
 from hetero_pp.program.report.earlier import last_closed
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RunOnDisk:
     why: str = ""
     resume: str = ""
     """Command that resumes the run; empty if there is nothing to resume."""
+    rehearsal: bool = False
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -36,23 +37,24 @@ class RunOnDisk:
 
 def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     """Return the state of a run from its folder. Raises ConfigError for a configuration that cannot be read."""
-    config = ConfigFile(folder.config).config
+    config = config_of(folder)
     changes = read_changes(folder.changes).settled()
     changes.require_changeable(config)
-    rounds = changes.at(config, LAST).outer.rounds
+    rounds, rehearsal = changes.at(config, LAST).outer.rounds, config.rehearsal is not None
     summary: dict[str, object] = {}
     with suppress(OSError, ValueError):
         summary = read_json_object(folder.summary)
-    written = [path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file()]
+    changed = max(path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file())
+    resume = "" if rehearsal else _resume(folder)
     if is_running(folder):
-        return RunOnDisk("running", last_closed(folder), rounds, max(written))
+        return RunOnDisk("running", last_closed(folder), rounds, changed, rehearsal=rehearsal)
     last, why = _number(summary.get("rounds")), str(summary.get("failed") or "")
     if not summary:
-        return RunOnDisk("killed", last_closed(folder), rounds, max(written), resume=_resume(folder))
+        return RunOnDisk("killed", last_closed(folder), rounds, changed, "", resume, rehearsal)
     if not why:
-        return RunOnDisk("over", last, rounds, max(written))
+        return RunOnDisk("over", last, rounds, changed, rehearsal=rehearsal)
     state = INTERRUPTED if why == INTERRUPTED else "failed"
-    return RunOnDisk(state, last, rounds, max(written), "" if state == INTERRUPTED else why, _resume(folder))
+    return RunOnDisk(state, last, rounds, changed, "" if state == INTERRUPTED else why, resume, rehearsal)
 
 
 def is_running(folder: RunFolder) -> bool:

@@ -28,7 +28,7 @@ from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.tickets import PREFIX, Ticket
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import listed
 
@@ -109,7 +109,7 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
 
 def _may_ask(folder: RunFolder) -> bool:
     """Return whether an exchange on this host answers `status`: it needs a token file and TLS."""
-    return folder.token.is_file() and is_running(folder) and not ConfigFile(folder.config).config.exchange.insecure
+    return folder.token.is_file() and is_running(folder) and not config_of(folder).exchange.insecure
 
 
 def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
@@ -120,7 +120,7 @@ def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
 
 
 def _print_tickets(folder: RunFolder) -> None:
-    config = ConfigFile(folder.config).config
+    config = config_of(folder)
     with closing(Memberships(folder.memberships)) as memberships:
         tickets = memberships.tickets()
     print_tickets(tickets, {one.place: good_for(config, one.place) for one in tickets}, time.time())
@@ -175,7 +175,7 @@ def runs_at(runs: Path, address: str) -> list[Known]:
 def known_run(folder: RunFolder) -> Known:
     """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
-        listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
+        listen = config_of(folder).exchange.listen.replace("0.0.0.0", "127.0.0.1")
         return Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
@@ -226,7 +226,8 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     why = "it was killed, or its host stopped" if found.state == "killed" else found.why
     when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
-    say(f"{name}: {end}{f': {why}' if why else ''}")
+    rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
+    say(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
     if found.resume:
         say(f"{name}: resume with: {found.resume}")
     return found.as_json()
@@ -239,9 +240,16 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     except Refused as error:
         raise ConfigError((), str(error)) from None
     until, is_used = ticket.identity.shown.until, _is_used(ticket, RunFolder(runs / ticket.run))
+    rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
     slots = ticket.good_for or "a slot that it does not name (it was made by an older version)"
     state = "expired" if ticket.is_over else "used" if is_used else "open"
-    told = {"run": ticket.run, "id": ticket.id, "good_for": ticket.good_for, "exchange": ticket.address}
+    told: dict[str, object] = {
+        "run": ticket.run,
+        "id": ticket.id,
+        "good_for": ticket.good_for,
+        "exchange": ticket.address,
+    }
+    told |= {"rehearsal": ticket.rehearsal}
     words = {
         "expired": "it expired",
         "used": "it was used; it was valid until",
@@ -250,7 +258,7 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     tell(
         standard_output(),
-        f"{ticket.run}: ticket {ticket.id} is for {slots}; {when}; the exchange is at {ticket.address}",
+        f"{ticket.run}: ticket {ticket.id} is for {rehearsal}{slots}; {when}; the exchange is at {ticket.address}",
     )
     return told | {"until": until, "state": state}
 

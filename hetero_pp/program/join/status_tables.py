@@ -22,12 +22,14 @@ EMPTY_SHOWN = 2
 
 
 def state_of(reply: StatusReply) -> str:
-    """Return the state in one word: `joining`, `training`, `paused` or `over`."""
+    """Return the state in one word: `joining`, `training`, `rehearsing`, `paused` or `over`."""
     if reply.is_over:
         return "over"
     if not reply.has_begun:
         return "joining"
-    return "paused" if reply.paused or reply.obstacle else "training"
+    if reply.paused or reply.obstacle:
+        return "paused"
+    return "rehearsing" if reply.rehearsal else "training"
 
 
 def headline(reply: StatusReply) -> str:
@@ -46,13 +48,14 @@ def headline(reply: StatusReply) -> str:
             return f"paused in {round_}, for {seconds} so far: {plain(reply.obstacle)}; retrying"
         case "paused":
             return f"paused in {round_}: {reply.paused}"
-    return f"training {round_}" + (f"; waiting for contributions of {missing}" if missing else "")
+    return f"{state_of(reply)} {round_}" + (f"; waiting for contributions of {missing}" if missing else "")
 
 
 def print_status(run: str, reply: StatusReply) -> None:
     """Print the state of the run, then a table of its slots."""
     console = standard_output()
-    tell(console, f"{run}: {headline(reply)}")
+    rehearsal = "a rehearsal, which trains nothing: " if reply.rehearsal else ""
+    tell(console, f"{run}: {rehearsal}{headline(reply)}")
     incomplete = _incomplete(reply)
     table = Table()
     for name in ("Slot", "Replica", "State", "Admitted by", "Connection"):
@@ -60,7 +63,7 @@ def print_status(run: str, reply: StatusReply) -> None:
     left_out = _empty(reply)[EMPTY_SHOWN:]
     for slot in reply.places:
         if slot.replica not in left_out:
-            state = _state(slot, slot.replica in incomplete, reply.is_over)
+            state = _state(reply, slot, slot.replica in incomplete)
             table.add_row(slot.name, slot.replica, state, _let_in_by(slot), _connection(slot))
     console.print(table)
     if left_out:
@@ -89,14 +92,15 @@ def _empty(reply: StatusReply) -> list[str]:
     return [name for name in dict.fromkeys(slot.replica for slot in reply.places) if name not in joined]
 
 
-def _state(slot: PlaceStatus, is_incomplete: bool, is_over: bool) -> str:
+def _state(reply: StatusReply, slot: PlaceStatus, is_incomplete: bool) -> str:
     if not slot.held:
         return "admitted, not connected" if slot.holder else "left" if slot.term else "free"
-    if is_over:
+    if reply.is_over:
         return "ending"
     if is_incomplete:
         return "waiting for its group"
-    return f"training round {slot.round}" if slot.round else "waiting for a round"
+    what = "rehearsing" if reply.rehearsal else "training"
+    return f"{what} round {slot.round}" if slot.round else "waiting for a round"
 
 
 def _let_in_by(slot: PlaceStatus) -> str:

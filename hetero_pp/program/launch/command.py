@@ -28,6 +28,7 @@ from hetero_pp.program.launch.hosts import (
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import ResumeHint
+from hetero_pp.program.launch.mode import AS_A_RUN, Mode
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import decide_to_resume
@@ -65,27 +66,30 @@ def run_topology(
     since: float | None = None,
     start: Start | None = None,
     operations: Operations | None = None,
+    mode: Mode = AS_A_RUN,
 ) -> None:
     """Train the topology of a YAML in a new folder under `runs`, or resume the run that is there.
 
     `typed`: the command as the user typed it, to print how to resume. `since`: when the user typed it, in seconds since
     1970; by default now. `new`: start a new run even if one of this name is unfinished. `start`: another function that
-    starts the members, such as one that injects faults. `operations`: follows the run for an operator.
+    starts the members, such as one that injects faults. `operations`: follows the run for an operator. `mode`: what to
+    start of the YAML, if not the run itself.
 
     Raises ConfigError if a run of this name is unfinished, and neither `resume` nor `new` is given.
     """
     print_without_fail()
-    since, file = time.time() if since is None else since, ConfigFile(path, overrides)
-    resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
+    since, file = time.time() if since is None else since, mode.of(ConfigFile(path, overrides))
+    resume = mode.resumes and decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     prepared = _prepare(file, runs, None, resume)
+    mode.begin(prepared.spec)
     name, start = prepared.spec.config.name, start or (run_in_process if in_process else launch)
     folder = RunFolder(runs.absolute() / name)
     with (
         claim(runs.absolute(), name, prepared.names),
         claim_store(prepared.spec.config, folder),
-        ResumeHint(prepared, RunFolder(runs / name), typed) as hint,
+        _hint(prepared, runs, typed, mode) as hint,
     ):
-        run_and_record(prepared, runs, start, resume, since, hint.print_once, operations)
+        run_and_record(prepared, runs, start, resume, since, hint.print_once, operations, mode)
 
 
 def run_on_this_host(
@@ -99,11 +103,12 @@ def run_on_this_host(
     new: bool = False,
     since: float | None = None,
     operations: Operations | None = None,
+    mode: Mode = AS_A_RUN,
 ) -> None:
     """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
-    `typed`, `new`, `since` and `operations` are as in `run_topology`. Raises ConfigError if this host cannot reach the
-    rest.
+    `typed`, `new`, `since`, `operations` and `mode` are as in `run_topology`. Raises ConfigError if this host cannot
+    reach the rest.
     """
     if in_process:
         raise ConfigError(
@@ -111,15 +116,16 @@ def run_on_this_host(
             f"--only {host.only}: found --in-process, which needs the whole run on this machine; leave out one of them",
         )
     print_without_fail()
-    since, file = time.time() if since is None else since, ConfigFile(path, overrides)
+    since, file = time.time() if since is None else since, mode.of(ConfigFile(path, overrides))
     if host.only == EXCHANGE:
-        resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
+        resume = mode.resumes and decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     elif new:
         raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
     elif operations is not None and operations.needs_all:
         raise ConfigError((), f"--only {host.only}: found --otlp or --board, which only the exchange's host takes")
     prepared = _prepare(file, runs, host.only, resume)
-    hint = ResumeHint(prepared, RunFolder(runs / prepared.spec.config.name), typed)
+    mode.begin(prepared.spec)
+    hint = _hint(prepared, runs, typed, mode)
     if host.only == EXCHANGE:
         config = prepared.spec.config
         folder = RunFolder(runs.absolute() / config.name)
@@ -133,7 +139,7 @@ def run_on_this_host(
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), hint:
-            run_and_record(prepared, runs, start, resume, since, hint.print_once, operations)
+            run_and_record(prepared, runs, start, resume, since, hint.print_once, operations, mode)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
@@ -147,6 +153,10 @@ def run_on_this_host(
         run_members(prepared, runs.absolute(), host.only, exchange, operations)
 
 
+def _hint(prepared: Prepared, runs: Path, typed: Sequence[str], mode: Mode) -> ResumeHint:
+    return ResumeHint(prepared, RunFolder(runs / prepared.spec.config.name), typed, mode.resumes)
+
+
 def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
     """Return the run's token: from the file, from the folder of a resumed run, or a new one.
 
@@ -158,11 +168,17 @@ def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
 
 
 def run_members(
-    prepared: Prepared, runs: Path, only: str, exchange: Exchange, operations: Operations | None = None
+    prepared: Prepared,
+    runs: Path,
+    only: str,
+    exchange: Exchange,
+    operations: Operations | None = None,
+    mode: Mode = AS_A_RUN,
 ) -> None:
     """Run members of a run whose exchange is elsewhere.
 
-    Their configuration has its own file, because config.yaml belongs to the exchange if it is on this host.
+    Their configuration has its own file, because config.yaml belongs to the exchange if it is on this host. `mode` gets
+    the reports that this host gets.
     """
     name, say, operations = prepared.spec.config.name, partial(tell, standard_output()), operations or Operations()
     folder = RunFolder(runs / name, f"config-{only}.yaml")
@@ -171,7 +187,7 @@ def run_members(
         say(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
         rounds = OwnRounds(prepared.spec, prepared.names, say, since=time.time())
         operations.follow(rounds.state, prepared.names)
-        launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, say, operations)
+        launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, say, operations, mode=mode)
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:

@@ -20,6 +20,7 @@ from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
+from hetero_pp.program.launch.mode import AS_A_RUN, Mode
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
@@ -150,8 +151,11 @@ def launch_members(
     rounds: OwnRounds,
     say: Callable[[str], None],
     operations: Operations,
+    mode: Mode = AS_A_RUN,
 ) -> None:
     """Run some members, all that `only` names, until they have finished, and show their rounds.
+
+    `mode` gets their reports, and those of the members that it watches beside them.
 
     Raises RunFailed with the cause if one of them ends early. Raises ConfigError instead if another run serves at the
     exchange's address, and this host's run does not return within `exchange.timeout`.
@@ -170,6 +174,7 @@ def launch_members(
     def on_report(report: Report) -> None:
         with about_report(report):
             rounds.on_report(report)
+            mode.on_report(report)
         operations.on_report(report)
         if report.HasField("over"):
             keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
@@ -181,9 +186,9 @@ def launch_members(
         supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
 
         def told() -> Iterator[Report]:
-            waiting = (exchange.timeout, on_wait, on_refused)
+            waiting, beside = (exchange.timeout, on_wait, on_refused), mode.watched(spec, members)
             try:
-                yield from reports_to_members(exchange.address, supervisor.credentials, members, *waiting)
+                yield from reports_to_members(exchange.address, supervisor.credentials, members, *waiting, beside)
             except RunOver:
                 supervisor.end_idle()
 

@@ -14,7 +14,6 @@ from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
-from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
@@ -25,6 +24,7 @@ from hetero_pp.run.devices import devices_of
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
+from hetero_pp.run.read import needed_vocabulary
 from hetero_pp.run.round_optimizer import require_own_steps
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -70,6 +70,8 @@ def prepare(
 ) -> Prepared:
     """Check this machine, load the tokenizer, encode or open the corpus, and try the ports.
 
+    A rehearsal computes nothing and reads no text, so only its ports are tried.
+
     `only`: check what the named members need; None means all members. `resume`: the weights are in the run's log, so
     `model.weights` is not needed. `checks`: the run may be meant for several hosts, of which this may be any. Ports of
     other hosts are then not tried, and limits of this machine are no errors.
@@ -78,14 +80,16 @@ def prepare(
     """
     try:
         spec, names, on_weights = settled(file.config, only, resume)
-        config = spec.config
-        limits = limits_of(spec, names)
-        if not checks:
-            require_carried(limits)
-        devices = _devices(spec, names)
-        if not checks:
-            _require_meeting_places(config, names, only)
-        source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
+        config, source = spec.config, None
+        limits, devices = list[Limit](), dict[str, str]()
+        if config.rehearsal is None:
+            limits = limits_of(spec, names)
+            if not checks:
+                require_carried(limits)
+            devices = _devices(spec, names)
+            if not checks:
+                _require_meeting_places(config, names, only)
+            source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
         for one in fixed_addresses(config):
             if one.member in names and (not checks or one.is_of_this_host):
                 one.try_to_listen()
@@ -102,7 +106,7 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
     config = config.with_absolute_paths()
     config.require_grouped()
     require_launchable(config)
-    spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
+    spec = RunSpec(config, needed_vocabulary(config))
     on_weights = () if resume else require_weights(spec)
     names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
     if only is None and not spec.needed:
@@ -110,8 +114,9 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
         raise ConfigError(("replicas", 0), f"found only optional replicas, {why}")
     if only is not None:
         require_reachable(config, names)
-    _require_engines(config, names)
-    config.outer.compression.require_accelerator()
+    if config.rehearsal is None:
+        _require_engines(config, names)
+        config.outer.compression.require_accelerator()
     if config.audit.gauntlet is not None and EXCHANGE in names:
         require_openskill()
     require_relay(config)

@@ -17,10 +17,10 @@ from replica_groups.loop.saved_states import SavedStates
 class ResumeHint:
     """Prints how to resume the run, once, if the block is interrupted."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> None:
-        """`command`: the command as the user typed it."""
+    def __init__(self, prepared: Prepared, folder: RunFolder, command: Sequence[str], resumes: bool = True) -> None:
+        """`command`: the command as the user typed it. `resumes`: whether there is something to resume."""
         self._prepared, self._folder, self._command = prepared, folder, command
-        self._is_printed = False
+        self._is_printed = not resumes
 
     def print_once(self) -> None:
         """Print how to resume the run, if it is not printed yet. Call it once the member checkpoints are saved."""

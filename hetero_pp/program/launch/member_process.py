@@ -219,7 +219,8 @@ def _run_member(
     member, credentials = spec.members[job.member], Credentials.from_json(message["credentials"])
     exchange = faults.route(exchange_link_name(job.member), message["exchange"])
     try:
-        if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
+        is_real = spec.config.rehearsal is None
+        if is_real and isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
             _run_ranks(spec, member.replica, job, exchange, credentials, faults, lifeline)
         else:
             _take_part(spec, member, job, exchange, credentials, faults, message["listen"], lifeline)

@@ -13,6 +13,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
+from hetero_pp.program.launch.mode import AS_A_RUN, Mode
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.display import LiveDisplay
@@ -21,10 +22,8 @@ from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.json_lines import about, about_report
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
-from hetero_pp.program.report.result import print_result
 from hetero_pp.program.report.round_lines import earlier_line
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.membership import described, require_known_basis
 from hetero_pp.run.same import Agreement
@@ -49,10 +48,11 @@ def run_and_record(
     since: float,
     on_stopped: Callable[[], None],
     operations: Operations | None = None,
+    mode: Mode = AS_A_RUN,
 ) -> None:
     """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
 
-    `on_stopped` is called after an interrupt, once everything but the pictures is saved.
+    `on_stopped` is called after an interrupt, once everything but the pictures is saved. `mode` prints the result.
 
     Raises RunFailed if the run ended early without a reason.
     """
@@ -74,6 +74,7 @@ def run_and_record(
     def take(report: Report) -> None:
         if state.apply(report):
             show(report)
+            mode.on_report(report)
         recorder.on_report(report)
 
     def on_report(report: Report) -> None:
@@ -110,7 +111,7 @@ def run_and_record(
     finally:
         recorder.close(on_stopped if is_stopped else None)
     with about("result"):
-        print_result(console, summary_of(state), folder.path)
+        mode.conclude(console, state, folder)
 
 
 def _require_over(state: RunState) -> None:

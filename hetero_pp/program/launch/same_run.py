@@ -13,8 +13,8 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.membership import changed_entries, wanted_replicas
+from hetero_pp.run.read import config_of, require_trained
 from hetero_pp.run.same import Agreement, differences, shown
-from hetero_pp.run.yaml_file import ConfigFile
 
 
 def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:
@@ -28,7 +28,8 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder.path}; leave out --resume to start one")
     changes = read_changes(folder.changes).settled()
-    before = changes.at(ConfigFile(path).config, 1)
+    before = changes.at(config_of(folder), 1)
+    require_trained(before, f"--resume: {folder.path}")
     began, had = values_of(before), changes.had(REPLICAS, replicas_of(before))
     now, was = (_without_replicas(one) for one in (config, before))
     refused = [

@@ -19,7 +19,7 @@ from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.open_log import fetch_configuration, open_log
 
@@ -107,18 +107,18 @@ def find_unfinished(config: RunConfig, runs: Path) -> Unfinished | None:
 
 
 def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished | None:
-    """Return the run of a folder if it is unfinished, else None.
+    """Return the run of a folder if it is unfinished, else None. A rehearsal is never resumed.
 
     If its configuration cannot be read, `config` says where the log is.
     """
     try:
-        earlier, changes = ConfigFile(folder.config).config, read_changes(folder.changes).settled()
+        earlier, changes = config_of(folder), read_changes(folder.changes).settled()
     except ConfigError:  # written by another version
         earlier, changes = config, Changes({})
     log = open_log(earlier, folder)
     last, rounds = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1]
     tickets = _valid_tickets(folder)
-    if last >= rounds or (last == 0 and tickets == 0):
+    if earlier.rehearsal is not None or last >= rounds or (last == 0 and tickets == 0):
         return None
     is_in_store = config.store.url is not None and open_log(config, folder).store.url() == log.store.url()
     return Unfinished(where or log.store.url(), config.name, last, rounds, tickets, is_in_store)

@@ -93,6 +93,7 @@ def _application(observed: Observed, host: str) -> WSGIApplication:
         state = observed.state
         if state is not None:
             found |= {"run": state.spec.config.name, "round": observed.round(state), "rounds": state.rounds_planned}
+            found |= {"rehearsal": state.spec.config.rehearsal is not None}
         return _answer(start_response, "200 OK" if health.is_well else "503 Service Unavailable", found)
 
     return application

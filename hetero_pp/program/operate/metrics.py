@@ -40,6 +40,11 @@ def _of_state(value: Callable[[RunState], float | None], view: View) -> Samples:
     return [((), value(view.state))]
 
 
+def _info(view: View) -> Samples:
+    config = view.state.spec.config
+    return [((config.name, "run" if config.rehearsal is None else "rehearsal"), 1)]
+
+
 def _condition(view: View) -> Samples:
     found = view.observed.health().condition
     return [((one,), float(one is found)) for one in Condition]
@@ -145,8 +150,8 @@ def build_info() -> GaugeMetricFamily:
 
 # fmt: off
 METRICS = (
-    Described("hetero_pp_run_info", ("run",), "", "Name of the run; the value is 1.",
-              lambda view: [((view.state.spec.config.name,), 1)]),
+    Described("hetero_pp_run_info", ("run", "kind"), "",
+              "Name of the run; `kind` is `run`, or `rehearsal` if it trains nothing. The value is 1.", _info),
     Described("hetero_pp_run_condition", ("condition",), "", "1 for the condition that /healthz reports, else 0.",
               _condition),
     Described("hetero_pp_last_report_timestamp_seconds", (), "seconds since 1970",

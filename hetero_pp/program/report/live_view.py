@@ -53,7 +53,8 @@ def _title(state: RunState, now: float) -> Table:
     grid = Table.grid(expand=True)
     grid.add_column()
     grid.add_column(justify="right")
-    grid.add_row(Text(f" {state.spec.config.name}", style="bold"), Text(f"{times} ", style="dim"))
+    what = "" if state.spec.config.rehearsal is None else ": a rehearsal, which trains nothing"
+    grid.add_row(Text(f" {state.spec.config.name}{what}", style="bold"), Text(f"{times} ", style="dim"))
     return grid
 
 

@@ -103,9 +103,9 @@ class OwnRounds:
         return f"round {told.round}/{self._state.rounds_planned}: {member}: {', '.join(parts)}"
 
     def _losses(self, member: str, round_: int) -> Iterator[str]:
-        """Yield the losses of a round that are known on this host."""
+        """Yield the losses of a round that are known on this host. A rehearsal has none."""
         replica = self._state.replicas.get(self._state.spec.members[member].replica.name)
-        if replica is None:
+        if replica is None or self._state.spec.config.rehearsal is not None:
             return
         if round_ in replica.validation_loss:
             yield f"validation loss {replica.validation_loss[round_]:.4f}"

@@ -154,7 +154,10 @@ class Recorder:
         unwritten = self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("was not written"))
         if before_drawing is not None:
             before_drawing()
-        for name, draw in (("loss.png", draw_losses), ("links.png", draw_links)):
+        pictures = {"loss.png": draw_losses, "links.png": draw_links}
+        if self._state.spec.config.rehearsal is not None:
+            del pictures["loss.png"]  # nothing is trained
+        for name, draw in pictures.items():
             became = _LATER.format("was not drawn")
             if unwritten is None:
                 self._last(partial(draw, self._state, folder.path / name), became)

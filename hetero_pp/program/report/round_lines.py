@@ -122,10 +122,11 @@ def round_line(state: RunState, round_: int) -> str:
     uncounted = state.standings.not_counted(round_)
     unevaluated = {name: why for name, why in state.missing_losses(round_).items() if name not in uncounted}
     without = {"excluded": uncounted, "not evaluated": unevaluated}
-    return (
-        f"round {round_}/{state.rounds_planned}: validation loss {_validation(state, round_)}, "
-        f"training loss {losses}, {format_seconds(state.round_seconds(round_))}"
-        + "".join(f"; {what}: {_reasons(why)}" for what, why in without.items() if why)
+    what = f"validation loss {_validation(state, round_)}, training loss {losses}"
+    if state.spec.config.rehearsal is not None:
+        what = "rehearsed"
+    return f"round {round_}/{state.rounds_planned}: {what}, {format_seconds(state.round_seconds(round_))}" + "".join(
+        f"; {what}: {_reasons(why)}" for what, why in without.items() if why
     )
 
 

@@ -19,6 +19,7 @@ def summary_of(state: RunState) -> dict[str, Any]:
         means, seconds, rounds = state.mean_validation_losses(), state.training_seconds(), range(state.rounds + 1)
         return {
             "name": state.spec.config.name,
+            "rehearsal": state.spec.config.rehearsal is not None,
             "rounds": state.rounds,
             "initial_validation_loss": means.get(0),
             "validation_loss": _from_first_round(means),

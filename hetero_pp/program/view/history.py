@@ -23,6 +23,7 @@ def history_of(view: Followed) -> dict[str, Any]:
     shown = [one for one in sorted(state.closed) if one % every == 0 or one > state.rounds - _ALWAYS]
     return {
         "name": spec.config.name,
+        "rehearsal": spec.config.rehearsal is not None,
         "own": list(view.own),
         "is_live": view.is_live,
         "outcome": view.outcome,

@@ -68,6 +68,7 @@ class Page {
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
     document.title = `${cut(history?.name ?? id, 60)} – hetero-pp`;
+    show(byId("rehearsal"), Boolean(history?.rehearsal));
     show(byId("loading"), false);
     if (isPredicted && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
     this.read(wanted);

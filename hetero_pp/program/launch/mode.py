@@ -1,0 +1,43 @@
+"""Starts a YAML as a run; a subclass starts it in another way, and prints another result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.report.result import print_result
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import summary_of
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+
+
+class Mode:
+    """A run: it trains what the YAML says, and can be resumed."""
+
+    resumes = True
+    """Whether it leaves something to resume from."""
+
+    def of(self, file: ConfigFile) -> ConfigFile:
+        """Return what starts. Raises ConfigError if it cannot."""
+        return file
+
+    def begin(self, spec: RunSpec) -> None:
+        """Take in what begins, before its members start. Raises ConfigError if it cannot."""
+
+    def watched(self, spec: RunSpec, members: Sequence[str]) -> Sequence[str]:
+        """Return the members whose reports a host needs beside those of its own `members`."""
+        return ()
+
+    def on_report(self, report: Report) -> None:
+        """Take in a report."""
+
+    def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
+        """Print what the end leaves."""
+        print_result(console, summary_of(state), folder.path)
+
+
+AS_A_RUN = Mode()

@@ -1,0 +1,1 @@
+"""Rehearsals: their start, what they measured, and how it compares with the prediction."""

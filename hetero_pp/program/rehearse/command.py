@@ -1,0 +1,134 @@
+"""`hetero-pp rehearse`: starts a rehearsal, and prints and writes how it compares with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_count, format_duration, format_percent
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.mode import Mode
+from hetero_pp.program.rehearse.comparison import compare
+from hetero_pp.program.rehearse.show import MARK, print_comparison
+from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.show_prediction import print_assumption
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.machines import assumed_in
+from hetero_pp.simulator.prediction import Prediction, predict
+
+BUSY = 0.8
+"""Share of the processors' time in use from which they may have delayed members, which need them promptly."""
+ROUNDS, STEPS = 3, 4
+"""Most rounds, and inner steps of each, that are rehearsed. The first round is not timed."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for the rounds of a rehearsal, and for those of the run that it stands for."""
+
+    rehearsed: Prediction
+    whole: Prediction
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Predictions:
+        """Raises ConfigError for what `predict` refuses, such as unknown hardware."""
+        run, config = spec.config.rehearsal, spec.config
+        assert run is not None, "not a rehearsal"
+        rehearsed = predict(spec)
+        if run.steps == config.inner.steps:
+            return cls(rehearsed, rehearsed)
+        longer = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": run.steps})})
+        return cls(rehearsed, predict(RunSpec(longer, spec.shape.vocabulary)))
+
+
+class Busy:
+    """The use of this machine's processors, by all of its processes, since it was made."""
+
+    def __init__(self) -> None:
+        self._began = psutil.cpu_times()
+
+    def share(self) -> float:
+        """Return the share of their time for which the processors were in use."""
+        passed = [now - before for now, before in zip(psutil.cpu_times(), self._began, strict=True)]
+        idle = psutil.cpu_times()._fields.index("idle")
+        return 1 - passed[idle] / sum(passed) if sum(passed) else 0.0
+
+
+class AsRehearsal(Mode):
+    """The rehearsal of a run: its rounds are few and short, and nothing is trained."""
+
+    resumes = False
+
+    def __init__(self, rounds: int, steps: int, json_path: Path | None = None) -> None:
+        """`json_path`: file for the comparison, beside `rehearsal.json` in the folder."""
+        self._rounds, self._steps, self._json = rounds, steps, json_path
+        self._located: Callable[[ConfigError], ConfigError] = lambda error: error
+        self._busy: Busy | None = None
+        self._left_out: Sequence[str] = ()
+
+    def of(self, file: ConfigFile) -> ConfigFile:
+        self._located, self._left_out = file.located, list(not_rehearsed(file.config))
+        return file.as_rehearsal(self._rounds, self._steps)
+
+    def begin(self, spec: RunSpec) -> None:
+        try:
+            self._predictions = Predictions.of(spec)
+        except ConfigError as error:
+            raise self._located(error) from None
+        self._spec, self._timings = spec, Timings(spec)
+        lasts = spec.config.outer.rounds * self._predictions.rehearsed.round_seconds
+        name, until = spec.config.name, format_duration(lasts)
+        tell(standard_output(), f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
+        for line in self._left_out:
+            tell(standard_output(), f"{name}: {line}")
+
+    def on_report(self, report: Report) -> None:
+        self._timings.apply(report)
+        if report.HasField("inner_step") and self._busy is None:
+            self._busy = Busy()
+
+    def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
+        found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
+        found = replace(found, busy=0.0 if self._busy is None else self._busy.share())
+        print_comparison(console, found)
+        if found.busy > BUSY:
+            busy = f"The processors of this machine were busy for {format_percent(found.busy)} of the rehearsal"
+            say(console, f"{MARK} {busy}, so members may have been late: repeat it while nothing else runs here.")
+        print_assumption(console, assumed_in(self._spec))
+        text = (json.dumps(found.as_json(), indent=1) + "\n").encode()
+        for path in (folder.rehearsal, *([self._json] if self._json is not None else [])):
+            write_whole(path, text)
+        say(console, f"Files: {folder.path} (rehearsal.json, metrics.jsonl)")
+
+
+def served_rehearsal(resume: bool) -> AsRehearsal:
+    """Return the rehearsal that `serve` starts. Raises ConfigError with `--resume`."""
+    if resume:
+        raise ConfigError((), "--resume: found --rehearse, too, expected only one of them: no rehearsal is resumed")
+    return AsRehearsal(ROUNDS, STEPS)
+
+
+def not_rehearsed(config: RunConfig) -> Iterator[str]:
+    """Yield lines about what a rehearsal leaves out."""
+    simulate, optional = config.simulate, [replica.name for replica in config.replicas if replica.optional]
+    for name in simulate.fleets:
+        yield f"simulate.fleets.{name} is not rehearsed: one replica {name} takes part"
+    for name in simulate.sites:
+        yield f"simulate.sites.{name} is not rehearsed: each member has an uplink of its own"
+    if simulate.exchange != "gather":
+        yield f"simulate.exchange: {simulate.exchange} is not rehearsed: a run gathers contributions"
+    if optional:
+        how = "to rehearse some, set their number, as with `--set replicas.home.count=2`"
+        yield f"{format_count(len(optional), 'optional replica')} left out: {how}"

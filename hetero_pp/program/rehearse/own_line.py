@@ -1,0 +1,114 @@
+"""Tells a host that joined a rehearsal whether its line is good enough for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from hetero_pp.config.lines import WAYS, Way
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_percent
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.mode import Mode
+from hetero_pp.program.rehearse.command import Predictions
+from hetero_pp.program.rehearse.comparison import Comparison, compare
+from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.rpc.probe import Rate
+from hetero_pp.run.spec import RunSpec
+
+ENOUGH = 0.05
+"""Share of a step up to which a line may hold its neighbours up."""
+SHORT = 0.9
+"""Share of the YAML's line that a measured line has to reach: a measurement is short, and includes headers."""
+
+
+class OwnLine(Mode):
+    """A host in a rehearsal. It follows all members, because it compares its neighbours' waits with the prediction."""
+
+    resumes = False
+
+    def __init__(self, spec: RunSpec, member: str, rates: Mapping[Way, Rate]) -> None:
+        """`rates`: what the host measured of its line; empty if it could not. Raises ConfigError as `predict` does."""
+        self._spec, self._member, self._rates = spec, member, rates
+        self._predictions, self._timings = Predictions.of(spec), Timings(spec)
+
+    def watched(self, spec: RunSpec, members: Sequence[str]) -> Sequence[str]:
+        return [EXCHANGE, *(name for name in spec.needed if name not in members)]
+
+    def on_report(self, report: Report) -> None:
+        self._timings.apply(report)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one or two lines: what the line reached, and whether it is good enough."""
+        if self._rates:
+            yield f"the line of this host reached {self._reached()}"
+        if not self._timings.timed:
+            yield "no round of the rehearsal was complete, so nothing is known of the group"
+            return
+        found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
+        yield verdict(self._spec, self._member, found)
+
+    def _reached(self) -> str:
+        shown = ", ".join(f"{_rate(self._rates[way])} {way}" for way in WAYS)
+        line = next((one for one in self._spec.lines.values() if self._member in one.members), None)
+        wanted = {} if line is None else {way: line.bandwidth(way) for way in WAYS}
+        slow = [
+            f"{format_bits_per_second(rate)} {way}"
+            for way, rate in wanted.items()
+            if rate is not None and self._rates[way].is_limited and self._rates[way].bits_per_second < SHORT * rate
+        ]
+        return f"{shown}; the run's YAML expects {' and '.join(slow)}" if slow else shown
+
+
+def _rate(rate: Rate) -> str:
+    shown = format_bits_per_second(rate.bits_per_second)
+    return shown if rate.is_limited else f"at least {shown}"
+
+
+def verdict(spec: RunSpec, member: str, found: Comparison) -> str:
+    """Return one line: how long others waited for a member, and the utilization that its group would have."""
+    share, other = held_up(spec, member, found)
+    own = spec.members[member].replica
+    trained = fmean(found.members[name]["compute"] for name in own.members)
+    absolute = (
+        found.whole_run.utilization["absolute"] * trained / fmean(one["compute"] for one in found.members.values())
+    )
+    free = absolute / found.whole_run.utilization["relative"]
+    group = f"{own.name} would train {format_percent(absolute)} of the time ({format_percent(free)} with free links)"
+    if not other:
+        return f"{member} has no neighbours to hold up; {group}"
+    carried = ", ".join(f"{format_bytes(size)} {way}" for way, size in _bytes_of_step(spec, member, found).items())
+    held = f"{other} waited {format_percent(share)} of a step for {member}, beyond what free links leave idle"
+    enough = "good enough" if share <= ENOUGH else "too slow for this boundary"
+    return f"the line is {enough} ({carried} a step): {held}; {group}"
+
+
+def held_up(spec: RunSpec, member: str, found: Comparison) -> tuple[float, str]:
+    """Return the share of a step for which a neighbour waited for a member, and that neighbour; 0 and "" without one.
+
+    The wait counts as far as the neighbour was idle for longer than free links would leave it. It cannot tell a late
+    member from a late line, so a member behind this one may have caused it.
+    """
+    own, held = spec.members[member], (0.0, "")
+    if own.stage is None or own.stage.count == 1:
+        return held
+    names, index = own.replica.members, own.stage.index
+    inner = found.measured[f"replicas.{own.replica.name}.inner_seconds"]
+    exposed = max(found.measured[f"replicas.{own.replica.name}.exposed_communication"], 0.0)
+    for neighbour, part in ((index - 1, "wait_next"), (index + 1, "wait_previous")):
+        if 0 <= neighbour < len(names):
+            waited = found.members[names[neighbour]][part]
+            held = max(held, (min(waited / inner, exposed), names[neighbour]))
+    return held
+
+
+def _bytes_of_step(spec: RunSpec, member: str, found: Comparison) -> dict[Way, float]:
+    """Return what a member's links to its neighbours carried in a step, evaluations included."""
+    carried: dict[Way, float] = dict.fromkeys(WAYS, 0.0)
+    steps = spec.config.inner.steps or 1
+    for link in spec.links.values():
+        if member in (link.source, link.target) and spec.members.keys() >= {link.source, link.target}:
+            up, down = ("forward", "backward") if link.source == member else ("backward", "forward")
+            carried["up"] += found.measured[f"links.{link.name}.{up}_bytes"] / steps
+            carried["down"] += found.measured[f"links.{link.name}.{down}_bytes"] / steps
+    return carried

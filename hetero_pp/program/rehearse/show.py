@@ -1,0 +1,155 @@
+"""Prints a rehearsal beside its prediction: times, replicas, members, links, and where both part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.core.units import (
+    format_bits_per_second,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_seconds,
+)
+from hetero_pp.program.rehearse.comparison import APART, Comparison, Parting, relative
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.tables import PlainTable
+
+_ROUND = {
+    "round_seconds": "a round",
+    "inner_seconds": "  inner loop",
+    "outer_seconds": "  outer round",
+    "rest_seconds": "  the rest",
+    "step_seconds": "a step",
+    "tokens_per_second": "tokens per second",
+    "utilization.absolute": "members train",
+    "utilization.relative": "of free links",
+}
+_REPLICA = {
+    "step_seconds": "a step",
+    "inner_seconds": "inner loop",
+    "bubble": "bubble",
+    "exposed_communication": "waits",
+}
+MARK = "<<"
+"""Sign beside a quantity whose measurement and prediction part."""
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Print everything that was measured, beside what was predicted."""
+    title = f"{found.name}: a rehearsal, which trained nothing."
+    steps = "rounds of a given time" if found.steps is None else f"{format_count(found.steps, 'inner step')} a round"
+    rounds = f"{format_count(found.rounds, 'round')}, {steps}; the last {found.timed} are timed"
+    say(console, f"{title} Links, messages and rounds were real, and compute was timed waits: {rounds}.", bold=title)
+    _print_times(console, found)
+    _print_replicas(console, found)
+    _print_members(console, found)
+    _print_links(console, found)
+    _print_lines(console, found)
+    for line in closing_lines(found):
+        say(console, line)
+
+
+def closing_lines(found: Comparison) -> Iterator[str]:
+    """Yield what parts, then what follows for the whole run."""
+    for one in found.parts:
+        yield _parting(one)
+    if not found.parts:
+        yield f"All measured times and bytes are within {APART:.0%} of the prediction."
+    run = found.whole_run
+    rounds = format_count(run.rounds, "round")
+    steps = f"{rounds} of {run.steps} inner steps" if run.steps is not None else rounds
+    least = "at least " if run.is_bound else ""
+    shares = [f"{format_percent(run.utilization[kind])}" for kind in ("absolute", "relative")]
+    predicted = [f"{format_percent(run.predicted[kind])}" for kind in ("absolute", "relative")]
+    yield (
+        f"The run itself ({steps}) would take {format_duration(86400 * run.days)}. Its members would train {least}"
+        f"{shares[0]} of the time, {least}{shares[1]} of the share that free links allow (predicted: {predicted[0]} "
+        f"and {predicted[1]})."
+    )
+
+
+def _parting(one: Parting) -> str:
+    """Return a marked line: what parts, by how much, and what differs most within it."""
+    measured, predicted = (_shown(one.what, value) for value in (one.measured, one.predicted))
+    apart = _difference(relative(one.measured, one.predicted))
+    inside = f"; most of it is {one.component}" if one.component else ""
+    return f"{MARK} {one.what}: measured {measured}, predicted {predicted} ({apart}){inside}."
+
+
+def _shown(what: str, value: float) -> str:
+    if what.endswith("_seconds"):
+        return format_seconds(value)
+    if what.endswith("_bytes"):
+        return format_bytes(value)
+    if what == "tokens_per_second":
+        return f"{value:,.0f}"
+    return format_percent(value)
+
+
+def _difference(apart: float | None) -> str:
+    return "not predicted" if apart is None else f"{100 * apart:+.1f} %"
+
+
+def _marked(found: Comparison, what: str) -> str:
+    return MARK if any(one.what == what for one in found.parts) else ""
+
+
+def _print_times(console: Console, found: Comparison) -> None:
+    table = PlainTable(["all replicas"], ["measured", "predicted", "difference"], [""])
+    for name, label in _ROUND.items():
+        table.add_row(label, *_both(found, name), _difference(found.differences[name]), _marked(found, name))
+    console.print(table)
+
+
+def _both(found: Comparison, name: str) -> tuple[str, str]:
+    return _shown(name, found.measured[name]), _shown(name, found.predicted[name])
+
+
+def _names(found: Comparison, section: str) -> list[str]:
+    """Return the names of a section's entries, such as the replicas. Names of links contain dots."""
+    keys = (name.removeprefix(f"{section}.").rpartition(".")[0] for name in found.measured if name.startswith(section))
+    return list(dict.fromkeys(keys))
+
+
+def _print_replicas(console: Console, found: Comparison) -> None:
+    table = PlainTable(["replica", ""], list(_REPLICA.values()))
+    for name in _names(found, "replicas"):
+        for index, side in enumerate((found.measured, found.predicted)):
+            cells = (_shown(key, side[f"replicas.{name}.{key}"]) for key in _REPLICA)
+            table.add_row("" if index else name, ("measured", "predicted")[index], *cells)
+    console.print(table)
+    say(console, "bubble: what stages would be idle with free links; waits: what links add", style="dim", indent="  ")
+
+
+def _print_members(console: Console, found: Comparison) -> None:
+    heads = ["computes", "waits for previous", "waits for next", "outer round", "evaluates"]
+    table = PlainTable(["member, in a round"], heads)
+    for name, seconds in found.members.items():
+        parts = ("compute", "wait_previous", "wait_next", "outer", "evaluation")
+        table.add_row(name, *(format_seconds(seconds[part]) for part in parts))
+    console.print(table)
+
+
+def _print_links(console: Console, found: Comparison) -> None:
+    table = PlainTable(["link", ""], ["measured", "predicted", "difference"], [" "])
+    for name in _names(found, "links"):
+        keys = [f"links.{name}.{way}_bytes" for way in DIRECTIONS]
+        measured, predicted = zip(*(_both(found, key) for key in keys), strict=True)
+        differences = [_difference(found.differences[key]) for key in keys]
+        table.add_both(name, DIRECTIONS, measured, predicted, differences, [_marked(found, key) for key in keys])
+    console.print(table)
+
+
+def _print_lines(console: Console, found: Comparison) -> None:
+    if not found.lines:
+        return
+    table = PlainTable(["line of a host"], ["up", "down"])
+    for member, rates in found.lines.items():
+        table.add_row(member, *(format_bits_per_second(rates[way]) for way in ("up", "down")))
+    console.print(table)
+    say(console, "as each host measured it before it joined", style="dim", indent="  ")

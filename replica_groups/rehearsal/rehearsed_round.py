@@ -1,0 +1,78 @@
+"""Outer rounds of a rehearsal: contributions of the true sizes are deposited, fetched and verified, but not decoded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+from hetero_pp.core.errors import MalformedContribution
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.run.simulate_section import MeasuredCost
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.simulator.loads import blob_sizes
+from replica_groups.outer.outer_round import OuterRound
+from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.outer.round_calls import Carrier
+from replica_groups.rehearsal.blobs import RehearsedBlobs
+from replica_groups.rehearsal.pace import Pace
+
+
+class RehearsedRound(OuterRound):
+    """Does what OuterRound does, for a member without parameters. Waits take the place of compression and decoding."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run: str,
+        member: MemberSpec,
+        exchange: ExchangeService,
+        cost: MeasuredCost,
+        pace: Pace,
+        carrier: Carrier | None,
+    ) -> None:
+        own, outer = member.replica.name, spec.config.outer
+        super().__init__(
+            run, member.name, own, LocalParameters({}), {}, exchange, outer, keeps_undo=False, carrier=carrier
+        )
+        shapes = shapes_by_block(spec.parameter_shapes)
+        self.blocks = set(map(block_of, member.owned))
+        self._shapes = {block: shapes[block] for block in sorted(self.blocks)}
+        self._sizes, self._cost, self._pace = blob_sizes(spec)[own], cost, pace
+        followed = {block_of(EMBEDDING)} if member.follows_embedding else set()
+        self._needed = sorted(shapes if outer.source == "gradient" else self.blocks | followed)
+
+    def needed(self) -> Collection[str]:
+        return self._needed
+
+    def blobs(self, round_: int, epoch: int | None) -> RehearsedBlobs:
+        """Return the contribution of a generation to a round."""
+        addresses = {block: self.calls.address(round_, block) for block in self._shapes}
+        return RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, epoch or 0)
+
+    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
+        undecided, blobs = self.feedback.begin(round_, epoch), self.blobs(round_, epoch)
+        total = sum(map(self._sizes.__getitem__, self._shapes))
+        for block in self._shapes:
+            self._pace.begin()
+            data = blobs[block]
+            self._pace.compute(self._cost.contribute * self._sizes[block] / total)
+            self.calls.deposit(round_, {block: data}, epoch, steps)
+        undecided.is_sent = True
+        return blobs
+
+    def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
+        """Fetch what a member fetches, and verify it. `own` is None if the round does not include it."""
+        fetch, count = self.calls.fetches(record.round), len(self._needed) * len(record.contributions)
+        for block in self._needed:
+            for entry in record.contributions:
+                is_own = own is not None and entry.replica == self.calls.replica and block in self.blocks
+                data = None if is_own else fetch(entry.replica, block)
+                self._pace.begin()
+                named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
+                if data is not None and hashlib.sha256(data).digest() != named:
+                    raise MalformedContribution(f"{entry.replica}, {block}: differs from the blob in the round record")
+                self._pace.compute(self._cost.apply / count)
+        self.own.trained.pop(record.round, None)
+        self.calls.exchange.confirm(self.calls.member, record.round, {})
