@@ -115,6 +115,7 @@ def rehearse(
     with readable_errors(log_format):
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.launch.command import run_topology
+        from hetero_pp.program.launch.together import launch_rehearsal
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import AsRehearsal
         from hetero_pp.run.changes import Given
@@ -123,7 +124,15 @@ def rehearse(
         mode = AsRehearsal(rounds, steps, json_path)
         with operated(metrics, page=_page(page)) as operations:
             run_topology(
-                config, settings, runs, False, typed=typed(), since=_started(), operations=operations, mode=mode
+                config,
+                settings,
+                runs,
+                False,
+                typed=typed(),
+                since=_started(),
+                start=launch_rehearsal,
+                operations=operations,
+                mode=mode,
             )
 
 

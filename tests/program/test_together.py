@@ -1,0 +1,50 @@
+"""A rehearsal whose members share processes, each with its own connections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.together import launch_rehearsal
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import save_config
+
+pytestmark = pytest.mark.starts_processes
+
+ROUNDS = 2
+
+
+def _spec(folder: RunFolder, **top: object) -> RunSpec:
+    """Return a rehearsal of five members, kept in the folder."""
+    few = {"name": "few", "kind": "participants", "stages": 3, "batch_size": 2, "micro_batches": 2}
+    alone = [{"name": name, "kind": "datacenter", "batch_size": 1} for name in ("one", "two")]
+    base = {
+        "name": "together",
+        "model": {"preset": "micro", "width": 32, "heads": 2, "feed_forward": 64},
+        "data": {"sequence_length": 32, "validation_sequences": 2},
+        "inner": {"steps": 2},
+        "outer": {"rounds": ROUNDS},
+        "replicas": [few, *alone],
+    }
+    config = RunConfig.model_validate(base | top).as_rehearsal(ROUNDS, 2)
+    folder.path.mkdir(parents=True)
+    save_config(config, folder.config)
+    return RunSpec(config, 256)
+
+
+def test_members_that_share_processes_take_part_in_every_round(tmp_path: Path) -> None:
+    """The group's stages are divided: two are in one process, and the third in another."""
+    folder, reports = RunFolder(tmp_path / "run"), list[Report]()
+    launch_rehearsal(_spec(folder), folder, reports.append, most_alone=4, most_together=2)
+    closed = [report.round_closed for report in reports if report.HasField("round_closed")]
+    assert [one.round for one in closed] == [1, 2]
+    verified = [
+        (one.round_verified.round, one.round_verified.replica) for one in reports if one.HasField("round_verified")
+    ]
+    assert sorted(verified) == [(round_, name) for round_ in (1, 2) for name in ("few", "one", "two")]
+    written = {path.name for path in folder.output("few.0").parent.iterdir()}
+    assert written == {"exchange.log", "few.0-and-others.log", "few.2-and-others.log", "two-and-others.log"}
