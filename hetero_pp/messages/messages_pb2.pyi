@@ -281,7 +281,7 @@ class Guest(_message.Message):
     def __init__(self, ticket: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PlaceStatus(_message.Message):
-    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes", "dials", "round", "device")
+    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes", "dials", "round", "device", "seconds", "cause")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +292,8 @@ class PlaceStatus(_message.Message):
     DIALS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     name: str
     replica: str
     held: bool
@@ -302,7 +304,9 @@ class PlaceStatus(_message.Message):
     dials: str
     round: int
     device: str
-    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ..., round: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    seconds: float
+    cause: str
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ..., round: _Optional[int] = ..., device: _Optional[str] = ..., seconds: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")

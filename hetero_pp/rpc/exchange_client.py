@@ -45,7 +45,7 @@ from hetero_pp.outer.exchange_service import (
 )
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, close_polled, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
@@ -434,8 +434,8 @@ class _Wires:
 
     def close(self) -> None:
         """Close both connections; calls in progress fail."""
-        self.control.close()
-        self.bulk.close()
+        close_polled(self.control)
+        close_polled(self.bulk)
 
 
 def _downloaded(stored: pb.StoredBlob) -> bytes:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import closing
 from urllib.parse import unquote
 
 import grpc
 
 from hetero_pp.core.proxies import DIRECT, numeric_address
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import make_channel, readiness
+from hetero_pp.rpc.channels import close_polled, make_channel, readiness
 
 DIAL_SECONDS = 4.0
 """Seconds within which a member has to answer."""
@@ -46,12 +45,15 @@ class Reach:
         return answers
 
     def _answers(self, member: str, address: str) -> bool:
-        with closing(make_channel(address, self._identity, member, DIRECT)) as channel, readiness(channel) as ready:
-            try:
+        channel = make_channel(address, self._identity, member, DIRECT)
+        try:
+            with readiness(channel) as ready:
                 ready.result(DIAL_SECONDS)
-            except grpc.FutureTimeoutError:
-                return False
-            return True
+        except grpc.FutureTimeoutError:
+            return False
+        finally:
+            close_polled(channel)
+        return True
 
 
 def _of(address: str, peer: str) -> str | None:

@@ -55,9 +55,12 @@ class Ticket:
     @classmethod
     def from_text(cls, text: str) -> Ticket:
         """Parse a ticket. Raises Refused for a text that is no ticket, or not whole."""
-        text = "".join(text.split())
+        text = _bare(text)
         if not text.startswith(PREFIX) or len(text) > MOST_CHARACTERS:
-            raise Refused(f"found {text[:12]!r}..., expected a ticket, which begins with {PREFIX}")
+            found = (
+                f"found {text[:12]!r}{'...' if len(text) > 12 else ''}, expected a ticket, which begins with {PREFIX}"
+            )
+            raise Refused(f"{found}; to read it from a file: hetero-pp join - < FILE")
         try:
             body = text.removeprefix(PREFIX)
             data = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
@@ -104,6 +107,16 @@ class Ticket:
         """Raise Refused if it has expired."""
         if self.is_over:
             raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
+
+
+def is_ticket(text: str) -> bool:
+    """Return whether a text begins as a ticket does."""
+    return _bare(text).startswith(PREFIX)
+
+
+def _bare(text: str) -> str:
+    """Return a ticket without what a chat or a mail puts around and into it: spaces, line breaks, quotation marks."""
+    return "".join(text.split()).strip("\"'`<>\u201c\u201d")
 
 
 def make_ticket(

@@ -46,7 +46,10 @@ RENEWED_SHARE = 1e-3
 """Share of a certificate's time within which a second renewal writes nothing. Honest members renew at its half."""
 
 _ID_BYTES = 8
-_USED = "the ticket was used already: it admits one process"
+_USED = (
+    "the ticket was used already, and admits one process: "
+    "join in the folder in which it was used, or ask for another ticket"
+)
 
 
 @dataclass(frozen=True)

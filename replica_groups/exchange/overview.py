@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -85,6 +86,7 @@ class Overview:
             for slot in view.slots:
                 address = self._addresses.of(slot.name)
                 dials = self._addresses.to_dial(slot.name)[0] if address else ""
+                since, cause = self._reports.changes.get(slot.name, (None, ""))
                 reply.places.add(
                     name=slot.name,
                     replica=slot.replica,
@@ -94,5 +96,7 @@ class Overview:
                     address=address,
                     dials=dials,
                     device=self._reports.devices.get(slot.name, ""),
+                    seconds=None if since is None else time.monotonic() - since,
+                    cause=cause,
                 )
             return reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from hetero_pp.config.links import EXCHANGE
@@ -27,6 +28,8 @@ class Reports:
         """Number of inner steps that members have reported."""
         self.devices: dict[str, str] = {}
         """Member -> name of the device on which it computes, as its present process has reported."""
+        self.changes: dict[str, tuple[float, str]] = {}
+        """Slot -> time (monotonic clock) at which it was last taken, lost or suspended, and why it was lost."""
         self._state, self._presence = state, presence
         self._reports, self._reporting = MemberReports(state.roster, bounds), threading.Lock()
         self._failed: dict[str, str] = {}
@@ -110,6 +113,7 @@ class Reports:
         with self._state.changed:
             self._failed.pop(member, None)
             self.devices.pop(member, None)
+            self.changes[member] = time.monotonic(), ""
         self._tell([pb.Report(member=member, joined=pb.Joined(address=address, term=term))])
 
     def tell_own(self, report: pb.Report) -> None:
@@ -131,7 +135,11 @@ class Reports:
             closed = self._state.decisions.kept(effect.record.round)
             self._tell([pb.Report(member=EXCHANGE, round_closed=closed)])
         else:
-            self._tell(list(reports_of(effect, self._state.roster.members)))
+            found = list(reports_of(effect, self._state.roster.members))
+            for one in found:
+                if one.standing.what in (pb.SILENT, pb.TERM_OVER, pb.SUSPENDED):
+                    self.changes[one.standing.place] = time.monotonic(), one.standing.cause
+            self._tell(found)
 
     def _tell(self, reports: Sequence[pb.Report]) -> None:
         """Date reports by one clock that is never set back, and pass them on in that order."""

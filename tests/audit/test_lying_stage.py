@@ -19,9 +19,6 @@ from replica_groups.member.participants import StageMember
 from stages.transcript import Entry, Transcript, Way
 from stages.worker import StageWorker
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-# gRPC raises this in a thread that polls the connectivity of a closed channel.
-
 GROUP = {"kind": "participants", "stages": 3, "boundary": {"rank": "1/4"}}
 ROUNDS = 2
 

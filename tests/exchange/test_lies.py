@@ -39,9 +39,6 @@ from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED
 from hetero_pp.rpc.services import call_path
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-# gRPC raises this in a thread that polls the connectivity of a closed channel.
-
 ROUNDS = 25
 AT_ONCE = 8
 """Concurrent false calls beside a member's own calls. A member may have 16 calls open."""

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import grpc
-import pytest
 from lying_run import LyingRun, Replacer, lying_spec
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -27,9 +26,6 @@ from hetero_pp.rpc.relay import LINK
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkServer
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-# gRPC raises this in a thread that polls the connectivity of a closed channel.
 
 GROUP = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from members import TIMEOUT
@@ -300,6 +301,8 @@ def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
         found = doctor(path)["leftovers"]
         assert found.state is State.WARN
         assert "processes without a launcher" in found.line
+        with mock.patch("psutil.Process.cmdline", return_value=["hetero-pp", "view", "homes"]):
+            assert doctor(path)["leftovers"].state is State.OK, "a page only reads them"
     unfinished = Unfinished("runs/homes", "homes", 2, 3, 0, False)
     monkeypatch.setattr(leftovers, "find_unfinished", lambda *_: unfinished)
     assert doctor(path)["leftovers"].line.startswith(f"{unfinished}; `launch --resume`")

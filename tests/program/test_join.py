@@ -469,7 +469,7 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
     here, there = Here(tmp_path / "here"), Here(tmp_path / "there")
     used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
     for text, who, told in (
-        ("made up", here, r"found 'madeup'\.\.\., expected a ticket, which begins with hpp1\."),
+        ("made up", here, r"found 'madeup', expected a ticket, which begins with hpp1\."),
         (used[:-7], here, "the ticket is incomplete: copy all of it, as one line"),
         (over, here, r"the ticket has expired: ask for another \(or is the clock of this host wrong\?\)"),
         (used, here, r"home\.0 reads the run's text; give the path of the text on this host with --data PATH"),
@@ -478,7 +478,7 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
             here,
             "dc reads the run's text; give the path of the text on this host with --data PATH",
         ),
-        (used, there, "the ticket was used already: it admits one process"),
+        (used, there, "the ticket was used already, and admits one process: join in the folder in which it was used"),
     ):
         with pytest.raises(ConfigError, match=told):
             join(text, who)
@@ -598,7 +598,7 @@ def test_status_says_what_a_ticket_is_good_for(
     assert told(text, here).startswith(f"{begins}admits one host until 20")
     take_place(ticket, here)
     for runs in (here, served.runs):  # the folder of the host that used it, and of the exchange
-        assert told(text, runs).startswith(f"{begins}was used; it was valid until 20")
+        assert told(text, runs).startswith(f"{begins}was used; the host that used it may return with it until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
     old = Ticket(ticket.run, ticket.address, ticket.identity)
     assert "is for a slot that it does not name (it was made by an older version); " in told(old.to_text(), here)

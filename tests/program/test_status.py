@@ -33,9 +33,9 @@ def reply(state: str = "training") -> StatusReply:
     """Return the status of a run with a complete replica, an incomplete group and a group without members."""
     found = StatusReply(last_round=3, rounds=9, has_begun=state != "joining", is_over=state == "over", missing=["dc"])
     found.paused = "1 of 3 replicas are present, 2 are required" if state == "paused" else ""
-    found.places.add(name="dc", replica="dc", held=True, term=1, round=4)
+    found.places.add(name="dc", replica="dc", held=True, term=1, round=4, seconds=125)
     found.places.add(name="one.0", replica="one", held=True, term=3, holder=3)
-    found.places.add(name="one.1", replica="one", term=1)
+    found.places.add(name="one.1", replica="one", term=1, seconds=41, cause="no heartbeat arrived for 15 s")
     found.places.add(name="two.0", replica="two", holder=1)
     found.places.add(name="two.1", replica="two")
     return found
@@ -44,7 +44,7 @@ def reply(state: str = "training") -> StatusReply:
 @pytest.mark.parametrize(
     ("state", "told"),
     [
-        ("joining", "not started; waiting for members to join: dc"),
+        ("joining", "resuming after round 3; waiting for members to join: dc"),
         ("training", "training round 4 of 9; waiting for contributions of dc"),
         ("paused", "paused in round 4 of 9: 1 of 3 replicas are present, 2 are required"),
         ("over", "over, after round 3 of 9; dc still finishing"),
@@ -54,6 +54,22 @@ def test_the_first_line_says_what_the_run_does(state: str, told: str, capsys: py
     print_status("solo", reply(state))
     assert capsys.readouterr().out.splitlines()[0] == f"solo: {told}"
     assert as_json(reply(state))["state"] == state
+
+
+def test_a_round_waits_for_complete_groups_and_a_resumed_run_says_where_it_resumes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training, resuming = reply(), reply("joining")
+    training.missing.append("one.0")
+    for found, told in ((training, "contributions of dc"), (resuming, "resuming after round 3; waiting for members")):
+        print_status("solo", found)
+        first = capsys.readouterr().out.splitlines()[0]
+        assert told in first and "one.0" not in first
+    group = reply()
+    group.places[2].held, group.places[1].seconds = True, 300
+    assert as_json(group)["places"]["one.1"]["seconds"] == 41  # type: ignore[index]
+    print_status("solo", group)
+    assert capsys.readouterr().out.count("41 s") == 2, "a group trains since its last member came"
 
 
 def test_a_file_that_cannot_be_written_is_the_cause_of_a_pause(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,12 +86,13 @@ def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in said.splitlines() if line.startswith("│")]
     assert rows == [
-        ["dc", "dc", "training round 4", "the run's token"],
-        ["one.0", "one", "waiting for its group", "a ticket (holder 3)"],
-        ["one.1", "one", "left", ""],
-        ["two.0", "two", "admitted, not connected", "a ticket"],
-        ["two.1", "two", "free", ""],
+        ["dc", "training round 4", "2:05", "the run's token"],
+        ["one.0", "waiting for its group", "", "a ticket (holder 3)"],
+        ["one.1", "left", "41 s", ""],
+        ["two.0", "admitted, not connected", "", "a ticket"],
+        ["two.1", "free", "", ""],
     ]
+    assert "one.1 is away for 41 s: no heartbeat arrived for 15 s\n" in said
     assert "one is incomplete: waiting for hosts to join as one.1\n" in said
 
 

@@ -42,9 +42,10 @@ def processes_in(folder: Path) -> dict[int, str]:
     for process in psutil.process_iter(["name"]):
         try:
             paths = [Path(one.path) for one in process.open_files()]
+            only_reads = "view" in process.cmdline()
         except (psutil.Error, OSError):
             continue  # of another user, or it has ended
-        if any(path.is_relative_to(folder) for path in paths):
+        if any(path.is_relative_to(folder) for path in paths) and not only_reads:
             found[process.pid] = process.info["name"] or "?"
     return found
 

@@ -24,7 +24,7 @@ from hetero_pp.program.launch.inputs import settled
 from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
-from hetero_pp.rpc.tickets import PREFIX, Ticket
+from hetero_pp.rpc.tickets import Ticket, is_ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import own_configuration
 from hetero_pp.run.spec import RunSpec
@@ -136,7 +136,7 @@ def subject_of(named: str | None, runs: Path, data: str | None) -> Subject:
     if named is None:
         return Subject(runs=runs)
     try:
-        if named.startswith(PREFIX):
+        if is_ticket(named):
             return _of_ticket(Ticket.from_text(named), runs, data)
         if Path(named).suffix in _YAML or Path(named).is_file():
             return _of_yaml(Path(named), runs)

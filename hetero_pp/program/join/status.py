@@ -26,7 +26,7 @@ from hetero_pp.program.launch.over import Over, read_over
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
-from hetero_pp.rpc.tickets import PREFIX, Ticket
+from hetero_pp.rpc.tickets import Ticket, is_ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
@@ -43,7 +43,7 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
 
     Raises ConfigError for a run that this host does not know, or whose exchange does not answer.
     """
-    if run.startswith(PREFIX):
+    if is_ticket(run):
         found = _of_ticket(run, runs.absolute())
     elif ":" in run:
         found = _of_address(runs.absolute(), run)
@@ -252,7 +252,7 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     told |= {"rehearsal": ticket.rehearsal}
     words = {
         "expired": "it expired",
-        "used": "it was used; it was valid until",
+        "used": "it was used; the host that used it may return with it until",
         "open": "it admits one host until",
     }
     when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"

@@ -42,13 +42,17 @@ def headline(reply: StatusReply) -> str:
                 f"; {missing} still finishing" if missing else ""
             )
         case "joining":
-            return f"not started; waiting for members to join: {missing or 'none'}"
+            stage = f"resuming after round {reply.last_round}" if reply.last_round else "not started"
+            return f"{stage}; waiting for members to join: {missing or 'none'}"
         case "paused" if reply.obstacle:
             seconds = format_seconds(max(1, round(reply.obstacle_seconds)))
             return f"paused in {round_}, for {seconds} so far: {plain(reply.obstacle)}; retrying"
         case "paused":
             return f"paused in {round_}: {reply.paused}"
-    return f"{state_of(reply)} {round_}" + (f"; waiting for contributions of {missing}" if missing else "")
+    incomplete = {slot.replica for slot in reply.places if not slot.held}
+    there = {slot.name for slot in reply.places if slot.replica not in incomplete}
+    awaited = listed([plain(one) for one in reply.missing if one in there]) or missing
+    return f"{state_of(reply)} {round_}" + (f"; waiting for contributions of {awaited}" if awaited else "")
 
 
 def print_status(run: str, reply: StatusReply) -> None:
@@ -58,18 +62,21 @@ def print_status(run: str, reply: StatusReply) -> None:
     tell(console, f"{run}: {rehearsal}{headline(reply)}")
     incomplete = _incomplete(reply)
     table = Table()
-    for name in ("Slot", "Replica", "State", "Admitted by", "Connection"):
+    for name in ("Slot", "State", "Since", "Admitted by", "Connection"):
         table.add_column(name)
     left_out = _empty(reply)[EMPTY_SHOWN:]
     for slot in reply.places:
         if slot.replica not in left_out:
             state = _state(reply, slot, slot.replica in incomplete)
-            table.add_row(slot.name, slot.replica, state, _let_in_by(slot), _connection(slot))
+            table.add_row(slot.name, state, _since(slot, reply), _let_in_by(slot), _connection(slot))
     console.print(table)
     if left_out:
         tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
     if devices := {slot.name: plain(slot.device) for slot in reply.places if slot.device}:
         tell(console, f"devices: {in_words(devices)}")
+    for slot in reply.places:
+        if slot.cause and not slot.held:
+            tell(console, f"{slot.name} is away for {_since(slot, reply)}: {plain(slot.cause)}")
     for replica, missing in incomplete.items():
         tell(console, f"{replica} is incomplete: waiting for hosts to join as {', '.join(missing)}")
     _print_guests(console, reply)
@@ -101,6 +108,15 @@ def _state(reply: StatusReply, slot: PlaceStatus, is_incomplete: bool) -> str:
         return "waiting for its group"
     what = "rehearsing" if reply.rehearsal else "training"
     return f"{what} round {slot.round}" if slot.round else "waiting for a round"
+
+
+def _since(slot: PlaceStatus, reply: StatusReply) -> str:
+    """Return the time since a slot was taken, lost or suspended. A group trains since its last slot was taken."""
+    group = [one for one in reply.places if one.replica == slot.replica]
+    shown = group if all(one.held for one in group) else [slot]
+    if not all(one.HasField("seconds") for one in shown):
+        return ""
+    return format_seconds(round(min(one.seconds for one in shown)))
 
 
 def _let_in_by(slot: PlaceStatus) -> str:
@@ -172,4 +188,6 @@ def _slot(slot: PlaceStatus) -> dict[str, object]:
         "dials": slot.dials,
         "relayed_bytes": slot.relayed_bytes,
         "device": slot.device or None,
+        "seconds": slot.seconds if slot.HasField("seconds") else None,
+        "cause": slot.cause or None,
     }
