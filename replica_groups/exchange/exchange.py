@@ -43,6 +43,7 @@ from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.snapshots import Snapshots
+from replica_groups.exchange.waits import EVERYBODY
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
 
@@ -279,7 +280,7 @@ class Exchange(ExchangeService):
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""
-        self.decisions.wait_until(lambda: self.coordinator.is_through)
+        self.decisions.wait_until(lambda: self.coordinator.is_through, subject=EVERYBODY)
         if self.showing is not None:
             self.showing.end()
 

@@ -45,6 +45,7 @@ class Joining:
         self._taking = threading.Lock()
         """Serializes joins of members that read a text."""
         self._available: dict[str, AvailableStates] = {}
+        self._least = len(self.lacking(()))
 
     @property
     def tokens(self) -> str:
@@ -105,14 +106,18 @@ class Joining:
     def meet_members(self) -> bool:
         """Wait until all required members have joined, or the run is known to be under way; return the latter."""
         state = self._state
-        state.decisions.wait_until(lambda: state.goes_on or not self.lacking(self._available))
+        state.decisions.wait_until(lambda: state.goes_on or self._has_met())
         return state.goes_on
 
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until all required members have joined; return the states of all that have."""
-        self._state.decisions.wait_until(lambda: not self.lacking(self._available))
+        self._state.decisions.wait_until(self._has_met)
         with self._state.changed:
             return dict(self._available)
+
+    def _has_met(self) -> bool:
+        """Return whether all required members have joined. The count comes first: this is asked after every join."""
+        return len(self._available) >= self._least and not self.lacking(self._available)
 
     def lacking(self, here: Collection[str]) -> list[str]:
         """Return the required members that are not in `here`.

@@ -203,7 +203,8 @@ class _Servicer:
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
-        context.add_callback(self.exchange.wake)
+        member = self._member(context)
+        context.add_callback(lambda: self.exchange.wake(member))
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
 

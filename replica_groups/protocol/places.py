@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from replica_groups.protocol.learnt import Silence
@@ -80,6 +81,11 @@ class Place:
         """Return when the incarnation ends, unless a heartbeat or progress comes before."""
         silent = self.silence.since + self._silence_allowed
         return min(silent, self.stillness.since + self.stillness.lease) if self.computes else silent
+
+    def due_at(self) -> float:
+        """Return when the incarnation ends or the slot is claimed again, whichever comes first."""
+        ends = self.ends_at() if self.held else math.inf
+        return ends if self.claim_at is None else min(ends, self.claim_at)
 
     def why_it_ends(self) -> str:
         """Return the cause of the end in words."""

@@ -45,6 +45,7 @@ class SlotTransitions(State):
         place.claiming = False
         if event.won and event.term > place.term and not place.held:
             place.take(event.term, event.process, now, self.rules)
+            self._note_holder(place)
             place.is_guest = place.applies_as_guest
             if place.applicant == event.process:
                 place.applicant = None
@@ -67,6 +68,7 @@ class SlotTransitions(State):
                 yield from self._end_term(place, "another exchange has given this slot to another process")
             place.take(event.term, None, now, self.rules)
             place.presumed = True
+            self._note_holder(place)
 
     def _heard(self, event: e.Heard, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
@@ -105,6 +107,9 @@ class SlotTransitions(State):
         place = self.places[event.place]
         if self.holds(event.place, event.term):
             place.vacate()
+            self._note_holder(place)
+            if not any(other.held for other in self.replicas[place.replica].places):
+                self._finishing.discard(place.replica)
         yield from ()
 
     def _adopt(self, place: Place, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
@@ -116,7 +121,7 @@ class SlotTransitions(State):
             return
         replica.round, replica.trained = round_, None
         if self.open is not None and round_ == self.open.number:
-            self.open.taking_part.add(replica.name)
+            self.open.join(replica.name)
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.places:
@@ -138,6 +143,7 @@ class SlotTransitions(State):
     def _end_term(self, place: Place, cause: str, silent: bool = False) -> Iterator[e.Effect]:
         """End the incarnation of a slot, and void its replica's incomplete contribution."""
         place.vacate()
+        self._note_holder(place)
         yield e.Fenced(place.name, place.term, cause, silent)
         if self.is_over:
             self._finishing.discard(place.replica)  # the other members of its group would wait forever
@@ -197,5 +203,5 @@ class SlotTransitions(State):
         replica = self.replicas[place.replica]
         replica.barred_until = until = max(until, replica.barred_until)
         if self.open is not None and replica.round != self.open.number:
-            self.open.taking_part.discard(replica.name)
+            self.open.leave(replica.name)
         return e.Barred(place.name, place.term, round_, until, cause)
