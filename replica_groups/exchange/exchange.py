@@ -112,6 +112,7 @@ class Exchange(ExchangeService):
         # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
         self.uploaded = self.deposits.uploaded
+        self.fetch_many = self.decided.fetch_many
         self.stored, self.dialled, self.wake = self.decided.stored, self.addresses.dialled, self.decisions.wake
         self.link_broke, self.guests_beside = self.assignments.link_broke, self.assignments.guests_beside
         self.heard, self.stay, self.left = self.presence.heard, self.presence.stay, self.presence.left
