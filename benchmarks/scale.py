@@ -110,12 +110,16 @@ class Members:
         work = self.clients[name].assign(name, round_ - 1)
         assert work.round == round_, f"{name} was assigned round {work.round}, expected {round_}"
         self.epochs[name] = work.epoch
-        self.blobs[name] = {
-            block: encode_blob(
-                BlobAddress(self.spec.run, round_, name, block), selections, self.spec.config.outer.compression
-            )
-            for block, selections in self.selections.items()
-        }
+
+    def encode(self, round_: int) -> None:
+        """Encode what each member contributes to a round."""
+        compression = self.spec.config.outer.compression
+        for name in self.names:
+            addresses = {block: BlobAddress(self.spec.run, round_, name, block) for block in self.selections}
+            self.blobs[name] = {
+                block: encode_blob(addresses[block], selections, compression)
+                for block, selections in self.selections.items()
+            }
 
     def report(self, name: str, round_: int) -> None:
         """Report the inner steps."""
@@ -199,8 +203,8 @@ def run_members(pipe: Connection, folder: Path, names: Sequence[str], address: s
     with ThreadPoolExecutor(len(names)) as pool:
         for step, round_ in iter(pipe.recv, None):
             of_all = getattr(members, step)
-            if step in ("begin", "apply", "close"):
-                of_all(*([round_] if step == "apply" else []))
+            if step in ("begin", "encode", "apply", "close"):
+                of_all(*([round_] if step in ("encode", "apply") else []))
             else:
                 list(pool.map(of_all, names, [round_] * len(names)))
             pipe.send(members.n_bytes)
@@ -337,6 +341,7 @@ def measure(members: int, rounds: int, folder: Path) -> dict[str, Any]:
         steps["join"].append(parts.do("join"))
         parts.do("begin")
         for round_ in range(1, rounds + 1):
+            parts.do("encode", round_)
             for step in STEPS[1:]:
                 if step == "confirm":
                     parts.do("apply", round_)

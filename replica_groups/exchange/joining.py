@@ -40,6 +40,8 @@ class Joining:
         self._state, self._presence, self._reports, self._addresses = state, presence, reports, addresses
         self._agreement = agreement
         self._text = Text(text, self._is_there, lambda: state.coordinator.last_round > 0)
+        self._agreed: str | None = None
+        """The last configuration that agreed: usually those of all members, so that few are parsed."""
         self._tokens: dict[str, str] = {}
         """Digest of the text that each member reads, of members that read one."""
         self._taking = threading.Lock()
@@ -56,22 +58,27 @@ class Joining:
         """Compare a member's configuration and text with the run's."""
         member = caller.name
         self._state.expect_member(member)
-        try:
-            told = json.loads(request.configuration)
-        except (ValueError, RecursionError):
-            told = None
-        if not isinstance(told, dict):
-            raise self._state.refused(member, "a configuration that is not a JSON object", Kind.MALFORMED)
-        complaint = "" if self._agreement is None else self._agreement.complaint(told)
-        if complaint:
-            reason = f"was started with another configuration than the exchange: {complaint}"
-            raise self._state.refused(member, reason)
+        if request.configuration != self._agreed:
+            self._require_agreement(member, request.configuration)
+            self._agreed = request.configuration
         if request.tokens and not is_digest(request.tokens):
             raise self._state.refused(member, "an invalid digest of tokens", Kind.MALFORMED)
         with self._taking:
             self._tokens[member] = request.tokens
             self._require_same_text(member)
         return pb.AgreeReply(run=self._state.run)
+
+    def _require_agreement(self, member: str, configuration: str) -> None:
+        """Raise Refused for another configuration than the run's."""
+        try:
+            told = json.loads(configuration)
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict):
+            raise self._state.refused(member, "a configuration that is not a JSON object", Kind.MALFORMED)
+        if complaint := "" if self._agreement is None else self._agreement.complaint(told):
+            reason = f"was started with another configuration than the exchange: {complaint}"
+            raise self._state.refused(member, reason)
 
     def _require_same_text(self, member: str) -> None:
         """Raise Refused for a member that reads another text than the run's."""
