@@ -327,7 +327,7 @@ class Coordinator(SlotTransitions):
     def _tick(self, event: e.Tick, now: float) -> Iterator[e.Effect]:
         for place in self.places.values():
             if place.held and now >= place.ends_at():
-                yield from self._end_term(place, place.why_it_ends(), silent=True)
+                yield from self._expire(place)
             if place.claim_at is not None and now >= place.claim_at:
                 place.claim_at = None
                 yield from self._let_in(place)
@@ -346,6 +346,9 @@ class Coordinator(SlotTransitions):
         for place in self.places.values():
             place.silence.restart(now)
             place.stillness.restart(now)
+            if place.silent:
+                place.silent = False
+                self._note_holder(place)
         yield from ()
 
 

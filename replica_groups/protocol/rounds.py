@@ -57,8 +57,13 @@ class OpenRound:
         self.taking_part.add(replica)
         if replica not in self.whole:
             self.missing.add(replica)
-            if replica in self.optional and not self.is_overdue:
-                self.counting.add(replica)
+            self.is_heard(replica, True)
+
+    def is_heard(self, replica: str, is_heard: bool) -> None:
+        """Note whether an optional replica that trains the round counts for the quorum: it does while it is heard."""
+        if replica in self.missing:
+            counts = is_heard and replica in self.optional and not self.is_overdue
+            (self.counting.add if counts else self.counting.discard)(replica)
 
     def leave(self, replica: str) -> None:
         """Note that a replica does not train the round any more."""

@@ -32,7 +32,11 @@ class SlotTransitions(State):
             yield e.Refused(place.name, f"found a second process of `{place.name}`", event.process)
         else:
             place.applicant, place.applies_as_guest = event.process, event.is_guest
-            yield from self._let_in(place)
+            if place.silent:
+                place.silent = False
+                yield from self._end_term(place, place.why_it_ends(), silent=True)
+            else:
+                yield from self._let_in(place)
 
     def _let_in(self, place: Place) -> Iterator[e.Effect]:
         """Claim a free slot for the process that waits for it."""
@@ -100,7 +104,10 @@ class SlotTransitions(State):
         elif not self.holds(place.name, term):
             yield e.Fenced(place.name, term)
         else:
+            was_silent = place.silent
             place.is_there(now)
+            if was_silent:
+                self._note_holder(place)
         return self.holds(place.name, term)
 
     def _left(self, event: e.Left, now: float) -> Iterator[e.Effect]:
@@ -139,6 +146,15 @@ class SlotTransitions(State):
         place = self.places[event.place]
         if place.held and event.term in (None, place.term):
             yield from self._end_term(place, event.cause)
+
+    def _expire(self, place: Place) -> Iterator[e.Effect]:
+        """Wait no more for a silent member. Its incarnation lasts for a while longer if its round goes on."""
+        trains = self.open is not None and (self.replicas[place.replica].round or 0) >= self.open.number
+        if trains and not place.silent and place.applicant is None and place.is_only_silent:
+            place.silent = True
+            self._note_holder(place)
+        else:
+            yield from self._end_term(place, place.why_it_ends(), silent=True)
 
     def _end_term(self, place: Place, cause: str, silent: bool = False) -> Iterator[e.Effect]:
         """End the incarnation of a slot, and void its replica's incomplete contribution."""

@@ -36,7 +36,7 @@ class State:
         """
         self.rules = rules
         self.alive: set[str] = set()
-        """The replicas whose slots are all held."""
+        """The replicas whose slots are all held by members that are heard."""
         self._slots_due = math.inf
         """No slot is due before this time, at which it is found out anew. Events cost no look at every slot."""
         self.places = {name: Place(name, replica) for name, replica in rules.places.items()}
@@ -45,8 +45,6 @@ class State:
         }
         for name, term in (terms or {}).items():
             self.places[name].term = term
-        if goes_on:
-            self.presume(now)
         self.open: OpenRound | None = None
         """The open round; None before the run begins and after its last round."""
         self.last_round = 0
@@ -68,6 +66,8 @@ class State:
         self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
+        if goes_on:
+            self.presume(now)
 
     def presume(self, now: float) -> None:
         """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
@@ -78,9 +78,11 @@ class State:
                 self._note_holder(place)
 
     def _note_holder(self, place: Place) -> None:
-        """Note that a slot was taken or freed."""
+        """Note that a slot was taken or freed, or that its holder became silent or is heard again."""
         replica = self.replicas[place.replica]
         (self.alive.add if replica.alive else self.alive.discard)(replica.name)
+        if self.open is not None:
+            self.open.is_heard(replica.name, replica.alive)
         self._slots_due = min(self._slots_due, place.due_at())
 
     @property
@@ -129,7 +131,8 @@ class State:
         """Return the state of a slot at this moment."""
         place = self.places[name]
         replica, computes = self.replicas[place.replica], place.held and place.computes
-        return SlotView(name, place.replica, place.term, replica.epoch, place.held, replica.round or 0, computes)
+        is_held = place.held and not place.silent
+        return SlotView(name, place.replica, place.term, replica.epoch, is_held, replica.round or 0, computes)
 
     def applies(self, process: str, place: str) -> bool:
         """Return whether a process waits for a slot, or the slot is being claimed."""
@@ -186,10 +189,12 @@ class State:
     def _may_join(self, replica: str, now: float) -> bool:
         """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
         assert self.open is not None
+        if replica in self.open.whole:
+            return False
         if self._is_barred(replica, self.open.number) and replica not in self.open.taking_part:
             return self.open.is_overdue or self._others_there(replica) < self._needed
-        if replica in self.open.taking_part or replica in self.open.whole:
-            return replica not in self.open.whole
+        if replica in self.open.taking_part:
+            return True
         in_time = now - self.open.opened_at <= self.lateness.grace
         at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # those that took it may never contribute
         return at_once or self._others_there(replica) < self._needed
