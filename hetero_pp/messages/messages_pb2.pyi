@@ -703,7 +703,7 @@ class SnapshotHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size", "epoch", "steps", "stored", "commitment")
+    __slots__ = ("round", "replica", "block", "size", "epoch", "steps", "stored", "commitment", "following")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -712,6 +712,7 @@ class BlobHeader(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
@@ -720,7 +721,16 @@ class BlobHeader(_message.Message):
     steps: int
     stored: StoredBlob
     commitment: Commitment
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ...) -> None: ...
+    following: _containers.RepeatedCompositeFieldContainer[FollowingBlob]
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
+
+class FollowingBlob(_message.Message):
+    __slots__ = ("replica", "size")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    size: int
+    def __init__(self, replica: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class StoredBlob(_message.Message):
     __slots__ = ("url", "sha256", "size")
@@ -761,16 +771,18 @@ class RecordRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., exchange: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("round", "replica", "block", "reaches_store")
+    __slots__ = ("round", "replica", "block", "reaches_store", "takes_following")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     REACHES_STORE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
     reaches_store: bool
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., reaches_store: _Optional[bool] = ...) -> None: ...
+    takes_following: bool
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., reaches_store: _Optional[bool] = ..., takes_following: _Optional[bool] = ...) -> None: ...
 
 class HashReport(_message.Message):
     __slots__ = ("round", "sha256")

@@ -107,6 +107,8 @@ class ExchangeClient(ExchangeService):
         self._stores = stores
         self._reaches_store = bool(stores)
         """Whether blobs go by the store; False once the store failed or the exchange signs no URLs."""
+        self._ahead: dict[tuple[int, str, str], bytes] = {}
+        """Blobs that came with the last one that was fetched, by round, replica and block."""
         self._told: set[str] = set()
         """Exchange processes that took a deposit since the last request for a record."""
         self._closed = threading.Event()
@@ -250,14 +252,20 @@ class ExchangeClient(ExchangeService):
                 raise found
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
-        return self._again(lambda: self._fetch(request, self._reaches_store))
+        """Return one blob of a closed round. Small blobs come many at a time, because each call has its own cost."""
+        ahead = self._ahead.pop((request.round, request.replica, request.block), None)
+        return self._again(lambda: self._fetch(request, self._reaches_store)) if ahead is None else ahead
 
     def _fetch(self, request: pb.FetchRequest, by_store: bool) -> bytes:
-        request.reaches_store = by_store
+        request.reaches_store, request.takes_following = by_store, True
         frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
-        header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
+        header, data = read_frames(frames, pb.BlobHeader, _bytes_after, MAX_BLOB_BYTES)
         if not header.HasField("stored"):
-            return bytes(data)
+            self._ahead, start = {}, header.size
+            for one in header.following:
+                self._ahead[request.round, one.replica, request.block] = bytes(data[start : start + one.size])
+                start += one.size
+            return bytes(data[: header.size])
         try:
             self._require_store(header.stored.url)
             return _downloaded(header.stored)
@@ -445,6 +453,11 @@ def _downloaded(stored: pb.StoredBlob) -> bytes:
     if hashlib.sha256(data).digest() != stored.sha256:
         raise StoreError(f"{without_signature(stored.url)} does not match its digest")
     return data
+
+
+def _bytes_after(header: pb.BlobHeader) -> int:
+    """Return the size of the payload of a fetched blob and those that follow it."""
+    return header.size + sum(one.size for one in header.following)
 
 
 def _empty(header: pb.SnapshotHeader) -> dict[str, Tensor]:

@@ -1,14 +1,54 @@
-"""Decided rounds: their records, and the blobs that the records name."""
+"""Decided rounds: their records, and the blobs that the records name.
+
+Members of many replicas fetch many small blobs. So one reply has all that follow in the record up to a size, and the
+newest replies are kept, because all members fetch the same.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import DamagedFile, Refused
+from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import download_url
+
+FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 4_096
+"""Bytes and number of blobs that follow the one of a reply, at most."""
+
+_KEPT_BYTES, _KEPT_REPLIES, _KEPT_ROUNDS = 16 << 20, 256, 4
+
+_Included = tuple[str, pb.BlobEntry]
+"""Key of a blob in the log, and its entry in the round's record."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A blob of a round, and those of the same block that follow it in the record."""
+
+    header: pb.BlobHeader
+    replicas: Mapping[str, int]
+    """Replica -> index of its blob."""
+    ends: tuple[int, ...]
+    """Where each blob ends in the payload."""
+    payload: bytes
+
+    def without(self, replica: str) -> tuple[pb.BlobHeader, list[memoryview]]:
+        """Return the header and the payload, in parts, without the blob of a replica that follows the first one."""
+        index, whole = self.replicas.get(replica, 0), memoryview(self.payload)
+        if not index:
+            return self.header, [whole]
+        header = pb.BlobHeader()
+        header.CopyFrom(self.header)
+        del header.following[index - 1]
+        return header, [whole[: self.ends[index - 1]], whole[self.ends[index] :]]
 
 
 class DecidedRounds:
@@ -16,6 +56,11 @@ class DecidedRounds:
 
     def __init__(self, state: RunState, log: ContributionLog) -> None:
         self._state, self._log = state, log
+        self._reading = threading.Lock()
+        self._rounds: OrderedDict[int, Mapping[str, Mapping[str, _Included]]] = OrderedDict()
+        """Round -> block -> replica -> its blob, of the rounds that were asked for last."""
+        self._replies: OrderedDict[tuple[int, str, str], Reply] = OrderedDict()
+        """(round, block, first replica) -> reply; the newest ones."""
 
     def record(self, request: pb.RecordRequest, caller: Caller) -> pb.RoundRecord:
         """Return the record of a round, once the round is decided."""
@@ -40,6 +85,50 @@ class DecidedRounds:
         except DamagedFile as error:
             raise Refused(str(error)) from None
 
+    def fetch_many(self, request: pb.FetchRequest, caller: Caller) -> tuple[pb.BlobHeader, list[memoryview]]:
+        """Return the header and the payload of a blob, and of those that follow it if the caller takes them.
+
+        The caller's own replica is left out. A blob that cannot be read ends the reply, and is then asked for alone.
+        """
+        own = self._state.roster.members.get(caller.name, "")
+        self._included(request, caller)
+        if not request.takes_following or request.replica == own:
+            data = self.fetch(request, caller)
+            return _header(request, len(data)), [memoryview(data)]
+        which = request.round, request.block, request.replica
+        with self._reading:
+            if which not in self._replies:
+                self._replies[which] = self._read(request, caller)
+            self._replies.move_to_end(which)
+            while len(self._replies) > 1 and not self._are_few():
+                self._replies.popitem(last=False)
+            reply = self._replies[which]
+        return reply.without(own)
+
+    def _are_few(self) -> bool:
+        """Return whether the kept replies are few enough, and small enough together."""
+        replies = self._replies.values()
+        return len(replies) <= _KEPT_REPLIES and sum(len(one.payload) for one in replies) <= _KEPT_BYTES
+
+    def _read(self, request: pb.FetchRequest, caller: Caller) -> Reply:
+        """Read a blob and those that follow it, up to the limits."""
+        parts, replicas = [self.fetch(request, caller)], [request.replica]
+        header, most = _header(request, len(parts[0])), FOLLOWING_BYTES_MAX
+        of_block = self._blobs_of(request.round)[request.block]
+        after = islice(of_block.items(), list(of_block).index(request.replica) + 1, FOLLOWING_MAX)
+        for replica, (key, blob) in after:
+            most -= blob.size
+            if most < 0:
+                break
+            try:
+                parts.append(self._log.read_blob(key, blob.sha256))
+            except (HeteroPPError, OSError):
+                break
+            replicas.append(replica)
+            header.following.add(replica=replica, size=blob.size)
+        ends = tuple(accumulate(map(len, parts)))
+        return Reply(header, {name: index for index, name in enumerate(replicas)}, ends, b"".join(parts))
+
     def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
         """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
         key, blob = self._included(request, caller)
@@ -50,12 +139,30 @@ class DecidedRounds:
         """Return the key of a blob, and its entry in the round's record."""
         self._state.decisions.require_alive()
         self._state.require_begun(caller.name)
-        round_, wanted = request.round, (request.replica, request.block)
+        round_ = request.round
         if 1 <= round_ <= self._state.coordinator.last_round:
-            record = self.record(pb.RecordRequest(round=round_), Caller(EXCHANGE))
-            for entry in record.contributions:
-                for blob in entry.blobs:
-                    if (entry.replica, blob.block) == wanted:
-                        return key_of(record, entry, blob), blob
+            included = self._blobs_of(round_).get(request.block, {}).get(request.replica)
+            if included is not None:
+                return included
         reason = f"no `{request.block}` of {request.replica} in a closed round {round_}"
         raise self._state.refused(caller.name, reason)
+
+    def _blobs_of(self, round_: int) -> Mapping[str, Mapping[str, _Included]]:
+        """Return block -> replica -> blob of a decided round, in the order of the record."""
+        found = self._rounds.get(round_)
+        if found is None:
+            record, blobs = (
+                self.record(pb.RecordRequest(round=round_), Caller(EXCHANGE)),
+                dict[str, dict[str, _Included]](),
+            )
+            for entry in record.contributions:
+                for blob in entry.blobs:
+                    blobs.setdefault(blob.block, {})[entry.replica] = key_of(record, entry, blob), blob
+            found = self._rounds[round_] = blobs
+            while len(self._rounds) > _KEPT_ROUNDS:
+                self._rounds.popitem(last=False)
+        return found
+
+
+def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:
+    return pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=size)

@@ -7,6 +7,7 @@ their record is written. The coordinator's answers to members are kept for their
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before
 from replica_groups.exchange.obstacles import Obstacles
 from replica_groups.exchange.records import from_message, to_message
+from replica_groups.exchange.waits import CLOCK, EVERYBODY, Waits
 from replica_groups.protocol import events as e
 from replica_groups.protocol.coordinator import Coordinator
 from replica_groups.protocol.rules import Rules
@@ -63,7 +65,7 @@ class Decisions:
         Without `magnitudes` contributions may be of any size; `trains_on`: as in magnitudes.bound.
         """
         self.log = log
-        self.changed = threading.Condition()
+        self.waits = Waits()
         self.failure: str | None = None
         self.obstacles = Obstacles()
         terms = {place: term for place, term in log.terms().items() if place in rules.places}
@@ -74,7 +76,8 @@ class Decisions:
         """Leaves out contributions of a record, sets weights and adds commitments, before it is written."""
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
-        self._welcomed: dict[tuple[str, str], int] = {}
+        self._welcomed: dict[str, tuple[str, int]] = {}
+        """Slot -> the process that took it last, and its incarnation."""
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
         self._records: dict[int, RoundRecord] = {}
@@ -84,6 +87,12 @@ class Decisions:
         self._written = 0
         """Round of the last record that was written here. The coordinator hears of it a moment later."""
         self._timer: threading.Thread | None = None
+        self._sleeps_until = math.inf
+
+    @property
+    def changed(self) -> threading.Condition:
+        """The lock of all state, notified at every change."""
+        return self.waits.changed
 
     # ---- events and effects ----
 
@@ -102,7 +111,7 @@ class Decisions:
         """Take the holders of slots under an earlier coordinator as present (Coordinator.presume)."""
         with self.changed:
             self.coordinator.presume(self._clock())
-            self.changed.notify_all()
+            self.waits.wake_all()
 
     def _step(self, event: e.Event) -> list[e.Effect]:
         with self.changed:
@@ -111,8 +120,17 @@ class Decisions:
                 if not self._is_known(effect):
                     self._note(effect)
                     self._on_effect(effect)
-            self.changed.notify_all()
+            self._wake(event, effects)
             return effects
+
+    def _wake(self, event: e.Event, effects: Sequence[e.Effect]) -> None:
+        """Wake the calls that an event concerns: those of its slot and of the slots that were told something."""
+        if isinstance(event, e.Began | e.Recorded) or self.coordinator.is_through:
+            self.waits.wake_all()
+        else:
+            self.waits.wake({place for one in (event, *effects) if (place := getattr(one, "place", None))})
+        if (deadline := self.coordinator.deadline()) is not None and deadline < self._sleeps_until:
+            self.waits.wake([CLOCK])
 
     def _is_known(self, effect: e.Effect) -> bool:
         """Return whether a member was told this already, and has not acted on it yet."""
@@ -122,8 +140,7 @@ class Decisions:
         """Keep what calls wait for."""
         match effect:
             case e.Welcome(place, process, term):
-                self._welcomed = {key: value for key, value in self._welcomed.items() if key[0] != place}
-                self._welcomed[place, process] = term
+                self._welcomed[place] = process, term
             case e.Assign(place, term):
                 self._suspended.pop((place, term), None)
                 self._assigned[place, term] = effect
@@ -227,44 +244,57 @@ class Decisions:
         """Let every call that waits, and every later one, raise RunFailed."""
         with self.changed:
             self.failure = self.failure or cause
-            self.changed.notify_all()
+            self.waits.wake_all()
 
     def require_alive(self) -> None:
         """Raise RunFailed if the run has failed."""
         if self.failure is not None:
             raise RunFailed(self.failure)
 
-    def wait_until(self, condition: Callable[[], bool], is_asked: IsAsked = always) -> None:
-        """Wait until a condition holds, which is checked with the lock held.
+    def wait_until(self, condition: Callable[[], bool], is_asked: IsAsked = always, subject: str | None = None) -> None:
+        """Wait until a condition holds, which is checked with the lock held, after each change of the subject.
 
-        Raises RunFailed, or AskAgain once the caller is gone.
+        Without a `subject`, it is checked after every change. Raises RunFailed, or AskAgain once the caller is gone.
         """
+
+        def is_due() -> bool:
+            return self.failure is not None or condition() or not is_asked()
+
         with self.changed:
-            self.changed.wait_for(lambda: self.failure is not None or condition() or not is_asked())
+            if subject is None:
+                self.changed.wait_for(is_due)
+            else:
+                self.waits.wait_for(subject, is_due)
             self.require_alive()
             if not is_asked() and not condition():
                 raise AskAgain("the caller disconnected, or has waited for the longest time of a call")
 
-    def wake(self) -> None:
-        """Wake all waiting calls, because a caller may be gone."""
-        with self.changed:
-            self.changed.notify_all()
+    def wake(self, place: str) -> None:
+        """Wake the waiting calls of a slot, because their caller may be gone."""
+        self.waits.wake([place])
 
     def wait_for_term(self, place: str, process: str, is_asked: IsAsked = always) -> int:
         """Wait until an applicant holds a slot; return its incarnation. Raises Refused if another has applied since."""
         with self.changed:
             self.wait_until(
-                lambda: (place, process) in self._welcomed or not self.coordinator.applies(process, place), is_asked
+                lambda: self._term_of(place, process) is not None or not self.coordinator.applies(process, place),
+                is_asked,
+                place,
             )
-            if (place, process) not in self._welcomed:
+            if (term := self._term_of(place, process)) is None:
                 raise Refused(f"{place}: another process has requested this slot in the meantime")
-            return self._welcomed[place, process]
+            return term
+
+    def _term_of(self, place: str, process: str) -> int | None:
+        """Return the incarnation with which a process took a slot, if it was the last one to take it."""
+        newest, term = self._welcomed.get(place, ("", 0))
+        return term if newest == process else None
 
     def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
         """Wait for the assignment of a member that has asked for work. Raises TermOver."""
         with self.changed:
             self.wait_until(
-                lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term), is_asked
+                lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term), is_asked, place
             )
             self.require_term(place, term)
             return self._assigned[place, term]  # and leave it: a call whose caller is gone may have waited, too
@@ -283,7 +313,7 @@ class Decisions:
             return round_ <= self.coordinator.last_round or (place, term) in self._suspended or is_over
 
         with self.changed:
-            self.wait_until(is_due, is_asked)
+            self.wait_until(is_due, is_asked, place or EVERYBODY)
             if round_ > self.coordinator.last_round and place is not None and term is not None:
                 self.require_term(place, term)
                 raise Suspended(self._suspended[place, term].cause)
@@ -327,7 +357,7 @@ class Decisions:
         """Stop the clock."""
         with self.changed:
             self._ended = True
-            self.changed.notify_all()
+            self.waits.wake([CLOCK])
 
     def _start_clock(self) -> None:
         with self.changed:
@@ -341,7 +371,9 @@ class Decisions:
                 deadline, before = self.coordinator.deadline(), self._clock()
                 left = _LONGEST_SLEEP if deadline is None else min(_LONGEST_SLEEP, deadline - before)
                 if left > 0:
-                    self.changed.wait(left)
+                    self._sleeps_until = before + left
+                    self.waits.pause(CLOCK, left)
+                    self._sleeps_until = -math.inf
                 if self._ended or self.failure is not None:
                     return
                 slept = self._clock() - before

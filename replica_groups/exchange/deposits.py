@@ -141,7 +141,7 @@ class Deposits:
             finally:
                 with self._decisions.changed:
                     self._being_kept.discard((offer.address, offer.epoch))
-                    self._decisions.changed.notify_all()
+                    self._decisions.wake(offer.member)
 
     def _expect_own(self, offer: Offer) -> None:
         self._expect_address(offer.member, offer.address)
@@ -177,7 +177,7 @@ class Deposits:
         """
         key = (offer.address, offer.epoch)
         with self._decisions.changed:
-            self._decisions.wait_until(lambda: key not in self._being_kept)
+            self._decisions.wait_until(lambda: key not in self._being_kept, subject=offer.member)
             if not self._is_counted(offer):
                 self._being_kept.add(key)
                 return True

@@ -43,6 +43,7 @@ from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.snapshots import Snapshots
+from replica_groups.exchange.waits import EVERYBODY
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
 
@@ -112,6 +113,7 @@ class Exchange(ExchangeService):
         # The servers also call these methods of the parts, which answer no request.
         self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
         self.uploaded = self.deposits.uploaded
+        self.fetch_many = self.decided.fetch_many
         self.stored, self.dialled, self.wake = self.decided.stored, self.addresses.dialled, self.decisions.wake
         self.link_broke, self.guests_beside = self.assignments.link_broke, self.assignments.guests_beside
         self.heard, self.stay, self.left = self.presence.heard, self.presence.stay, self.presence.left
@@ -286,7 +288,7 @@ class Exchange(ExchangeService):
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""
-        self.decisions.wait_until(lambda: self.coordinator.is_through)
+        self.decisions.wait_until(lambda: self.coordinator.is_through, subject=EVERYBODY)
         if self.showing is not None:
             self.showing.end()
 

@@ -40,11 +40,14 @@ class Joining:
         self._state, self._presence, self._reports, self._addresses = state, presence, reports, addresses
         self._agreement = agreement
         self._text = Text(text, self._is_there, lambda: state.coordinator.last_round > 0)
+        self._agreed: str | None = None
+        """The last configuration that agreed: usually those of all members, so that few are parsed."""
         self._tokens: dict[str, str] = {}
         """Digest of the text that each member reads, of members that read one."""
         self._taking = threading.Lock()
         """Serializes joins of members that read a text."""
         self._available: dict[str, AvailableStates] = {}
+        self._least = len(self.lacking(()))
 
     @property
     def tokens(self) -> str:
@@ -55,22 +58,27 @@ class Joining:
         """Compare a member's configuration and text with the run's."""
         member = caller.name
         self._state.expect_member(member)
-        try:
-            told = json.loads(request.configuration)
-        except (ValueError, RecursionError):
-            told = None
-        if not isinstance(told, dict):
-            raise self._state.refused(member, "a configuration that is not a JSON object", Kind.MALFORMED)
-        complaint = "" if self._agreement is None else self._agreement.complaint(told)
-        if complaint:
-            reason = f"was started with another configuration than the exchange: {complaint}"
-            raise self._state.refused(member, reason)
+        if request.configuration != self._agreed:
+            self._require_agreement(member, request.configuration)
+            self._agreed = request.configuration
         if request.tokens and not is_digest(request.tokens):
             raise self._state.refused(member, "an invalid digest of tokens", Kind.MALFORMED)
         with self._taking:
             self._tokens[member] = request.tokens
             self._require_same_text(member)
         return pb.AgreeReply(run=self._state.run)
+
+    def _require_agreement(self, member: str, configuration: str) -> None:
+        """Raise Refused for another configuration than the run's."""
+        try:
+            told = json.loads(configuration)
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict):
+            raise self._state.refused(member, "a configuration that is not a JSON object", Kind.MALFORMED)
+        if complaint := "" if self._agreement is None else self._agreement.complaint(told):
+            reason = f"was started with another configuration than the exchange: {complaint}"
+            raise self._state.refused(member, reason)
 
     def _require_same_text(self, member: str) -> None:
         """Raise Refused for a member that reads another text than the run's."""
@@ -105,14 +113,18 @@ class Joining:
     def meet_members(self) -> bool:
         """Wait until all required members have joined, or the run is known to be under way; return the latter."""
         state = self._state
-        state.decisions.wait_until(lambda: state.goes_on or not self.lacking(self._available))
+        state.decisions.wait_until(lambda: state.goes_on or self._has_met())
         return state.goes_on
 
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until all required members have joined; return the states of all that have."""
-        self._state.decisions.wait_until(lambda: not self.lacking(self._available))
+        self._state.decisions.wait_until(self._has_met)
         with self._state.changed:
             return dict(self._available)
+
+    def _has_met(self) -> bool:
+        """Return whether all required members have joined. The count comes first: this is asked after every join."""
+        return len(self._available) >= self._least and not self.lacking(self._available)
 
     def lacking(self, here: Collection[str]) -> list[str]:
         """Return the required members that are not in `here`.

@@ -71,13 +71,15 @@ class Presence:
         self._state.expect_member(member)
         with self._state.changed:
             self.here.add(member)
-            self._state.changed.wait_for(lambda: member not in self.here or self._state.coordinator.is_through)
+            self._state.decisions.waits.wait_for(
+                member, lambda: member not in self.here or self._state.coordinator.is_through
+            )
 
     def left(self, member: str, node: str = "", term: int | None = None) -> None:
         """Note that the connection of a member, or of one of its nodes, has ended: it may be gone, or come back."""
         with self._state.changed:
             self.here.discard(member)
-            self._state.changed.notify_all()
+            self._state.decisions.wake(member)
         if member in self._state.roster.members:
             self._state.decisions.tell(e.Lost(member, self._state.term(Caller(member, term))))
 

@@ -11,6 +11,7 @@ from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.outer.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.decisions import Decisions
+from replica_groups.exchange.waits import EVERYBODY
 
 
 class RunState:
@@ -42,7 +43,7 @@ class RunState:
 
     def wait_until_begun(self, is_asked: IsAsked = always) -> None:
         """Wait until all members have joined and the run begins."""
-        self.decisions.wait_until(lambda: self.has_begun, is_asked)
+        self.decisions.wait_until(lambda: self.has_begun, is_asked, subject=EVERYBODY)
 
     def require_begun(self, member: str) -> None:
         """Raise Refused if the run has not begun. An exchange that takes over from another lets members wait."""

@@ -203,7 +203,8 @@ class _Servicer:
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
-        context.add_callback(self.exchange.wake)
+        member = self._member(context)
+        context.add_callback(lambda: self.exchange.wake(member))
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
 
@@ -356,11 +357,11 @@ class _Servicer:
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         caller = self.callers.of(context)
         stored = self.exchange.stored(request, caller) if request.reaches_store else None
-        data = b"" if stored is not None else self.exchange.fetch_blob(request, caller)
-        header = pb.BlobHeader(
-            round=request.round, replica=request.replica, block=request.block, size=len(data), stored=stored
-        )
-        yield from self._moving(header_and_payload_frames(header, [data]), context)
+        if stored is not None:
+            header, parts = pb.BlobHeader(stored=stored), list[memoryview]()
+        else:
+            header, parts = self.exchange.fetch_many(request, caller)
+        yield from self._moving(header_and_payload_frames(header, parts), context)
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         caller = self.callers.of(context)

@@ -12,6 +12,7 @@ The state is in protocol.state, and the transitions of slots are in protocol.slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -72,8 +73,11 @@ class Coordinator(SlotTransitions):
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
         """Return the effects of an event at time `now`."""
         effects = list(self._handlers[type(event)](event, now))
+        if (place := self.places.get(getattr(event, "place", ""))) is not None:
+            self._slots_due = min(self._slots_due, place.due_at())
         if self.open is not None:
-            self.open.is_overdue = now - self.open.opened_at >= self.rules.limit
+            if not self.open.is_overdue and now - self.open.opened_at >= self.rules.limit:
+                self.open.becomes_overdue()
             self.open.count(self._needed, now)
         effects += self._close_if_due(now)
         effects += self._tell_of_quorum()
@@ -81,8 +85,7 @@ class Coordinator(SlotTransitions):
 
     def deadline(self) -> float | None:
         """Return when to send Tick if no other event comes before; None if there is no deadline."""
-        times = [place.ends_at() for place in self.places.values() if place.held]
-        times += [place.claim_at for place in self.places.values() if place.claim_at is not None]
+        times = [] if math.isinf(self._slots_due) else [self._slots_due]
         if self.open is not None and not self.open.writing:
             times += [time for time in (self._closes_at(), self._look_at) if time is not None]
         if self._finish_by is not None and not self.is_through:
@@ -122,7 +125,7 @@ class Coordinator(SlotTransitions):
         elif not replica.waits or max(place.asked or 0 for place in replica.places) > self.last_round:
             return  # or another coordinator closed rounds that are unknown here
         elif self._may_join(replica.name, now):
-            self.open.taking_part.add(replica.name)
+            self.open.join(replica.name)
             yield from self._assign(replica, self.open.number)
 
     def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
@@ -151,7 +154,8 @@ class Coordinator(SlotTransitions):
             number = self.last_round + 1
             taking_part = {name for name in taking_part if not self._is_barred(name, number)}
             unawaited = frozenset(name for name, one in self.replicas.items() if now < one.awaited_from)
-            self.open = OpenRound(number, now, taking_part, unawaited=unawaited)
+            reliable = frozenset(name for name in self.rules.optional if not self.replicas[name].missed)
+            self.open = OpenRound(number, now, taking_part, unawaited=unawaited, optional=reliable)
             self._look_at = now + self.rules.limit
         else:
             self._finish_by = now + self.rules.grace.most
@@ -177,7 +181,7 @@ class Coordinator(SlotTransitions):
             reason = f"found (round, generation) {found}, expected {expected}"
             yield e.Refused(place.name, reason, term=event.term, is_over=True)
             return
-        self.open.taking_part.add(replica.name)
+        self.open.join(replica.name)
         complaint = self.open.deposit(replica.name, event.epoch, event.block, event.entry, event.steps, self.rules, now)
         if complaint is not None:
             yield e.Refused(place.name, complaint, term=event.term)
@@ -257,7 +261,10 @@ class Coordinator(SlotTransitions):
         """Report once that no round can close, and once that rounds can close again."""
         if self.open is None:
             return
-        there, needed = self._there(self.open), self._needed
+        needed = self._needed
+        if not self._paused and len(self.alive) >= needed:
+            return  # as usual, which is found out without a look at every replica
+        there = self._there(self.open)
         if not self._paused and len(there) < needed:
             self._paused = True
             yield e.Paused(self.open.number, there, needed)
@@ -320,10 +327,11 @@ class Coordinator(SlotTransitions):
     def _tick(self, event: e.Tick, now: float) -> Iterator[e.Effect]:
         for place in self.places.values():
             if place.held and now >= place.ends_at():
-                yield from self._end_term(place, place.why_it_ends(), silent=True)
+                yield from self._expire(place)
             if place.claim_at is not None and now >= place.claim_at:
                 place.claim_at = None
                 yield from self._let_in(place)
+        self._slots_due = min((place.due_at() for place in self.places.values()), default=math.inf)
         if self._finish_by is not None and now >= self._finish_by:
             for place in self.places.values():
                 if place.held and place.replica in self._finishing:
@@ -338,6 +346,9 @@ class Coordinator(SlotTransitions):
         for place in self.places.values():
             place.silence.restart(now)
             place.stillness.restart(now)
+            if place.silent:
+                place.silent = False
+                self._note_holder(place)
         yield from ()
 
 

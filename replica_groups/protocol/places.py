@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from replica_groups.protocol.learnt import Silence
 from replica_groups.protocol.rules import Rules, Window
 
 _NO_WINDOW = Window(0.0, 0.0, 0.0)
+
+LEASES_OF_SILENCE = 3.0
+"""Leases after which the incarnation of a silent member ends that trains.
+
+Until then a process that was frozen or cut off continues its round where it was, as if nothing had happened.
+"""
 
 
 @dataclass
@@ -37,6 +44,8 @@ class Place:
     trained: int = 0
     """Last round that the waiting member trained and has no record of; 0 if there is none."""
     lost: bool = False
+    silent: bool = False
+    """Whether nothing was heard of the holder for its lease, while its replica trains: nobody waits for it."""
     silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     progress: int = -1
@@ -49,17 +58,18 @@ class Place:
     def take(self, term: int, process: str | None, now: float, rules: Rules) -> None:
         """Start an incarnation of the slot."""
         self.term, self.process = term, process
-        self.held, self.presumed, self.lost, self.is_guest = True, False, False, True
+        self.held, self.presumed, self.lost, self.silent, self.is_guest = True, False, False, False, True
         self.asked, self.progress, self.computes, self.differs = None, -1, False, False
         self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
 
     def vacate(self) -> None:
         """Free the slot."""
-        self.held, self.presumed, self.process, self.asked, self.lost = False, False, None, None, False
+        self.held, self.presumed, self.lost, self.silent = False, False, False, False
+        self.process, self.asked = None, None
 
     def is_there(self, now: float) -> None:
         """Note that the member has sent any message."""
-        self.lost = False
+        self.lost = self.silent = False
         self.silence.sign(now)
 
     def rests(self, now: float) -> None:
@@ -77,19 +87,30 @@ class Place:
         self.progress, self.computes = progress, computes
 
     def ends_at(self) -> float:
-        """Return when the incarnation ends, unless a heartbeat or progress comes before."""
+        """Return when the incarnation is silent, or ends, unless a heartbeat or progress comes before."""
         silent = self.silence.since + self._silence_allowed
         return min(silent, self.stillness.since + self.stillness.lease) if self.computes else silent
 
+    def due_at(self) -> float:
+        """Return when the incarnation ends or the slot is claimed again, whichever comes first."""
+        ends = self.ends_at() if self.held else math.inf
+        return ends if self.claim_at is None else min(ends, self.claim_at)
+
+    @property
+    def is_only_silent(self) -> bool:
+        """Whether it is silence, and no lack of progress, for which the incarnation would end."""
+        return self.ends_at() == self.silence.since + self._silence_allowed
+
     def why_it_ends(self) -> str:
         """Return the cause of the end in words."""
-        if self.ends_at() < self.silence.since + self._silence_allowed:
+        if not self.is_only_silent:
             return f"it made no progress for {self.stillness.lease:.0f} s"
         return f"no heartbeat arrived for {self._silence_allowed:.0f} s"
 
     @property
     def _silence_allowed(self) -> float:
-        return self.silence.least if self.lost else self.silence.lease
+        lease = self.silence.least if self.lost else self.silence.lease
+        return LEASES_OF_SILENCE * lease if self.silent else lease
 
 
 @dataclass
@@ -122,8 +143,8 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        """Whether every slot is held."""
-        return False not in [place.held for place in self.places]
+        """Whether every slot is held by a member that is heard."""
+        return False not in [place.held and not place.silent for place in self.places]
 
     @property
     def waits(self) -> bool:

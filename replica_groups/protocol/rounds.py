@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_low
 
@@ -41,6 +41,41 @@ class OpenRound:
     """Replicas that the round does not wait for, because they missed several rounds in a row."""
     is_overdue: bool = False
     """Whether the round has been open for longer than `limit`."""
+    optional: frozenset[str] = frozenset()
+    """Optional replicas that count for the quorum while they take part."""
+    missing: set[str] = field(init=False)
+    """Replicas that take part and have not contributed."""
+    counting: set[str] = field(init=False)
+    """Replicas of `optional` that count for the quorum now, and other optional ones that have contributed."""
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.taking_part)
+        self.counting = self.taking_part & self.optional
+
+    def join(self, replica: str) -> None:
+        """Note that a replica trains the round."""
+        self.taking_part.add(replica)
+        if replica not in self.whole:
+            self.missing.add(replica)
+            self.is_heard(replica, True)
+
+    def is_heard(self, replica: str, is_heard: bool) -> None:
+        """Note whether an optional replica that trains the round counts for the quorum: it does while it is heard."""
+        if replica in self.missing:
+            counts = is_heard and replica in self.optional and not self.is_overdue
+            (self.counting.add if counts else self.counting.discard)(replica)
+
+    def leave(self, replica: str) -> None:
+        """Note that a replica does not train the round any more."""
+        self.taking_part.discard(replica)
+        self.missing.discard(replica)
+        if replica not in self.whole:
+            self.counting.discard(replica)
+
+    def becomes_overdue(self) -> None:
+        """From now on, an optional replica counts for the quorum only once it has contributed."""
+        self.is_overdue = True
+        self.counting &= self.whole.keys()
 
     def deposit(
         self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
@@ -63,6 +98,9 @@ class OpenRound:
         known.blobs[block] = entry
         if replica not in self.whole and known.blobs.keys() >= rules.blocks_of(replica):
             self.whole[replica] = now
+            self.missing.discard(replica)
+            if replica in rules.optional:
+                self.counting.add(replica)
         return None
 
     def count(self, needed: int, now: float) -> None:
@@ -72,13 +110,12 @@ class OpenRound:
 
     def withdraw(self, replica: str) -> None:
         """Remove a replica from the round, with its incomplete deposits."""
-        self.taking_part.discard(replica)
+        self.leave(replica)
         self.deposits.pop(replica, None)
 
-    def waited_for(self, alive: Iterable[str]) -> list[str]:
-        """Return the present replicas that take part, have not contributed, and are waited for."""
-        missing = self.taking_part - self.whole.keys() - self.unawaited
-        return sorted(replica for replica in alive if replica in missing)
+    def waited_for(self, alive: Collection[str]) -> Iterator[str]:
+        """Yield the present replicas that take part, have not contributed, and are waited for."""
+        return (replica for replica in self.missing if replica in alive and replica not in self.unawaited)
 
     def closes_at(self, waits: bool, grace: float, limit: float) -> float | None:
         """Return when the round closes if nothing more comes; None while a quorum is missing."""

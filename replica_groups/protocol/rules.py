@@ -76,20 +76,43 @@ class Rules:
 
     def needed_of(self, there: Iterable[str]) -> int:
         """Return the quorum while the replicas `there` are present."""
-        return max(1, math.ceil(self.quorum * self.expected(there) - 1e-9))
+        return self._share_of(self.expected(there))
+
+    def needed_with(self, optional: int) -> int:
+        """Return the quorum while so many optional replicas are present."""
+        return self._share_of(self._required + optional)
+
+    @cached_property
+    def _required(self) -> int:
+        return self.expected(())
+
+    def _share_of(self, expected: int) -> int:
+        return max(1, math.ceil(self.quorum * expected - 1e-9))
 
     def is_lost_without(self, replicas: Iterable[str]) -> bool:
         """Return whether without these replicas rounds would have no quorum."""
         lost = set(replicas) - self.optional
         return self.expected(()) - len(lost.intersection(self.replicas)) < self.needed
 
+    @cached_property
+    def _places_of(self) -> Mapping[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for place, replica in self.places.items():
+            found.setdefault(replica, []).append(place)
+        return found
+
+    @cached_property
+    def _blocks_of(self) -> Mapping[str, frozenset[str]]:
+        blocks = self.blocks
+        return {name: frozenset().union(*map(blocks.__getitem__, own)) for name, own in self._places_of.items()}
+
     def places_of(self, replica: str) -> list[str]:
         """Return a replica's slots in the order of the stages."""
-        return [place for place, owner in self.places.items() if owner == replica]
+        return self._places_of.get(replica, [])
 
     def blocks_of(self, replica: str) -> frozenset[str]:
         """Return all blocks of a complete contribution."""
-        return frozenset().union(*(self.blocks[place] for place in self.places_of(replica)))
+        return self._blocks_of[replica]
 
     def complaint_of_steps(self, steps: int) -> str | None:
         """Return why a contribution cannot come from this number of inner steps; None if it can."""

@@ -32,7 +32,11 @@ class SlotTransitions(State):
             yield e.Refused(place.name, f"found a second process of `{place.name}`", event.process)
         else:
             place.applicant, place.applies_as_guest = event.process, event.is_guest
-            yield from self._let_in(place)
+            if place.silent:
+                place.silent = False
+                yield from self._end_term(place, place.why_it_ends(), silent=True)
+            else:
+                yield from self._let_in(place)
 
     def _let_in(self, place: Place) -> Iterator[e.Effect]:
         """Claim a free slot for the process that waits for it."""
@@ -45,6 +49,7 @@ class SlotTransitions(State):
         place.claiming = False
         if event.won and event.term > place.term and not place.held:
             place.take(event.term, event.process, now, self.rules)
+            self._note_holder(place)
             place.is_guest = place.applies_as_guest
             if place.applicant == event.process:
                 place.applicant = None
@@ -67,6 +72,7 @@ class SlotTransitions(State):
                 yield from self._end_term(place, "another exchange has given this slot to another process")
             place.take(event.term, None, now, self.rules)
             place.presumed = True
+            self._note_holder(place)
 
     def _heard(self, event: e.Heard, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
@@ -98,13 +104,19 @@ class SlotTransitions(State):
         elif not self.holds(place.name, term):
             yield e.Fenced(place.name, term)
         else:
+            was_silent = place.silent
             place.is_there(now)
+            if was_silent:
+                self._note_holder(place)
         return self.holds(place.name, term)
 
     def _left(self, event: e.Left, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
         if self.holds(event.place, event.term):
             place.vacate()
+            self._note_holder(place)
+            if not any(other.held for other in self.replicas[place.replica].places):
+                self._finishing.discard(place.replica)
         yield from ()
 
     def _adopt(self, place: Place, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
@@ -116,7 +128,7 @@ class SlotTransitions(State):
             return
         replica.round, replica.trained = round_, None
         if self.open is not None and round_ == self.open.number:
-            self.open.taking_part.add(replica.name)
+            self.open.join(replica.name)
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.places:
@@ -135,9 +147,19 @@ class SlotTransitions(State):
         if place.held and event.term in (None, place.term):
             yield from self._end_term(place, event.cause)
 
+    def _expire(self, place: Place) -> Iterator[e.Effect]:
+        """Wait no more for a silent member. Its incarnation lasts for a while longer if its round goes on."""
+        trains = self.open is not None and (self.replicas[place.replica].round or 0) >= self.open.number
+        if trains and not place.silent and place.applicant is None and place.is_only_silent:
+            place.silent = True
+            self._note_holder(place)
+        else:
+            yield from self._end_term(place, place.why_it_ends(), silent=True)
+
     def _end_term(self, place: Place, cause: str, silent: bool = False) -> Iterator[e.Effect]:
         """End the incarnation of a slot, and void its replica's incomplete contribution."""
         place.vacate()
+        self._note_holder(place)
         yield e.Fenced(place.name, place.term, cause, silent)
         if self.is_over:
             self._finishing.discard(place.replica)  # the other members of its group would wait forever
@@ -197,5 +219,5 @@ class SlotTransitions(State):
         replica = self.replicas[place.replica]
         replica.barred_until = until = max(until, replica.barred_until)
         if self.open is not None and replica.round != self.open.number:
-            self.open.taking_part.discard(replica.name)
+            self.open.leave(replica.name)
         return e.Barred(place.name, place.term, round_, until, cause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
@@ -34,14 +35,16 @@ class State:
         With `goes_on`, another coordinator ran a moment ago: the holders of these incarnations are presumed present.
         """
         self.rules = rules
+        self.alive: set[str] = set()
+        """The replicas whose slots are all held by members that are heard."""
+        self._slots_due = math.inf
+        """No slot is due before this time, at which it is found out anew. Events cost no look at every slot."""
         self.places = {name: Place(name, replica) for name, replica in rules.places.items()}
         self.replicas = {
             name: Replica(name, [self.places[place] for place in rules.places_of(name)]) for name in rules.replicas
         }
         for name, term in (terms or {}).items():
             self.places[name].term = term
-        if goes_on:
-            self.presume(now)
         self.open: OpenRound | None = None
         """The open round; None before the run begins and after its last round."""
         self.last_round = 0
@@ -52,7 +55,7 @@ class State:
         self._finish_by: float | None = None
         """Time by which members have to leave; None before the last round is decided."""
         self._finishing: set[str] = set()
-        """Once every round is decided: the replicas that took part in the last one and are still complete."""
+        """Once every round is decided: the replicas of the last one of which a member is still there."""
         self._paused = False
         self._look_at: float | None = None
         self._late: dict[int, Late] = {}
@@ -63,6 +66,8 @@ class State:
         self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
+        if goes_on:
+            self.presume(now)
 
     def presume(self, now: float) -> None:
         """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
@@ -70,16 +75,20 @@ class State:
             if place.term and not place.held:
                 place.take(place.term, None, now, self.rules)
                 place.presumed = True
+                self._note_holder(place)
+
+    def _note_holder(self, place: Place) -> None:
+        """Note that a slot was taken or freed, or that its holder became silent or is heard again."""
+        replica = self.replicas[place.replica]
+        (self.alive.add if replica.alive else self.alive.discard)(replica.name)
+        if self.open is not None:
+            self.open.is_heard(replica.name, replica.alive)
+        self._slots_due = min(self._slots_due, place.due_at())
 
     @property
     def waited_for(self) -> list[str]:
         """The replicas that the open round waits for."""
-        return [] if self.open is None else self.open.waited_for(self.alive)
-
-    @property
-    def alive(self) -> list[str]:
-        """The replicas whose slots are all held."""
-        return [name for name, replica in self.replicas.items() if replica.alive]
+        return [] if self.open is None else sorted(self.open.waited_for(self.alive))
 
     @property
     def _needed(self) -> int:
@@ -89,15 +98,12 @@ class State:
         counts only once it has contributed. Otherwise a replica that takes every round and never contributes would keep
         rounds open forever.
         """
-        if self.open is None:
-            return self.rules.needed_of(())
-        there = {name for name in self.open.taking_part if not self.replicas[name].missed and not self.open.is_overdue}
-        return self.rules.needed_of({*there, *self.open.whole})
+        return self.rules.needed_with(0 if self.open is None else len(self.open.counting))
 
     @property
     def is_through(self) -> bool:
         """Whether every round is decided, and all members of the replicas in the last round have left."""
-        return self.is_over and not any(p.held for p in self.places.values() if p.replica in self._finishing)
+        return self.is_over and not self._finishing
 
     @property
     def is_over(self) -> bool:
@@ -125,7 +131,8 @@ class State:
         """Return the state of a slot at this moment."""
         place = self.places[name]
         replica, computes = self.replicas[place.replica], place.held and place.computes
-        return SlotView(name, place.replica, place.term, replica.epoch, place.held, replica.round or 0, computes)
+        is_held = place.held and not place.silent
+        return SlotView(name, place.replica, place.term, replica.epoch, is_held, replica.round or 0, computes)
 
     def applies(self, process: str, place: str) -> bool:
         """Return whether a process waits for a slot, or the slot is being claimed."""
@@ -182,10 +189,12 @@ class State:
     def _may_join(self, replica: str, now: float) -> bool:
         """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
         assert self.open is not None
+        if replica in self.open.whole:
+            return False
         if self._is_barred(replica, self.open.number) and replica not in self.open.taking_part:
             return self.open.is_overdue or self._others_there(replica) < self._needed
-        if replica in self.open.taking_part or replica in self.open.whole:
-            return replica not in self.open.whole
+        if replica in self.open.taking_part:
+            return True
         in_time = now - self.open.opened_at <= self.lateness.grace
         at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # those that took it may never contribute
         return at_once or self._others_there(replica) < self._needed
@@ -205,5 +214,6 @@ class State:
     def _closes_at(self) -> float | None:
         """Return when the open round closes if nothing more comes; None while a quorum is missing."""
         assert self.open is not None
-        closes = self.open.closes_at(bool(self.waited_for), self.lateness.grace, self.rules.limit)
+        waits = self.open.quorum_at is not None and next(self.open.waited_for(self.alive), None) is not None
+        closes = self.open.closes_at(waits, self.lateness.grace, self.rules.limit)
         return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)

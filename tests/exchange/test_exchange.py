@@ -34,6 +34,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.waits import Waits
 from replica_groups.outer.apply_round import apply_round
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
@@ -481,26 +482,27 @@ def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
 
 
-class _Counted(threading.Condition):
-    """A condition that counts its waiters: each waiter releases `waiting` while it holds the lock.
-
-    Timed waits are not counted.
-    """
+class _Counted(Waits):
+    """Waits that count the calls that wait: each releases `waiting` while it holds the lock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting = threading.Semaphore(0)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        if timeout is None:
-            self.waiting.release()
-        return super().wait(timeout)
+    def wait_for(self, subject: str, is_so: Callable[[], bool]) -> None:
+        def is_so_now() -> bool:
+            found = is_so()
+            if not found:
+                self.waiting.release()
+            return found
+
+        super().wait_for(subject, is_so_now)
 
 
 def _counted(exchange: Exchange) -> _Counted:
-    """Replace the exchange's condition by one that counts its waiters."""
-    exchange.decisions.changed = condition = _Counted()
-    return condition
+    """Replace the exchange's waits by ones that count the calls that wait."""
+    exchange.decisions.waits = waits = _Counted()
+    return waits
 
 
 def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
@@ -588,8 +590,8 @@ def test_the_run_is_over_when_every_member_has_finished(exchange: Exchange, snap
     order: list[str] = []
 
     def finish() -> None:
+        assert condition.waiting.acquire(timeout=TIMEOUT)
         for member in ROSTER.members:
-            assert condition.waiting.acquire(timeout=TIMEOUT)
             order.append(member)
             report = Report(member=member)
             report.finished.SetInParent()
@@ -656,7 +658,7 @@ def _begin(exchange: Exchange, log: _SlowLog, address: BlobAddress, *blobs: byte
 
     Each deposit begins when the previous one is blocked: the first in the write, the second at the lock.
     """
-    condition = exchange.decisions.changed
+    condition = exchange.decisions.waits
     assert isinstance(condition, _Counted)
     log.held = log.held or address
     deposits = []

@@ -203,7 +203,9 @@ class Invariants:
         if coordinator.open is not None and coordinator.open.number == watched.number and watched.quorum_at is None:
             is_overdue = host.now - watched.opened_at >= coordinator.rules.limit
             there = {
-                one for one in coordinator.open.taking_part if not (coordinator.replicas[one].missed or is_overdue)
+                one
+                for one in coordinator.open.taking_part
+                if coordinator.replicas[one].alive and not (coordinator.replicas[one].missed or is_overdue)
             }
             there |= watched.whole
             needed = coordinator.rules.needed_of(there)
@@ -296,7 +298,7 @@ class Invariants:
         for replica, places in watched.trains.items():
             if watched.opened_at < watched.unawaited_until.get(replica, 0.0):
                 continue
-            is_there = all(coordinator.places[place].held for place in self._world.places_of[replica])
+            is_there = coordinator.replicas[replica].alive
             if is_there and len(places) == len(self._world.places_of[replica]) and record.of(replica) is None:
                 raise Violation(6, f"round {record.round} does not wait for {replica}, which is there and trains")
 

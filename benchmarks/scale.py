@@ -1,0 +1,506 @@
+"""Measure what each step of a round costs the exchange with 10, 100 and 1,000 members, and fit how it grows.
+
+    python benchmarks/scale.py [--json FILE] [--chart FILE] [--members N ...] [--rounds N]
+
+The exchange is the process that `launch` starts, with its log on disk and its auditor. The members are threads of two
+processes. Each is a datacenter replica: it makes the calls of a real member over a connection of its own, sends
+contributions in the real format, and computes nothing. Threads wait for each other between two steps, so that each
+step has its own seconds and CPU seconds of the exchange. Fetches carry members squared contributions, and records
+members squared entries, so these two are fitted per byte.
+
+`plain` is the time of the same bytes without the exchange: the members send their contributions to a plain gRPC server,
+and fetch those of all others, over as many connections and in the same run. `tcp` is that of one TCP connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import torch
+from command_line import parse, save
+
+from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.link.ledger import FRAME_BYTES
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
+from hetero_pp.program.launch.supervisor import Supervisor, require_open_files
+from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.rpc.channels import make_channel, make_server
+from hetero_pp.rpc.connections import reports_of
+from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run, spec_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.outer.apply_round import apply_round
+
+MEMBERS, ROUNDS = (10, 100, 1_000), 3
+SMOKE = {"members": [4, 8], "rounds": 1}
+PROCESSES = 2
+STEPS = ("join", "assign", "report", "deposit", "record", "fetch", "confirm")
+PER_BYTE = ("record", "fetch")
+SECONDS_BETWEEN_BEATS = 1.0
+MOST_SECONDS = 1800.0
+YAML = """\
+name: scale
+seed: 1
+model: {preset: micro, width: 64, heads: 2, feed_forward: 128}
+data: {corpus: docstrings, sequence_length: 64}
+inner: {steps: 4, learning_rate: 6e-3}
+outer: {compression: {density: 1/128}, rounds: ROUNDS}
+snapshots: {every: 100}
+exchange: {grace: {least: 600 s}, lease: {least: 120 s}}
+replicas:
+"""
+
+
+# ---- members ----
+
+
+class Members:
+    """Emulated members that share a process."""
+
+    def __init__(self, spec: RunSpec, names: Sequence[str], address: str, keys: SecretKeys) -> None:
+        self.spec, self.names = spec, names
+        self.clients = {name: ExchangeClient(address, keys.of(name)) for name in names}
+        self.theta: dict[str, torch.Tensor] = {}
+        self.selections = dict(_selections(spec))
+        self.epochs: dict[str, int] = {}
+        self.records: dict[str, RoundRecord] = {}
+        self.blobs: dict[str, dict[str, bytes]] = {}
+        self.fetched: dict[tuple[str, str], bytes] = {}
+        self.n_bytes = 0
+        self._ended = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, daemon=True)
+
+    def join(self, name: str, round_: int) -> None:
+        """Agree on the configuration, and take the slot."""
+        client = self.clients[name]
+        client.agree(name, self.spec.agreed)
+        client.join(name, "")
+
+    def begin(self) -> None:
+        """Read theta once for all members, and send heartbeats from now on."""
+        self.theta = self.clients[self.names[0]].snapshot(list(self.spec.parameter_shapes))
+        self._pulse.start()
+
+    def assign(self, name: str, round_: int) -> None:
+        work = self.clients[name].assign(name, round_ - 1)
+        assert work.round == round_, f"{name} was assigned round {work.round}, expected {round_}"
+        self.epochs[name] = work.epoch
+
+    def encode(self, round_: int) -> None:
+        """Encode what each member contributes to a round."""
+        compression = self.spec.config.outer.compression
+        for name in self.names:
+            addresses = {block: BlobAddress(self.spec.run, round_, name, block) for block in self.selections}
+            self.blobs[name] = {
+                block: encode_blob(addresses[block], selections, compression)
+                for block, selections in self.selections.items()
+            }
+
+    def report(self, name: str, round_: int) -> None:
+        """Report the inner steps."""
+        reports = []
+        for step in range(self.spec.inner_steps):
+            report = Report(time=time.time(), member=name, sent=time.time())
+            own = report.inner_step
+            own.replica, own.round, own.step, own.loss = name, round_, step, 5.0
+            reports.append(report)
+        self.clients[name].report(reports, name)
+
+    def deposit(self, name: str, round_: int) -> None:
+        steps = self.spec.inner_steps
+        for block, data in self.blobs[name].items():
+            address = BlobAddress(self.spec.run, round_, name, block)
+            self.clients[name].deposit(name, address, data, self.epochs[name], steps)
+
+    def record(self, name: str, round_: int) -> None:
+        self.records[name] = self.clients[name].record(round_, name)
+
+    def fetch(self, name: str, round_: int) -> None:
+        """Fetch the contributions of all others in the order of a real member, and keep those of the first member."""
+        n_bytes, is_first = 0, name == self.names[0]
+        for block in self.selections:
+            for entry in self.records[name].contributions:
+                if entry.replica == name and not is_first:
+                    continue
+                data = self.clients[name].fetch(name, round_, entry.replica, block)
+                n_bytes += len(data)
+                if is_first:
+                    self.fetched[entry.replica, block] = data
+        self.n_bytes += n_bytes
+
+    def apply(self, round_: int) -> None:
+        """Apply the round once for all members."""
+        record, own = self.records[self.names[0]], OuterOptimizer(self.spec.config.outer)
+        apply_round(self.theta, self.spec.run, record, lambda *which: self.fetched[which], own)
+        self.hashes = {name: parameter_sha256(tensor) for name, tensor in self.theta.items()}
+
+    def confirm(self, name: str, round_: int) -> None:
+        self.clients[name].confirm(name, round_, self.hashes)
+
+    def finish(self, name: str, round_: int) -> None:
+        report = Report(time=time.time(), member=name)
+        report.finished.SetInParent()
+        self.clients[name].report([report], name)
+
+    def close(self) -> None:
+        self._ended.set()
+        for client in self.clients.values():
+            client.close()
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
+            for name, client in self.clients.items():
+                beats += 1
+                try:
+                    client.beat(name, None, self.epochs.get(name, 0), beats)
+                except HeteroPPError:
+                    if self._ended.is_set():
+                        return
+
+
+def _selections(spec: RunSpec) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...], Selection]]]]:
+    """Yield what every member sends of each block, in each round: selected from random values."""
+    generator = torch.Generator().manual_seed(1)
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        found = []
+        for name, shape in shapes.items():
+            delta = torch.randn(shape, generator=generator) * 1e-3
+            found.append((name, shape, select(torch.zeros(shape), delta, spec.config.outer.compression)))
+        yield block, found
+
+
+def run_members(pipe: Connection, folder: Path, names: Sequence[str], address: str, secret: str) -> None:
+    """Carry out the steps that the other end of the pipe names, each by all members at once."""
+    spec = read_run(RunFolder(folder))
+    members = Members(spec, names, address, SecretKeys(Secret(secret), encrypted=False))
+    pipe.send(0)
+    with ThreadPoolExecutor(len(names)) as pool:
+        for step, round_ in iter(pipe.recv, None):
+            of_all = getattr(members, step)
+            if step in ("begin", "encode", "apply", "close"):
+                of_all(*([round_] if step in ("encode", "apply") else []))
+            else:
+                list(pool.map(of_all, names, [round_] * len(names)))
+            pipe.send(members.n_bytes)
+
+
+# ---- plain copies of the same bytes ----
+
+
+def serve_plain(pipe: Connection, size: int, members: int) -> None:
+    """Serve bytes over gRPC without looking at them: Up takes a stream of frames, Down sends `size` bytes."""
+    frames = [bytes(min(FRAME_BYTES, size - start)) for start in range(0, size, FRAME_BYTES)]
+
+    def up(received: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        return b"%d" % sum(map(len, received))
+
+    def down(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from frames
+
+    handlers = {"Up": grpc.stream_unary_rpc_method_handler(up), "Down": grpc.unary_stream_rpc_method_handler(down)}
+    handler = grpc.method_handlers_generic_handler("plain", handlers)
+    server, port = make_server("127.0.0.1:0", [handler], 2 * members)
+    pipe.send(port)
+    pipe.recv()
+    server.stop(None).wait()
+
+
+def run_plain(pipe: Connection, port: int, members: int, size: int) -> None:
+    """Send `size` bytes for each member and fetch what the others sent, over one connection each."""
+    channels = [make_channel(f"127.0.0.1:{port}") for _ in range(members)]
+    data = bytes(size)
+
+    def copy(channel: grpc.Channel) -> int:
+        channel.stream_unary("/plain/Up")(iter([data]))
+        return sum(map(len, channel.unary_stream("/plain/Down")(b"")))
+
+    with ThreadPoolExecutor(members) as pool:
+        list(pool.map(lambda channel: grpc.channel_ready_future(channel).result(60), channels))
+        pipe.send(0)
+        for _ in iter(pipe.recv, None):
+            pipe.send(sum(pool.map(copy, channels)))
+
+
+def tcp_seconds(n_bytes: int) -> float:
+    """Return the seconds in which one TCP connection over loopback carries so many bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def send() -> None:
+            with listener.accept()[0] as sender:
+                data = bytes(FRAME_BYTES)
+                for start in range(0, n_bytes, FRAME_BYTES):
+                    sender.sendall(data[: n_bytes - start])
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        with socket.create_connection(listener.getsockname()) as receiver:
+            began, room = time.monotonic(), bytearray(FRAME_BYTES)
+            while receiver.recv_into(room):
+                pass
+        thread.join()
+        return time.monotonic() - began
+
+
+# ---- measuring ----
+
+
+@dataclass
+class Step:
+    """What one step of one round took."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of the exchange's process."""
+    n_bytes: int
+    """Fetched by the members in it."""
+
+
+class Parts:
+    """The processes of one size, which carry out a step together."""
+
+    def __init__(self, pipes: Sequence[Connection], exchange: psutil.Process) -> None:
+        self.pipes, self.exchange, self.n_bytes = pipes, exchange, 0
+
+    def do(self, step: str, round_: int = 0) -> Step:
+        """Carry out a step by all members."""
+        before, began = self._cpu(), time.monotonic()
+        for pipe in self.pipes:
+            pipe.send((step, round_))
+        answers = [_answer(pipe) for pipe in self.pipes]
+        seconds, fetched = time.monotonic() - began, sum(answers) - self.n_bytes
+        self.n_bytes += fetched
+        return Step(seconds, self._cpu() - before, fetched)
+
+    def _cpu(self) -> float:
+        used = self.exchange.cpu_times()
+        return float(used.user + used.system)
+
+
+def _answer(pipe: Connection) -> int:
+    if not pipe.poll(MOST_SECONDS):
+        raise SystemExit("a process of members does not answer")
+    return int(pipe.recv())
+
+
+def measure(members: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Run one exchange with so many members, and return what its steps took."""
+    text = YAML.replace("ROUNDS", str(rounds))
+    text += "".join(f"  - {{name: r{number}, kind: datacenter, batch_size: 8}}\n" for number in range(members))
+    (folder / "scale.yaml").write_text(text)
+    began = time.process_time()
+    spec = spec_of(ConfigFile(folder / "scale.yaml"))
+    assert spec.run and spec.roster.members
+    built = time.process_time() - began
+    run = RunFolder(folder / "run")
+    run.path.mkdir()
+    run.config.write_text(text)
+    keys, reported = SecretKeys(Secret(new_secret()), encrypted=False), [0]
+    require_open_files(members)
+
+    def on_report(report: Report) -> None:
+        reported[0] += 1
+
+    with Supervisor(spec, run, on_report, LAUNCHER, keys) as supervisor:
+        supervisor.start([EXCHANGE])
+        address = supervisor.open_exchange()
+        watcher = Watcher(lambda: reports_of(address, supervisor.credentials), on_report)
+        exchange = psutil.Process(supervisor._processes[EXCHANGE].pid)
+        pipes = _start(
+            run_members,
+            [(run.path, list(spec.members)[n::PROCESSES], address, keys.secret.text) for n in range(PROCESSES)],
+        )
+        parts = Parts(pipes, exchange)
+        sum(map(_answer, pipes))  # they have started
+        steps: dict[str, list[Step]] = {step: [] for step in STEPS}
+        steps["join"].append(parts.do("join"))
+        parts.do("begin")
+        for round_ in range(1, rounds + 1):
+            parts.do("encode", round_)
+            for step in STEPS[1:]:
+                if step == "confirm":
+                    parts.do("apply", round_)
+                steps[step].append(parts.do(step, round_))
+        memory = exchange.memory_info().rss
+        threads = exchange.num_threads()
+        parts.do("finish")
+        parts.do("close")
+        for pipe in pipes:
+            pipe.send(None)
+        watcher.wait()
+    size = _bytes_of_one(steps["fetch"][-1], members)
+    return {
+        "members": members,
+        "spec_cpu_seconds": built,
+        "memory_bytes": memory,
+        "threads": threads,
+        "reports": reported[0],
+        "steps": {step: [asdict(one) for one in found] for step, found in steps.items()},
+        **_round_figures(members, steps, len(shapes_by_block(spec.parameter_shapes))),
+        **plain_seconds(members, size),
+        "contribution_bytes": size,
+    }
+
+
+def _start(target: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> list[Connection]:
+    """Start a process for each tuple of arguments; return a pipe to each."""
+    context, pipes = multiprocessing.get_context("spawn"), list[Connection]()
+    for own in arguments:
+        ours, theirs = context.Pipe()
+        context.Process(target=target, args=(theirs, *own), daemon=True).start()
+        pipes.append(ours)
+    return pipes
+
+
+def plain_seconds(members: int, size: int) -> dict[str, float]:
+    """Return the seconds of the bytes of a round without the exchange, by gRPC and by one TCP connection."""
+    (server,) = _start(serve_plain, [((members - 1) * size, members)])
+    port = _answer(server)
+    clients = _start(run_plain, [(port, len(range(n, members, PROCESSES)), size) for n in range(PROCESSES)])
+    seconds, starting = list[float](), sum(map(_answer, clients))
+    for _ in range(3):
+        began = time.monotonic()
+        for pipe in clients:
+            pipe.send(True)
+        assert sum(map(_answer, clients)) == members * (members - 1) * size + starting
+        seconds.append(time.monotonic() - began)
+    for pipe in [*clients, server]:
+        pipe.send(None)
+    return {"plain_seconds": median(seconds[1:]), "tcp_seconds": tcp_seconds(members * members * size)}
+
+
+def _bytes_of_one(fetch: Step, members: int) -> int:
+    """Return the size of one contribution: the first member of each process also fetches its own."""
+    return round(fetch.n_bytes / (members * (members - 1) + PROCESSES))
+
+
+def _round_figures(members: int, steps: Mapping[str, Sequence[Step]], blobs: int) -> dict[str, float]:
+    """Return what a round takes, the median over rounds; a contribution has so many blobs."""
+    of_round = [sum(steps[step][index].seconds for step in STEPS[1:]) for index in range(len(steps["assign"]))]
+    cpu = [sum(steps[step][index].cpu_seconds for step in STEPS[1:]) for index in range(len(steps["assign"]))]
+    return {
+        "round_seconds": median(of_round),
+        "round_cpu_seconds": median(cpu),
+        "deposits_a_second": members * blobs / median(one.seconds for one in steps["deposit"]),
+        "fetches_a_second": members * (members - 1) * blobs / median(one.seconds for one in steps["fetch"]),
+        "fetched_bytes_a_second": median(one.n_bytes / one.seconds for one in steps["fetch"]),
+    }
+
+
+def fit(points: Sequence[tuple[float, float]]) -> float | None:
+    """Return the exponent p of the line through points (size, cost) on logarithmic scales: cost ~ size ** p."""
+    known = [(math.log(size), math.log(cost)) for size, cost in points if cost > 0]
+    if len(known) < 2:
+        return None
+    return float(np.polyfit(*np.array(known).T, 1)[0])
+
+
+def growth(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Return the exponents with which CPU seconds and seconds of each step grow between the last two sizes."""
+    found = {}
+    for step in STEPS:
+        points = [(one["members"], one["steps"][step]) for one in results]
+        squared = 1 if step in PER_BYTE else 0
+        found[step] = {
+            what: fit([(n, median(own[what] for own in steps) / n**squared) for n, steps in points])
+            for what in ("cpu_seconds", "seconds")
+        }
+    return found
+
+
+def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot CPU seconds, memory and seconds against the number of members, all on logarithmic scales."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (cpu, memory, seconds) = plt.subplots(1, 3, figsize=(13, 4))
+    members = [one["members"] for one in results]
+    for axis, what in ((cpu, "cpu_seconds"), (seconds, "seconds")):
+        for step in STEPS:
+            found = [median(own[what] for own in one["steps"][step]) for one in results]
+            axis.loglog(members, [max(value, 1e-3) for value in found], "o-", label=step)
+        limit = [1e-3 * n * math.log2(n) / members[0] for n in members]
+        axis.loglog(members, limit, "k:", label="n log n")
+    seconds.loglog(members, [one["plain_seconds"] for one in results], "k--", label="plain gRPC")
+    seconds.loglog(members, [one["round_seconds"] for one in results], "k-", label="round")
+    memory.loglog(members, [one["memory_bytes"] / 1e6 for one in results], "o-", label="exchange")
+    for axis, title in ((cpu, "CPU seconds of the exchange"), (memory, "memory, MB"), (seconds, "seconds")):
+        axis.set(title=title, xlabel="members", xticks=members, xticklabels=[f"{n:,}" for n in members])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def lines_of(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is printed of one size."""
+    yield f"{result['members']:,} members, contributions of {result['contribution_bytes']:,} bytes"
+    yield f"  {'step':<8} {'seconds':>9} {'CPU s':>9}"
+    for step in STEPS:
+        own = result["steps"][step]
+        yield f"  {step:<8}" + "".join(
+            f" {median(one[what] for one in own):>9.3f}" for what in ("seconds", "cpu_seconds")
+        )
+    yield (
+        f"  round {result['round_seconds']:.2f} s; the same bytes take {result['plain_seconds']:.2f} s by plain gRPC"
+        f" ({result['round_seconds'] / result['plain_seconds']:.2f} times), {result['tcp_seconds']:.2f} s by TCP"
+    )
+    yield (
+        f"  {result['deposits_a_second']:,.0f} deposits/s, {result['fetches_a_second']:,.0f} fetches/s,"
+        f" {result['memory_bytes'] / 1e6:.0f} MB, {result['threads']} threads"
+    )
+
+
+def main() -> None:
+    """Run, print, and write files if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chart", type=Path)
+    parser.add_argument("--members", type=int, nargs="+", default=MEMBERS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parse(parser, SMOKE)
+    results = list[dict[str, Any]]()
+    for members in arguments.members:
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(measure(members, arguments.rounds, Path(folder)))
+        print("\n".join(lines_of(results[-1])), flush=True)
+        found = {"sizes": results, "growth": growth(results), "load": psutil.getloadavg()}
+        save({"machine": machine(), "commit": commit(), **found}, arguments.json)
+    for step, exponents in growth(results).items():
+        of = " per member's bytes" if step in PER_BYTE else ""
+        told = ", ".join(f"{what} ~ n^{p:.2f}" for what, p in exponents.items() if p is not None)
+        print(f"{step}{of}: {told}")
+    if arguments.chart is not None:
+        draw(results, arguments.chart)
+
+
+if __name__ == "__main__":
+    main()
