@@ -53,7 +53,11 @@ messages = st.builds(
 
 
 def decode(decoder: Decoder, frames: list[bytes]) -> list[Message]:
-    return [message for frame in frames if (message := decoder.feed(frame)) is not None]
+    return [message for frame in frames for message in decoder.feed(frame)]
+
+
+def encoded(*sent: Message) -> list[bytes]:
+    return [b"".join(pieces) for message in sent for pieces in encode(message)]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -68,7 +72,7 @@ def assert_same(found: Message, expected: Message) -> None:
 
 @given(st.lists(messages, min_size=1, max_size=3))
 def test_round_trip(sent: list[Message]) -> None:
-    frames = [frame for message in sent for frame in encode(message)]
+    frames = encoded(*sent)
     received = decode(decoder := Decoder(), frames)
     assert len(received) == len(sent)
     assert decoder.between_messages
@@ -79,7 +83,7 @@ def test_round_trip(sent: list[Message]) -> None:
 
 @given(messages)
 def test_sizes_are_known_before_anything_is_encoded(message: Message) -> None:
-    sizes = [len(frame) for frame in encode(message)]
+    sizes = [len(frame) for frame in encoded(message)]
     assert sizes == ledger.frame_sizes(message.header.ByteSize(), message.payload_bytes)
     assert sum(wire_frames(message)) == ledger.wire_bytes(sizes)
 
@@ -87,7 +91,7 @@ def test_sizes_are_known_before_anything_is_encoded(message: Message) -> None:
 @settings(max_examples=300)
 @given(messages, st.data())
 def test_damaged_frames_decode_or_are_malformed(message: Message, data: st.DataObject) -> None:
-    frames = list(encode(message))
+    frames = encoded(message)
     index = data.draw(st.integers(0, len(frames) - 1))
     frame = bytearray(frames[index])
     match data.draw(st.sampled_from(["flip", "cut", "extend", "drop", "double"])):
@@ -157,7 +161,7 @@ def test_lying_header_lengths_are_malformed(frame: bytes) -> None:
 
 def test_a_recycled_buffer_is_used_again_and_only_once() -> None:
     decoder = Decoder()
-    frames = list(encode(sealed(Message(LinkHeader(purpose=ACTIVATION), (torch.arange(100.0),)))))
+    frames = encoded(sealed(Message(LinkHeader(purpose=ACTIVATION), (torch.arange(100.0),))))
     (first,) = decode(decoder, frames)
     address = first.tensors[0].data_ptr()
     decoder._pool.recycle(first)
@@ -171,7 +175,7 @@ def test_a_recycled_buffer_is_used_again_and_only_once() -> None:
 def test_a_message_that_is_kept_is_never_overwritten() -> None:
     decoder = Decoder()
     kept = [
-        decode(decoder, list(encode(sealed(Message(LinkHeader(), (torch.full((99,), float(i)),))))))[0]
+        decode(decoder, encoded(sealed(Message(LinkHeader(), (torch.full((99,), float(i)),)))))[0]
         for i in range(20)
     ]
     for i, message in enumerate(kept):
