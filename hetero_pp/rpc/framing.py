@@ -249,7 +249,7 @@ class Decoder:
         """Return a message with memory for the tensors of this header, and that memory in the payload's order."""
         if len(header.tensors) > MAX_TENSORS:
             raise MalformedMessage(f"found {len(header.tensors)} tensors, expected at most {MAX_TENSORS}")
-        sizes = [_tensor_bytes(tensor.dtype, tensor.shape, most) for tensor in header.tensors]
+        sizes = [_tensor_bytes(tensor.dtype, tensor.shape, self._max) for tensor in header.tensors]
         if sum(sizes) > most:
             raise MalformedMessage(f"found a payload of {sum(sizes)} bytes, expected at most {most}")
         aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
