@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hetero_pp.config.links import Direction, LinkShape, LinkSpec
@@ -133,12 +133,13 @@ class ShapedQueue(Generic[T]):
                     due = self._line.arrival(now, n_bytes)
             self._append(item, due)
 
-    def put_due(self, item: T, due: float | None) -> None:
-        """Add an item with a given arrival time (None: at once). Items keep their order."""
+    def put_due(self, items: Iterable[T], due: float | None) -> None:
+        """Add items with a given arrival time (None: at once). Items keep their order."""
         with self._changed:
             if self._ended is not None:
                 raise LinkClosed(self._ended)
-            self._append(item, due)
+            for item in items:
+                self._append(item, due)
 
     def _append(self, item: T, due: float | None) -> None:
         self._items.append((due, item))
@@ -156,6 +157,11 @@ class ShapedQueue(Generic[T]):
                     raise LinkTimeout(f"nothing arrived within {timeout:g} s")
                 self._wait(deadline)
             return self._items.popleft()[1]
+
+    def poll(self) -> T | None:
+        """Return the next item if it is due now, else None; also None if the queue has ended."""
+        with self._changed:
+            return self._items.popleft()[1] if self._items and self._is_due() else None
 
     def _is_due(self) -> bool:
         """Return whether the first item is due."""

@@ -162,6 +162,10 @@ class StreamQueue(Generic[T]):
         """Return the next item; as in ShapedQueue."""
         return self._left.get(timeout)
 
+    def poll(self) -> T | None:
+        """Return the next item if it is due; as in ShapedQueue."""
+        return self._left.poll()
+
     def close(self, reason: str = PEER_CLOSED) -> None:
         """Refuse new items; as in ShapedQueue."""
         self._waiting.close(reason)
@@ -179,6 +183,6 @@ class StreamQueue(Generic[T]):
                 for n_bytes in frames:
                     began, ready = self._stream.leave(n_bytes, ready)
                     due = None if self._arrives is None else self._arrives(began, ready, n_bytes)
-                self._left.put_due(item, due)
+                self._left.put_due([item], due)
         except LinkClosed as closed:
             self._left.close(str(closed))

@@ -3,6 +3,8 @@
     first frame    4 bytes: the header's length, little-endian | header | as much payload as fits
     other frames   the next FRAME_BYTES of payload; only the last may be shorter
 
+On a stage link, messages of one frame may follow each other in the same frame, up to its size and MOST_TOGETHER.
+
 The payload is all tensors' little-endian bytes, one after the other. Readers check every length before they
 allocate, and raise MalformedMessage for anything that an honest sender would not have sent.
 """
@@ -30,36 +32,44 @@ from hetero_pp.messages.messages_pb2 import DType, LinkHeader
 MAX_HEADER_BYTES = 256 << 10
 MAX_TENSORS = 1024
 MAX_DIMENSIONS = 8
+MOST_TOGETHER = 16
+"""Messages in one frame. Each takes memory beside its bytes."""
 
 _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 64
 _KEPT_BUFFERS = 16
 
 Header = TypeVar("Header", bound=Protobuf)
+Pieces = list[memoryview | bytes]
+"""A frame before it is copied."""
 
 
 def header_and_payload_frames(header: Protobuf, buffers: Iterable[memoryview | bytes]) -> Iterator[bytes]:
-    """Yield the frames of a header and of buffers that form one payload. Copies once, when frames are taken."""
+    """Return the frames of a header and of buffers that form one payload. Copies once, when frames are taken."""
+    return map(b"".join, _in_pieces(header, buffers))
+
+
+def _in_pieces(header: Protobuf, buffers: Iterable[memoryview | bytes]) -> Iterator[Pieces]:
     head = header.SerializeToString()
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(f"found a header of {len(head)} bytes, expected at most {MAX_HEADER_BYTES}")
-    parts: list[memoryview | bytes] = [_LENGTH.pack(len(head)), head]
+    parts: Pieces = [_LENGTH.pack(len(head)), head]
     room = FRAME_BYTES - PREFIX_BYTES - len(head)
     for buffer in buffers:
         rest = memoryview(buffer).cast("B")
         while len(rest) >= room:
-            yield b"".join([*parts, rest[:room]])
+            yield [*parts, rest[:room]]
             rest = rest[room:]
             parts, room = [], FRAME_BYTES
         parts.append(rest)
         room -= len(rest)
     if room < FRAME_BYTES:
-        yield b"".join(parts)
+        yield parts
 
 
-def encode(message: Message) -> Iterator[bytes]:
-    """Return the frames of a sealed message."""
-    return header_and_payload_frames(message.header, (_bytes_of(tensor) for tensor in message.tensors))
+def encode(message: Message) -> Iterator[Pieces]:
+    """Return the frames of a sealed message, in pieces that are to be joined."""
+    return _in_pieces(message.header, (_bytes_of(tensor) for tensor in message.tensors))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -76,9 +86,17 @@ class _Payload:
         self.missing = sum(len(segment) for segment in self._segments)
 
     def add(self, part: memoryview) -> None:
-        expected = min(self.missing, self._room)
-        if len(part) != expected:
+        """Take the payload of one frame."""
+        if len(rest := self.add_first(part)):
+            expected = len(part) - len(rest)
             raise MalformedMessage(f"found {len(part)} bytes of payload in a frame, expected {expected}")
+
+    def add_first(self, part: memoryview) -> memoryview:
+        """Take the payload at the start of a frame; return what follows it."""
+        expected = min(self.missing, self._room)
+        if len(part) < expected:
+            raise MalformedMessage(f"found {len(part)} bytes of payload in a frame, expected {expected}")
+        part, rest = part[:expected], part[expected:]
         self.missing -= expected
         self._room = FRAME_BYTES
         while len(part):
@@ -88,9 +106,10 @@ class _Payload:
             part = part[count:]
             if count < len(segment):
                 self._segments.appendleft(segment[count:])
+        return rest
 
 
-def _split(frame: bytes, header_type: type[Header]) -> tuple[Header, int, memoryview]:
+def _split(frame: bytes | memoryview, header_type: type[Header]) -> tuple[Header, int, memoryview]:
     """Return the header of a first frame, the header's length, and the payload after it."""
     if not PREFIX_BYTES <= len(frame) <= FRAME_BYTES:
         raise MalformedMessage(f"found a first frame of {len(frame)} bytes, expected {PREFIX_BYTES} to {FRAME_BYTES}")
@@ -202,27 +221,37 @@ class Decoder:
     def between_messages(self) -> bool:
         return self._payload is None
 
-    def feed(self, frame: bytes) -> Message | None:
-        """Take the next frame; return the message that it completes. Unusable after MalformedMessage."""
-        if self._payload is None:
-            header, header_bytes, part = _split(frame, LinkHeader)
-            self._message, segments = self._allocate(header)
-            self._payload = _Payload(header_bytes, segments)
+    def feed(self, frame: bytes) -> list[Message]:
+        """Take the next frame; return the messages that it completes. Unusable after MalformedMessage."""
+        if self._message is not None and self._payload is not None:
+            self._payload.add(memoryview(frame))
+            whole: list[Message] = [] if self._payload.missing else [self._message]
         else:
-            part = memoryview(frame)
-        self._payload.add(part)
-        if self._payload.missing:
-            return None
-        message, self._message, self._payload = self._message, None, None
-        return message
+            whole, rest = self._first(frame, self._max)
+            while len(rest):
+                if len(whole) == MOST_TOGETHER:
+                    raise MalformedMessage(f"found more messages in a frame, expected at most {MOST_TOGETHER}")
+                more, rest = self._first(rest, len(rest))
+                whole += more
+        if whole:
+            self._message = self._payload = None
+        return whole
 
-    def _allocate(self, header: LinkHeader) -> tuple[ReceivedMessage, list[memoryview]]:
+    def _first(self, frame: bytes | memoryview, most: int) -> tuple[list[Message], memoryview]:
+        """Read the message of at most so much payload that begins a frame. Return it if it is whole, and the rest."""
+        header, header_bytes, part = _split(frame, LinkHeader)
+        self._message, segments = self._allocate(header, most)
+        self._payload = _Payload(header_bytes, segments)
+        rest = self._payload.add_first(part)
+        return [] if self._payload.missing else [self._message], rest
+
+    def _allocate(self, header: LinkHeader, most: int) -> tuple[ReceivedMessage, list[memoryview]]:
         """Return a message with memory for the tensors of this header, and that memory in the payload's order."""
         if len(header.tensors) > MAX_TENSORS:
             raise MalformedMessage(f"found {len(header.tensors)} tensors, expected at most {MAX_TENSORS}")
         sizes = [_tensor_bytes(tensor.dtype, tensor.shape, self._max) for tensor in header.tensors]
-        if sum(sizes) > self._max:
-            raise MalformedMessage(f"found a payload of {sum(sizes)} bytes, expected at most {self._max}")
+        if sum(sizes) > most:
+            raise MalformedMessage(f"found a payload of {sum(sizes)} bytes, expected at most {most}")
         aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         buffer = self._pool.take(sum(aligned))
         tensors, segments, start = [], [], 0

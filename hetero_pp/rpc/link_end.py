@@ -281,18 +281,19 @@ class GrpcLinkEnd:
         if stream is not self._stream:
             return
         due = None if self._arrivals is None else self._arrivals.come(wire_bytes([len(frame)]))
-        if (message := stream.decoder.feed(frame)) is None:
+        if not (messages := stream.decoder.feed(frame)):
             return
         with self._changed:
             if stream is not self._stream:
                 return  # it comes again on the stream that has taken this one's place
             if self._peer_closed:
                 raise MalformedMessage("found a message after the end")
-            self._incoming.put_due(message, due)
-            self._received += 1
-            self._untold_bytes += message.payload_bytes
-            if self._received - self._told >= ACKNOWLEDGED_EVERY or self._untold_bytes >= HELD_BYTES:
-                self._tell(stream)
+            self._incoming.put_due(messages, due)
+            for message in messages:
+                self._received += 1
+                self._untold_bytes += message.payload_bytes
+                if self._received - self._told >= ACKNOWLEDGED_EVERY or self._untold_bytes >= HELD_BYTES:
+                    self._tell(stream)
 
     def _take_control(self, stream: LinkStream, frame: bytes) -> None:
         with self._changed:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from hetero_pp.core.errors import LinkClosed
+from hetero_pp.link.ledger import FRAME_BYTES, PREFIX_BYTES
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shaping import ShapedQueue
 from hetero_pp.link.turns import StreamQueue
-from hetero_pp.rpc.framing import BufferPool, Decoder, encode
+from hetero_pp.rpc.framing import MOST_TOGETHER, BufferPool, Decoder, Pieces, encode
 
-Outgoing = ShapedQueue[Iterator[bytes]] | StreamQueue[Iterator[bytes]]
+
+class Part(NamedTuple):
+    """The next frame of an iterator."""
+
+    frames: Iterator[Pieces]
+    size: int
+    """Bytes of a frame that other messages may share; FRAME_BYTES if none may."""
+
+
+Outgoing = ShapedQueue[Part] | StreamQueue[Part]
 
 
 class LinkStream:
@@ -26,27 +37,38 @@ class LinkStream:
 
     def put(self, message: Message, frames: Sequence[int]) -> None:
         """Queue a sealed message; `frames` are the wire bytes of its frames."""
-        parts = encode(message)
-        for size in frames:
-            self._outgoing.put(parts, [size])
+        is_whole = len(frames) == 1
+        size = PREFIX_BYTES + message.header.ByteSize() + message.payload_bytes if is_whole else FRAME_BYTES
+        part = Part(encode(message), size)
+        for wire in frames:
+            self._outgoing.put(part, [wire])
 
     def put_control(self, control: bytes) -> None:
         """Queue a frame that takes no time on a shaped link."""
-        self._outgoing.put(iter([control]))
+        self._outgoing.put(Part(iter([[control]]), FRAME_BYTES))
 
     def close(self) -> None:
         """End the stream after what is queued."""
         self._outgoing.close()
 
     def frames(self) -> Iterator[bytes]:
-        """Yield frames when they are due.
+        """Yield frames when they are due. Messages that are late share frames, because a frame costs gRPC much time.
 
-        An item in the queue stands for the next frame of a message's iterator, so that tensors become bytes in gRPC's
-        thread, and no earlier than needed.
+        Tensors become bytes in gRPC's thread, and no earlier than needed.
         """
+        late: Part | None = None
         with suppress(LinkClosed):
             while True:
-                yield next(self._outgoing.get())
+                part = late or self._outgoing.get()
+                pieces, size, count = next(part.frames), part.size, 1
+                while (late := self._late(size, count)) is not None and size + late.size <= FRAME_BYTES:
+                    pieces += next(late.frames)
+                    size, count = size + late.size, count + 1
+                yield b"".join(pieces)
+
+    def _late(self, size: int, count: int) -> Part | None:
+        """Return the next part if it is due, and a frame of this size and so many messages may have room for it."""
+        return self._outgoing.poll() if size < FRAME_BYTES and count < MOST_TOGETHER else None
 
     def stop(self, cause: str) -> None:
         """Drop what is queued, and end the stream."""

@@ -6,6 +6,7 @@ as far as there is credit. At the other stage, the bytes from the relay go to a 
 
 from __future__ import annotations
 
+import select
 import shutil
 import socket
 import threading
@@ -25,6 +26,10 @@ from hetero_pp.rpc.services import IncomingFrames, calls_of
 
 _AGAIN_SECONDS = 0.5
 """Pause in seconds before a relay that is gone is called again."""
+_MANY_BYTES = 64 << 10
+"""Bytes received at once after which more are likely to come."""
+_MORE_MILLISECONDS = 1
+"""Time to wait for them."""
 _UNIX = "unix:"
 
 
@@ -184,8 +189,9 @@ class _Connection:
     def _said(self) -> Iterator[bytes]:
         """Yield the bytes of the connection, as far as there is credit, until it is cut."""
         with suppress(OSError, CancelledError):
-            connection = self._connection.result()
-            while (said := connection.recv(CARRIED_BYTES)) and self._spend(cost_of(said)):
+            for said in _frames_of(self._connection.result()):
+                if not self._spend(cost_of(said)):
+                    return
                 yield said
 
     def _spend(self, cost: int) -> bool:
@@ -194,6 +200,22 @@ class _Connection:
             self._changed.wait_for(lambda: self._is_cut or self._credit >= cost)
             self._credit -= cost
             return not self._is_cut
+
+
+def _frames_of(connection: socket.socket) -> Iterator[bytes]:
+    """Yield the bytes of a connection until it ends, at most CARRIED_BYTES at once. Raises OSError.
+
+    A socket holds less than that. So after many bytes more are awaited, for a moment, as long as many come.
+    """
+    room = memoryview(bytearray(CARRIED_BYTES))
+    more = select.poll()
+    more.register(connection, select.POLLIN)
+    while came := connection.recv_into(room):
+        count = came
+        while came >= _MANY_BYTES and count < CARRIED_BYTES and more.poll(_MORE_MILLISECONDS):
+            came = connection.recv_into(room[count:])
+            count += came
+        yield bytes(room[:count])
 
 
 def _connected(address: str) -> socket.socket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from unittest import mock
 
@@ -12,12 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_pp.config.links import LinkShape
 from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.link import ledger
 from hetero_pp.link.protocol import WIRE_DTYPES, Message, sealed, wire_frames
+from hetero_pp.link.shaping import ShapedQueue
 from hetero_pp.messages.messages_pb2 import ACTIVATION, BF16, FP32, UINT8, LinkHeader, TensorHeader
-from hetero_pp.rpc import framing
-from hetero_pp.rpc.framing import Decoder, encode, header_and_payload_frames, read_frames
+from hetero_pp.rpc import framing, link_stream
+from hetero_pp.rpc.framing import (
+    MOST_TOGETHER,
+    BufferPool,
+    Decoder,
+    encode,
+    header_and_payload_frames,
+    read_frames,
+)
+from hetero_pp.rpc.link_stream import LinkStream
 
 SMALL_FRAME = 256
 
@@ -28,6 +38,7 @@ def small_frames() -> Iterator[None]:
     with (
         mock.patch.object(framing, "FRAME_BYTES", SMALL_FRAME),
         mock.patch.object(ledger, "FRAME_BYTES", SMALL_FRAME),
+        mock.patch.object(link_stream, "FRAME_BYTES", SMALL_FRAME),
     ):
         yield
 
@@ -53,7 +64,11 @@ messages = st.builds(
 
 
 def decode(decoder: Decoder, frames: list[bytes]) -> list[Message]:
-    return [message for frame in frames if (message := decoder.feed(frame)) is not None]
+    return [message for frame in frames for message in decoder.feed(frame)]
+
+
+def encoded(*sent: Message) -> list[bytes]:
+    return [b"".join(pieces) for message in sent for pieces in encode(message)]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -68,7 +83,7 @@ def assert_same(found: Message, expected: Message) -> None:
 
 @given(st.lists(messages, min_size=1, max_size=3))
 def test_round_trip(sent: list[Message]) -> None:
-    frames = [frame for message in sent for frame in encode(message)]
+    frames = encoded(*sent)
     received = decode(decoder := Decoder(), frames)
     assert len(received) == len(sent)
     assert decoder.between_messages
@@ -79,15 +94,68 @@ def test_round_trip(sent: list[Message]) -> None:
 
 @given(messages)
 def test_sizes_are_known_before_anything_is_encoded(message: Message) -> None:
-    sizes = [len(frame) for frame in encode(message)]
+    sizes = [len(frame) for frame in encoded(message)]
     assert sizes == ledger.frame_sizes(message.header.ByteSize(), message.payload_bytes)
     assert sum(wire_frames(message)) == ledger.wire_bytes(sizes)
+
+
+def tiny(count: int) -> list[Message]:
+    return [sealed(Message(LinkHeader(step=step), (torch.tensor([step], dtype=torch.uint8),))) for step in range(count)]
+
+
+def queued(sent: Sequence[Message]) -> LinkStream:
+    """Return a stream on which these messages are late."""
+    stream = LinkStream(ShapedQueue(LinkShape()), BufferPool())
+    for message in sent:
+        stream.put(message, wire_frames(message))
+    return stream
+
+
+@given(st.lists(messages, min_size=1, max_size=5))
+def test_late_messages_share_frames_and_are_read_back(sent: list[Message]) -> None:
+    stream = queued(sent)
+    stream.put_control(b"end")
+    stream.close()
+    *frames, control = stream.frames()
+    assert control == b"end"
+    assert len(frames) <= len(encoded(*sent))
+    assert sum(map(len, frames)) == sum(map(len, encoded(*sent)))
+    assert all(len(frame) <= SMALL_FRAME for frame in frames)
+    received = decode(Decoder(), frames)
+    assert len(received) == len(sent)
+    for found, expected in zip(received, sent, strict=True):
+        assert_same(found, expected)
+
+
+def test_a_frame_takes_a_bounded_number_of_messages() -> None:
+    stream = queued(tiny(MOST_TOGETHER + 1))
+    with mock.patch.object(link_stream, "FRAME_BYTES", 1 << 20):
+        sizes = [len(frame) for _, frame in zip(range(2), stream.frames(), strict=False)]
+    one = len(b"".join(encoded(tiny(2)[1])))
+    assert sizes == [one * MOST_TOGETHER - 2, one]  # step 0 takes no bytes of the first header
+    together = b"".join(encoded(*tiny(MOST_TOGETHER + 1)))
+    with mock.patch.object(framing, "FRAME_BYTES", 1 << 20), pytest.raises(MalformedMessage, match="more messages"):
+        Decoder().feed(together)
+
+
+def test_a_message_behind_another_one_in_a_frame_is_whole_before_it_is_allocated() -> None:
+    first, second = encoded(*tiny(2))
+    large = LinkHeader(tensors=[TensorHeader(dtype=UINT8, shape=[500])])
+    (claims,) = header_and_payload_frames(large, [])
+    assert len(Decoder().feed(first + second)) == 2
+    for bad in (second[:-1], second + b"x"):
+        with pytest.raises(MalformedMessage):
+            Decoder().feed(first + bad)
+    (decoder := Decoder())._pool.give(torch.empty(64, dtype=torch.uint8))
+    allocation = mock.patch.object(torch, "empty", side_effect=AssertionError("allocated"))
+    with allocation, pytest.raises(MalformedMessage, match="found a payload of 500 bytes, expected at most 12"):
+        decoder.feed(first + claims)
 
 
 @settings(max_examples=300)
 @given(messages, st.data())
 def test_damaged_frames_decode_or_are_malformed(message: Message, data: st.DataObject) -> None:
-    frames = list(encode(message))
+    frames = encoded(message)
     index = data.draw(st.integers(0, len(frames) - 1))
     frame = bytearray(frames[index])
     match data.draw(st.sampled_from(["flip", "cut", "extend", "drop", "double"])):
@@ -157,7 +225,7 @@ def test_lying_header_lengths_are_malformed(frame: bytes) -> None:
 
 def test_a_recycled_buffer_is_used_again_and_only_once() -> None:
     decoder = Decoder()
-    frames = list(encode(sealed(Message(LinkHeader(purpose=ACTIVATION), (torch.arange(100.0),)))))
+    frames = encoded(sealed(Message(LinkHeader(purpose=ACTIVATION), (torch.arange(100.0),))))
     (first,) = decode(decoder, frames)
     address = first.tensors[0].data_ptr()
     decoder._pool.recycle(first)
@@ -171,7 +239,7 @@ def test_a_recycled_buffer_is_used_again_and_only_once() -> None:
 def test_a_message_that_is_kept_is_never_overwritten() -> None:
     decoder = Decoder()
     kept = [
-        decode(decoder, list(encode(sealed(Message(LinkHeader(), (torch.full((99,), float(i)),))))))[0]
+        decode(decoder, encoded(sealed(Message(LinkHeader(), (torch.full((99,), float(i)),)))))[0]
         for i in range(20)
     ]
     for i, message in enumerate(kept):

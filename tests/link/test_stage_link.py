@@ -214,7 +214,7 @@ def test_a_busy_port_is_an_error(listener: Listener) -> None:
         StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0, expected=None).listen(listener.address)
 
 
-MESSAGE = b"".join(encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
+MESSAGE = b"".join(*encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_malformed_data_of_the_peer_closes_the_link(
     assert reason in told
 
 
-LARGE = [*encode(sealed(Message(LinkHeader(step=1), (torch.ones(1 << 20),))))]
+LARGE = [b"".join(pieces) for pieces in encode(sealed(Message(LinkHeader(step=1), (torch.ones(1 << 20),))))]
 
 
 @pytest.mark.parametrize("frames", [[], LARGE[:1], [MESSAGE], LARGE[:3]], ids=["nothing", "a part", "one", "parts"])
