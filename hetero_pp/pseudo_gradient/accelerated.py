@@ -1,72 +1,178 @@
-"""Error feedback, top-k and signs of each chunk in two passes, compiled by numba; bitwise equal to torch's.
+"""Error feedback, top-k and signs of each chunk in one pass over memory, compiled by numba; bitwise equal to torch's.
 
-The first pass updates the error and finds the kept values. The second pass visits only those and subtracts what is
-sent. Between them lies the mean of all kept magnitudes, which the holders of parts of a tensor sum up.
+The pass reads whole rows of the tensors, in the order of memory. It compares each magnitude with a threshold of its
+tile, which is estimated from the tile above, and keeps one bit of each comparison. The values that reach the threshold
+are candidates. If too few or far too many do, a new threshold is searched and the tile is compared again. The k
+largest candidates are found by a search of their own, while the rows of tiles are still in the cache.
 
-In the first pass one row of tiles stays in the cache. The pass updates it, takes the largest magnitude of each group
-(one column of a few consecutive rows), and picks candidates for the k largest. Thresholds are found by bisection,
-because counting the values above a threshold is a vector operation. Magnitudes are compared as the bits of floats,
-which have the same order and are never NaN. Counters are unsigned, as numba would check for negative indices.
+There the pass also subtracts what is sent, with the magnitude that the chunk's own mean gives. The mean of all kept
+magnitudes, which the holders of parts of a tensor sum up, only bounds it. So few chunks are subtracted again.
+
+Thresholds are found by counting the values above them, a vector operation. Magnitudes are compared as the bits of
+floats, which have the same order and are never NaN. Counters are unsigned, as numba would check for negative indices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix
-from hetero_pp.pseudo_gradient.quantise import Kept, Quantised, SumOver, dequantise_signs, magnitudes_of
-from hetero_pp.pseudo_gradient.two_level import group_height
+from hetero_pp.pseudo_gradient.quantise import STEPS_PER_OCTAVE, Quantised, SumOver, dequantise_signs, magnitudes_of
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 """Mask of a float's bits without its sign."""
 
+WORD = 64
+"""Comparisons in a word, one a bit."""
+
+USUAL = 4
+"""Most candidates in a usual word. A loop of this length is predicted; the rest is a branch."""
+
+OCTAVE = 1 << 23
+"""Difference between the bits of a float and those of its double."""
+
+STEP = OCTAVE // 4
+"""Largest step to the next estimate of a threshold: where a normal distribution has about twice as many values."""
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+Codes = NDArray[np.uint32]
+"""Places in a tile whose rows are padded to a power of two: row << shift | column."""
+Words = NDArray[np.uint64]
 
 
-def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Chosen:
+    """Kept values of a group of chunks [count, k], and what was subtracted of them."""
+
+    positions: Tensor
+    """Positions in the chunks, ascending."""
+    indices: Tensor
+    """Indices into the flattened tensor."""
+    values: Tensor
+    """Values before the subtraction."""
+    sums: Tensor
+    """Sums of the magnitudes of chunks [count], fp64."""
+    subtracted: Tensor
+    """Magnitudes that were subtracted [count], fp32."""
+
+
+def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float, subtracts: bool = False) -> Chosen:
     """Update error <- decay error + delta in a group of tensors on the CPU, rounded twice as by torch.
 
-    Returns the k largest magnitudes of each chunk; of equal ones the lower index. Returns positions [count, k],
-    ascending, indices into the flattened tensor [count, k], and values [count, k].
+    Returns the k largest magnitudes of each chunk; of equal ones the lower index. With `subtracts`, the mean magnitude
+    of each chunk is subtracted from them with their signs, rounded as by quantise.quantise_signs but unbounded.
     """
-    positions, indices = (torch.empty(group.count, kept, dtype=torch.int64) for _ in range(2))
-    values = torch.empty(group.count, kept)
-    own, added = (group.part(as_matrix(tensor.detach())) for tensor in (error, delta))
-    height, first = group_height(group, kept), group.top * group.stride + group.left
+    count, shape = group.count, (group.count, kept)
+    chosen = Chosen(
+        torch.empty(shape, dtype=torch.int64),
+        torch.empty(shape, dtype=torch.int64),
+        torch.empty(shape),
+        torch.empty(count, dtype=torch.float64),
+        torch.empty(count),
+    )
+    own, added = (group.part(as_matrix(tensor.detach().contiguous())) for tensor in (error, delta))
     _advance(
         own.numpy(),
         own.view(torch.int32).numpy(),
         added.numpy(),
-        (positions.numpy(), indices.numpy(), values.numpy()),
-        np.float32(decay),
-        (group.rows, group.columns, height),
-        (first, group.stride),
+        (chosen.positions.numpy(), chosen.indices.numpy(), chosen.values.numpy()),
+        (chosen.sums.numpy(), chosen.subtracted.numpy()),
+        (np.float32(decay), subtracts),
+        (group.rows, group.columns),
+        (group.top * group.stride + group.left, group.stride),
     )
-    return positions, indices, values
+    return chosen
 
 
-def quantise_signs(
-    flat: Tensor, indices: Tensor, values: Tensor, kept: Kept, sum_over: SumOver | None = None
-) -> Quantised:
-    """Quantise values [n] in place, as quantise.quantise_signs does; flat[indices] becomes the rounding error."""
-    sizes = [chunks * each for chunks, each in kept]
-    parts = [part.view(shape).numpy() for part, shape in zip(values.split(sizes), kept, strict=True)]
-    sums = [torch.from_numpy(_sums(part)) for part in parts]
-    base, magnitudes = magnitudes_of(sums, kept, values.device, sum_over)
-    codes, chunks = torch.empty(len(values), dtype=torch.uint8), [(len(magnitudes), 1)]
-    of_chunks = dequantise_signs(torch.zeros_like(magnitudes), magnitudes, base, chunks)
-    each = zip(
-        parts, indices.split(sizes), codes.split(sizes), of_chunks.split([len(one) for one in sums]), strict=True
-    )
-    for part, where, signs, magnitude in each:
-        _subtract(flat.numpy(), where.view(part.shape).numpy(), part, signs.view(part.shape).numpy(), magnitude.numpy())
-    return Quantised(values, codes, None, magnitudes, base)
+def select_signs(
+    error: Tensor,
+    delta: Tensor,
+    groups: Iterable[Group],
+    density: float,
+    decay: float,
+    sum_over: SumOver | None = None,
+) -> tuple[tuple[Tensor, ...], Tensor, Quantised]:
+    """Select signs of a tensor and subtract them from `error`, as error_feedback.select does.
+
+    Returns the positions of each group, the indices of all kept values and what is sent.
+    """
+    found = [advance(error, delta, group, group.kept(density), decay, subtracts=True) for group in groups]
+    kept = [(len(one.positions), one.positions.shape[1]) for one in found]
+    base, magnitudes = magnitudes_of([one.sums for one in found], kept, error.device, sum_over)
+    each = dequantise_signs(torch.zeros_like(magnitudes), magnitudes, base, [(len(magnitudes), 1)])
+    codes = [torch.empty(one.positions.shape, dtype=torch.uint8) for one in found]
+    for one, signs, sent in zip(found, codes, each.split([len(one.sums) for one in found]), strict=True):
+        _send(
+            error.view(-1).numpy(),
+            (one.indices.numpy(), one.values.numpy(), one.subtracted.numpy()),
+            signs.numpy(),
+            sent.numpy(),
+        )
+    values, signs = (_flat(parts, like) for parts, like in (([one.values for one in found], each), (codes, magnitudes)))
+    indices = _flat([one.indices for one in found], torch.empty(0, dtype=torch.int64))
+    return tuple(one.positions for one in found), indices, Quantised(values, signs, None, magnitudes, base)
+
+
+def _flat(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Join tensors [count, k] of the type of `like`; does not copy a single one, the usual case."""
+    return parts[0].view(-1) if len(parts) == 1 else torch.cat([like[:0], *(part.view(-1) for part in parts)])
+
+
+# ---- words of 64 comparisons: LLVM vectorises these, which numba cannot express ----
+
+
+@intrinsic
+def _advance_word(typing: Any, error: Any, delta: Any, start: Any, decay: Any, least: Any) -> Any:
+    """Update 64 values of a row from `start`; return a word of which of their magnitudes reach `least`."""
+    integer, lanes, integers = ir.IntType(32), ir.VectorType(ir.FloatType(), WORD), ir.VectorType(ir.IntType(32), WORD)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        def pointer(place: int) -> Any:
+            array = context.make_array(signature.args[place])(context, builder, given[place])
+            return builder.bitcast(builder.gep(array.data, [given[2]]), lanes.as_pointer())
+
+        def on_all_lanes(value: Any, vector: Any) -> Any:
+            none = ir.Constant(vector, ir.Undefined)
+            first = builder.insert_element(none, value, ir.Constant(integer, 0))
+            return builder.shuffle_vector(first, none, ir.Constant(integers, [0] * WORD))
+
+        own = pointer(0)
+        decayed = builder.fmul(builder.load(own, align=4), on_all_lanes(given[3], lanes))
+        value = builder.fadd(decayed, builder.load(pointer(1), align=4))
+        builder.store(value, own, align=4)
+        keys = builder.and_(builder.bitcast(value, integers), ir.Constant(integers, [int(MAGNITUDE)] * WORD))
+        reach = builder.icmp_signed(">=", keys, on_all_lanes(given[4], integers))
+        return builder.bitcast(reach, ir.IntType(WORD))
+
+    return types.uint64(error, delta, start, decay, least), generate
+
+
+@intrinsic
+def _ones(typing: Any, word: Any) -> Any:
+    """Return the number of ones in a word."""
+    return types.uint64(types.uint64), lambda context, builder, signature, given: builder.ctpop(given[0])
+
+
+@intrinsic
+def _first_one(typing: Any, word: Any) -> Any:
+    """Return the place of the lowest one in a word; 64 if there is none."""
+    is_defined = ir.Constant(ir.IntType(1), 0)
+    return types.uint64(types.uint64), lambda context, builder, signature, given: builder.cttz(given[0], is_defined)
+
+
+# ---- the pass ----
 
 
 @njit(cache=True, nogil=True)
@@ -75,65 +181,136 @@ def _advance(
     error_bits: Ints,
     delta: Floats,
     selected: tuple[Longs, Longs, Floats],
-    decay: np.float32,
-    sizes: tuple[int, int, int],
+    of_chunks: tuple[NDArray[np.float64], Floats],
+    how: tuple[np.float32, bool],
+    sizes: tuple[int, int],
     layout: tuple[int, int],
 ) -> None:
     """Update parts [r * rows, c * columns] and select from them.
 
-    `sizes`: rows, columns, height of a group of rows. `error_bits` shares the memory of `error`. `selected`: positions,
-    indices and values, each [r * c, k]. `layout`: the index of the part's first element, and the distance to that of
-    its second row.
+    `error_bits` shares the memory of `error`. `selected`: positions, indices and values, each [r * c, k]. `of_chunks`:
+    sums and subtracted magnitudes [r * c]. `how`: decay, and whether to subtract. `sizes`: rows and columns. `layout`:
+    the index of the part's first element, and the distance to that of its second row.
     """
     positions, indices, values = selected
-    rows, columns, height = sizes
+    sums, subtracted = of_chunks
+    decay, subtracts = how
+    rows, columns = sizes
     first, stride = layout
-    tiles, kept = error.shape[1] // columns, positions.shape[1]
-    largest = np.empty((rows // height, error.shape[1]), dtype=np.int32)
-    groups, keys = np.empty(rows // height * columns, dtype=np.int32), np.empty(rows * columns + 1, dtype=np.int32)
-    places, survivors = np.empty(rows * columns + 1, dtype=np.int32), np.empty(columns + 1, dtype=np.int32)
+    tiles, kept, shift = error.shape[1] // columns, positions.shape[1], 6
+    while 1 << shift < columns:
+        shift += 1
+    words, least = np.zeros((tiles, rows << (shift - 6)), dtype=np.uint64), np.zeros(tiles, dtype=np.int32)
+    keys, codes = np.empty(rows * columns, dtype=np.int32), np.empty(rows * columns + USUAL, dtype=np.uint32)
+    target = kept + int(3 * np.sqrt(kept))
     for top in range(0, error.shape[0], rows):
-        largest[:] = 0
         for row in range(rows):
-            _update(error[top + row], delta[top + row], decay, largest[row // height])
+            _update(error[top + row], delta[top + row], decay, columns, least, words, row << (shift - 6))
         for tile in range(tiles):
             left, chunk = tile * columns, top // rows * tiles + tile
-            for group in range(rows // height):
-                groups[group * columns : (group + 1) * columns] = largest[group, left : left + columns]
-            least = _threshold(groups, kept, kept // 8)
-            tile_bits = error_bits[top : top + rows, left : left + columns]
-            found = _survivors(tile_bits, groups, least, height, survivors, keys, places)
-            _keep(keys[:found], places[:found], positions[chunk])
-            own, start = error[top : top + rows, left : left + columns], first + top * stride + left
-            _look_up(own, positions[chunk], start, stride, indices[chunk], values[chunk])
+            own, bits = error[top : top + rows, left : left + columns], error_bits[top : top + rows, left:][:, :columns]
+            threshold = _compared(bits, words[tile], shift, least, tile, kept, target, keys)
+            found = _places(words[tile], codes)
+            _gather(bits, codes[:found], shift, keys)
+            _keep(keys[:found], codes[:found], kept, threshold)
+            start = first + top * stride + left
+            _look_up(own, codes, shift, start, stride, positions[chunk], indices[chunk], values[chunk])
+            sums[chunk] = _sum(values[chunk])
+            if subtracts:
+                subtracted[chunk] = _rounded(sums[chunk] / kept)
+                _subtract(own, codes, shift, values[chunk], subtracted[chunk])
 
 
 @njit(cache=True, nogil=True)
-def _update(error: Floats, delta: Floats, decay: np.float32, largest: Ints) -> None:
-    """Update error <- decay error + delta in one row, and the largest magnitudes so far of each column."""
-    for column in range(error.shape[0]):
-        value = np.float32(error[column] * decay + delta[column])
-        error[column] = value
-        largest[column] = max(largest[column], np.int32(value.view(np.int32) & MAGNITUDE))
+def _update(
+    error: Floats, delta: Floats, decay: np.float32, columns: int, least: Ints, words: Words, first: int
+) -> None:
+    """Update error <- decay error + delta in one row, and write which magnitudes reach `least` of their tile [tiles].
+
+    The row's words of each tile [tiles, words] begin at `first`.
+    """
+    whole = columns - columns % WORD
+    for tile in range(least.shape[0]):
+        left = tile * columns
+        for start in range(0, whole, WORD):
+            words[tile, first + start // WORD] = _advance_word(error, delta, left + start, decay, least[tile])
+        if whole < columns:
+            word = np.uint64(0)
+            for column in range(whole, columns):
+                value = np.float32(error[left + column] * decay + delta[left + column])
+                error[left + column] = value
+                reaches = np.int32(value.view(np.int32) & MAGNITUDE) >= least[tile]
+                word |= np.uint64(reaches) << np.uint64(column - whole)
+            words[tile, first + whole // WORD] = word
 
 
 @njit(cache=True, nogil=True)
-def _threshold(keys: Ints, kept: int, surplus: int) -> np.int32:
+def _compared(
+    bits: Ints, words: Words, shift: int, least: Ints, tile: int, kept: int, target: int, keys: Ints
+) -> np.int64:
+    """Compare a tile again unless its words have a suitable number of ones; return the threshold of the words.
+
+    Sets `least` of the tile to the estimate for the tile below.
+    """
+    threshold, found = np.int64(least[tile]), np.int64(0)
+    for word in words:
+        found += np.int64(_ones(word))
+    if found < kept or found > 2 * target:
+        near = threshold + _step(found, target, 1) if threshold else np.int64(least[tile - 1])
+        threshold = _compare(bits, words, shift, keys, kept, target, near)
+        found = target
+    least[tile] = min(max(threshold + _step(found, target, 3), 0), np.int64(MAGNITUDE))
+    return threshold
+
+
+@njit(cache=True, nogil=True)
+def _step(found: int, target: int, damped: int) -> np.int64:
+    """Return the step from a threshold that `found` values reach towards one that `target` values reach."""
+    return np.int64(min(found - target, target) * (STEP // damped) // target)
+
+
+@njit(cache=True, nogil=True)
+def _compare(
+    bits: Ints, words: Words, shift: int, keys: Ints, kept: int, target: int, near: np.int64
+) -> np.int64:
+    """Search a threshold in a tile from an estimate of it, and write which magnitudes reach it; return it."""
+    rows, columns = bits.shape
+    for row in range(rows):
+        line = bits[row]
+        for column in range(columns):
+            keys[row * columns + column] = line[column] & MAGNITUDE
+    threshold = _threshold(keys, kept, 2 * target - kept, np.int64(0), near)
+    least = np.int32(threshold)
+    for row in range(rows):
+        for start in range(0, columns, WORD):
+            word = np.uint64(0)
+            for column in range(start, min(start + WORD, columns)):
+                word |= np.uint64(keys[row * columns + column] >= least) << np.uint64(column - start)
+            words[(row << (shift - 6)) + start // WORD] = word
+    return threshold
+
+
+@njit(cache=True, nogil=True)
+def _threshold(keys: Ints, kept: int, surplus: int, low: np.int64, near: np.int64) -> np.int64:
     """Return a threshold that at least `kept` and at most `kept + surplus` keys reach.
 
-    If there is none, returns the largest threshold that `kept` keys reach.
+    If there is none, returns the largest threshold that `kept` keys reach. They reach `low`. The search begins at the
+    estimate `near`.
     """
-    low, high = np.int64(keys.min()), np.int64(keys.max()) + 1
+    high, middle, tries = np.int64(MAGNITUDE) + 1, near, 0
     while high - low > 1:
-        middle = (low + high) // 2
+        if tries > 3 or not low < middle < high:
+            middle = (low + high) // 2
         reached = _reaching(keys, np.int32(middle))
         if reached < kept:
             high = middle
-            continue
-        low = middle
-        if reached <= kept + surplus:
-            break
-    return np.int32(low)
+        else:
+            low = middle
+            if reached <= kept + surplus:
+                break
+        middle += _step(reached, kept + surplus // 2, 1)
+        tries += 1
+    return low
 
 
 @njit(cache=True, nogil=True)
@@ -145,79 +322,113 @@ def _reaching(keys: Ints, least: np.int32) -> np.int32:
 
 
 @njit(cache=True, nogil=True)
-def _survivors(
-    bits: Ints, groups: Ints, least: np.int32, height: int, survivors: Ints, keys: Ints, places: Ints
-) -> np.uint32:
-    """Write the keys and places that reach `least` in one tile, in order; return how many they are.
+def _places(words: Words, codes: Codes) -> np.int64:
+    """Write the places of all ones, in order; return their number.
 
-    Every candidate is written, and only the count depends on it, because a branch would often be mispredicted.
+    USUAL places are always written, because a branch on the number of ones would often be mispredicted.
     """
-    width = bits.shape[1]
-    found = np.uint32(0)
-    for top in range(0, bits.shape[0], height):
-        own = groups[top // height * width : (top // height + 1) * width]
-        count = np.uint32(0)
-        for place in range(width):
-            survivors[count] = place
-            count = np.uint32(count + np.uint32(own[place] >= least))
-        for row in range(top, top + height):
-            line = bits[row]
-            for index in range(count):
-                column = np.uint32(survivors[index])
-                key = np.int32(line[column] & MAGNITUDE)
-                keys[found] = key
-                places[found] = row * width + column
-                found = np.uint32(found + np.uint32(key >= least))
-    return found
+    found = np.uint64(0)
+    for index in range(words.shape[0]):
+        word, first, ones = words[index], np.uint32(index * WORD), _ones(words[index])
+        for place in range(USUAL):
+            codes[found + np.uint64(place)] = first + np.uint32(_first_one(word))
+            word &= word - np.uint64(1)
+        for place in range(np.uint64(USUAL), ones):
+            codes[found + np.uint64(place)] = first + np.uint32(_first_one(word))
+            word &= word - np.uint64(1)
+        found += ones
+    return np.int64(found)
 
 
 @njit(cache=True, nogil=True)
-def _keep(keys: Ints, places: Ints, positions: Longs) -> None:
-    """Write the places of the k largest keys, of equal ones the first, to `positions` [k]."""
-    least = _threshold(keys, positions.shape[0], 0)
-    room = positions.shape[0] - _reaching(keys, np.int32(least + 1))
-    kept = 0
-    for index in range(keys.shape[0]):
-        is_equal = keys[index] == least
-        if keys[index] > least or (is_equal and room > 0):
-            positions[kept] = places[index]
-            kept += 1
-            room -= is_equal
+def _gather(bits: Ints, codes: Codes, shift: int, keys: Ints) -> None:
+    """Write the magnitudes of a tile's values at these places."""
+    columns = np.uint32((1 << shift) - 1)
+    for index in range(codes.shape[0]):
+        keys[index] = bits[codes[index] >> np.uint32(shift), codes[index] & columns] & MAGNITUDE
 
 
 @njit(cache=True, nogil=True)
-def _look_up(tile: Floats, positions: Longs, start: int, stride: int, indices: Longs, values: Floats) -> None:
-    """Write the indices and values [k] of positions [k] in a tile whose first element has the index `start`."""
-    width = np.uint32(tile.shape[1])
-    for place in range(positions.shape[0]):
-        position = np.uint32(positions[place])
-        row = position // width
-        column = np.uint32(position - row * width)
-        indices[place] = start + np.int64(row) * stride + column
-        values[place] = tile[row, column]
+def _keep(keys: Ints, codes: Codes, kept: int, low: np.int64) -> None:
+    """Move the places of the k largest keys, of equal ones the first, to the front. All keys reach `low`."""
+    found = keys.shape[0]
+    least = _threshold(keys, kept, 0, low, low + _step(found, kept, 1))
+    room = kept - _reaching(keys, np.int32(least + 1))
+    place = np.uint64(0)
+    for index in range(found):
+        is_equal = (keys[index] == least) & (room > 0)
+        codes[place] = codes[index]
+        place += np.uint64((keys[index] > least) | is_equal)
+        room -= is_equal
 
 
 @njit(cache=True, nogil=True)
-def _sums(values: Floats) -> NDArray[np.float64]:
-    """Return the sum of the magnitudes of each chunk [chunks, k]."""
-    sums = np.empty(values.shape[0], dtype=np.float64)
-    for chunk in range(values.shape[0]):
-        total = 0.0
-        for place in range(values.shape[1]):
-            total += np.float64(abs(values[chunk, place]))
-        sums[chunk] = total
-    return sums
+def _look_up(
+    tile: Floats,
+    codes: Codes,
+    shift: int,
+    start: int,
+    stride: int,
+    positions: Longs,
+    indices: Longs,
+    values: Floats,
+) -> None:
+    """Write the positions, indices and values [k] of places in a tile whose first element has the index `start`."""
+    columns, width = np.uint32((1 << shift) - 1), tile.shape[1]
+    for index in range(positions.shape[0]):
+        row, column = np.int64(codes[index] >> np.uint32(shift)), np.int64(codes[index] & columns)
+        positions[index] = row * width + column
+        indices[index] = start + row * stride + column
+    for index in range(positions.shape[0]):
+        values[index] = tile[codes[index] >> np.uint32(shift), codes[index] & columns]
+
+
+# ---- signs ----
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _sum(values: Floats) -> np.float64:
+    """Return the sum of magnitudes. In fp64 it is exact in any order unless magnitudes differ by 2^20 and more."""
+    total = 0.0
+    for index in range(values.shape[0]):
+        total += np.float64(abs(values[index]))
+    return total
 
 
 @njit(cache=True, nogil=True)
-def _subtract(flat: Floats, indices: Longs, values: Floats, codes: NDArray[np.uint8], magnitudes: Floats) -> None:
-    """Write the signs of values [chunks, k], replace values by signed magnitudes, and put the rest in `flat`."""
+def _rounded(mean: np.float64) -> np.float32:
+    """Return the magnitude that represents a mean, if it is not bounded; 0 for 0."""
+    if not mean > 0:
+        return np.float32(0)
+    return np.float32(2.0 ** (np.rint(np.log2(mean) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE))
+
+
+@njit(cache=True, nogil=True)
+def _subtract(tile: Floats, codes: Codes, shift: int, values: Floats, magnitude: np.float32) -> None:
+    """Subtract the signed magnitude from a tile's values [k] at these places."""
+    columns = np.uint32((1 << shift) - 1)
+    for index in range(values.shape[0]):
+        value = values[index]
+        sent = -magnitude if np.float32(value).view(np.int32) < 0 else magnitude
+        tile[codes[index] >> np.uint32(shift), codes[index] & columns] = value - sent
+
+
+@njit(cache=True, nogil=True)
+def _send(flat: Floats, chosen: tuple[Longs, Floats, Floats], codes: NDArray[np.uint8], magnitudes: Floats) -> None:
+    """Write the signs of values [chunks, k] and replace the values by signed magnitudes.
+
+    Where another magnitude was subtracted in the pass, the rest is put in `flat` anew. `chosen`: indices, values and
+    subtracted magnitudes.
+    """
+    indices, values, subtracted = chosen
     for chunk in range(values.shape[0]):
         magnitude = magnitudes[chunk]
+        if magnitude != subtracted[chunk]:
+            for place in range(values.shape[1]):
+                value = values[chunk, place]
+                sent = -magnitude if np.float32(value).view(np.int32) < 0 else magnitude
+                flat[np.uint64(indices[chunk, place])] = value - sent
         for place in range(values.shape[1]):
-            value = np.float32(values[chunk, place])
-            sign = value.view(np.uint32) >> np.uint32(31)
-            sent = -magnitude if sign else magnitude
-            codes[chunk, place] = sign
-            values[chunk, place] = sent
-            flat[np.uint64(indices[chunk, place])] = value - sent
+            is_negative = np.float32(values[chunk, place]).view(np.int32) < 0
+            codes[chunk, place] = is_negative
+            values[chunk, place] = -magnitude if is_negative else magnitude
