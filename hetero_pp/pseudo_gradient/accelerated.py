@@ -36,13 +36,13 @@ WORD = 64
 """Comparisons in a word, one a bit."""
 
 USUAL = 4
-"""Most candidates in a usual word. A loop of this length is predicted; the rest is a branch."""
+"""Most candidates of a usual word, which are always written: a branch on their number would often be mispredicted."""
 
 OCTAVE = 1 << 23
 """Difference between the bits of a float and those of its double."""
 
 STEP = OCTAVE // 4
-"""Largest step to the next estimate of a threshold: where a normal distribution has about twice as many values."""
+"""Largest step to the next estimate of a threshold."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -197,24 +197,34 @@ def _advance(
     decay, subtracts = how
     rows, columns = sizes
     first, stride = layout
-    tiles, kept, shift = error.shape[1] // columns, positions.shape[1], 6
+    tiles, kept, shift = error.shape[1] // columns, positions.shape[1], 0
     while 1 << shift < columns:
         shift += 1
-    words, least = np.zeros((tiles, rows << (shift - 6)), dtype=np.uint64), np.zeros(tiles, dtype=np.int32)
-    keys, codes = np.empty(rows * columns, dtype=np.int32), np.empty(rows * columns + USUAL, dtype=np.uint32)
-    target = kept + int(3 * np.sqrt(kept))
+    room = rows * columns + USUAL
+    candidates = np.empty((tiles, room), dtype=np.int32), np.empty((tiles, room), dtype=np.uint32)
+    found, least, keys = np.zeros(tiles, np.uint64), np.full(tiles, MAGNITUDE, np.int32), np.empty(room, np.int32)
+    target, usual, slope = kept + int(3 * np.sqrt(kept)), np.zeros(tiles, dtype=np.int64), np.float64(OCTAVE)
     for top in range(0, error.shape[0], rows):
+        found[:] = 0
         for row in range(rows):
-            _update(error[top + row], delta[top + row], decay, columns, least, words, row << (shift - 6))
+            line = error[top + row], error_bits[top + row], delta[top + row]
+            _update(line, decay, columns, least, np.uint32(row << shift), candidates, found)
         for tile in range(tiles):
             left, chunk = tile * columns, top // rows * tiles + tile
             own, bits = error[top : top + rows, left : left + columns], error_bits[top : top + rows, left:][:, :columns]
-            threshold = _compared(bits, words[tile], shift, least, tile, kept, target, keys)
-            found = _places(words[tile], codes)
-            _gather(bits, codes[:found], shift, keys)
-            _keep(keys[:found], codes[:found], kept, threshold)
+            raw, codes, low, count = candidates[0][tile], candidates[1][tile], np.int64(least[tile]), np.int64(found[tile])
+            is_near = kept <= count <= 2 * target
+            if not is_near:
+                near = low + _step(count - target, slope) if top else np.int64(least[tile - 1])
+                low = _search(bits, keys, kept, target, near, slope)
+                count = _compare(bits, np.int32(low), shift, raw, codes)
+            last = _keep(raw[:count], codes[:count], keys[:count], kept, low, slope)
+            if count > kept:
+                slope += ((last - low) / (count - kept) - slope) / 8
+            usual[tile] += (last - usual[tile]) // (2 if is_near else 1)
+            least[tile] = max(usual[tile] + _step(kept - target, slope), 0)
             start = first + top * stride + left
-            _look_up(own, codes, shift, start, stride, positions[chunk], indices[chunk], values[chunk])
+            _look_up(raw, codes, shift, columns, start, stride, positions[chunk], indices[chunk], values[chunk])
             sums[chunk] = _sum(values[chunk])
             if subtracts:
                 subtracted[chunk] = _rounded(sums[chunk] / kept)
@@ -223,17 +233,26 @@ def _advance(
 
 @njit(cache=True, nogil=True)
 def _update(
-    error: Floats, delta: Floats, decay: np.float32, columns: int, least: Ints, words: Words, first: int
+    line: tuple[Floats, Ints, Floats],
+    decay: np.float32,
+    columns: int,
+    least: Ints,
+    first: np.uint32,
+    candidates: tuple[Ints, Codes],
+    found: NDArray[np.uint64],
 ) -> None:
-    """Update error <- decay error + delta in one row, and write which magnitudes reach `least` of their tile [tiles].
+    """Update error <- decay error + delta in one row, and append the values that reach `least` of their tile [tiles].
 
-    The row's words of each tile [tiles, words] begin at `first`.
+    `line`: the row of the error, its bits, and that of delta. `first`: the code of the row's first place.
+    `candidates`: values' bits and codes [tiles, most], of which each tile has `found` [tiles].
     """
+    error, bits, delta = line
     whole = columns - columns % WORD
     for tile in range(least.shape[0]):
-        left = tile * columns
+        left, raw, codes = tile * columns, candidates[0][tile], candidates[1][tile]
         for start in range(0, whole, WORD):
-            words[tile, first + start // WORD] = _advance_word(error, delta, left + start, decay, least[tile])
+            word = _advance_word(error, delta, left + start, decay, least[tile])
+            found[tile] = _append(word, bits, left + start, first + np.uint32(start), raw, codes, found[tile])
         if whole < columns:
             word = np.uint64(0)
             for column in range(whole, columns):
@@ -241,57 +260,64 @@ def _update(
                 error[left + column] = value
                 reaches = np.int32(value.view(np.int32) & MAGNITUDE) >= least[tile]
                 word |= np.uint64(reaches) << np.uint64(column - whole)
-            words[tile, first + whole // WORD] = word
+            found[tile] = _append(word, bits, left + whole, first + np.uint32(whole), raw, codes, found[tile])
 
 
 @njit(cache=True, nogil=True)
-def _compared(
-    bits: Ints, words: Words, shift: int, least: Ints, tile: int, kept: int, target: int, keys: Ints
-) -> np.int64:
-    """Compare a tile again unless its words have a suitable number of ones; return the threshold of the words.
+def _append(
+    word: np.uint64, bits: Ints, start: int, first: np.uint32, raw: Ints, codes: Codes, found: np.uint64
+) -> np.uint64:
+    """Append the values of the word's ones to those found; return their new number.
 
-    Sets `least` of the tile to the estimate for the tile below.
+    The word is of the bits from `start`, whose codes begin at `first`.
     """
-    threshold, found = np.int64(least[tile]), np.int64(0)
-    for word in words:
-        found += np.int64(_ones(word))
-    if found < kept or found > 2 * target:
-        near = threshold + _step(found, target, 1) if threshold else np.int64(least[tile - 1])
-        threshold = _compare(bits, words, shift, keys, kept, target, near)
-        found = target
-    least[tile] = min(max(threshold + _step(found, target, 3), 0), np.int64(MAGNITUDE))
-    return threshold
+    ones = _ones(word)
+    for index in range(USUAL):
+        place = min(_first_one(word), np.uint64(bits.shape[0] - start - 1))
+        raw[found + np.uint64(index)] = bits[np.uint64(start) + place]
+        codes[found + np.uint64(index)] = first + np.uint32(place)
+        word &= word - np.uint64(1)
+    for index in range(np.uint64(USUAL), ones):
+        place = _first_one(word)
+        raw[found + np.uint64(index)] = bits[np.uint64(start) + place]
+        codes[found + np.uint64(index)] = first + np.uint32(place)
+        word &= word - np.uint64(1)
+    return found + ones
 
 
 @njit(cache=True, nogil=True)
-def _step(found: int, target: int, damped: int) -> np.int64:
-    """Return the step from a threshold that `found` values reach towards one that `target` values reach."""
-    return np.int64(min(found - target, target) * (STEP // damped) // target)
-
-
-@njit(cache=True, nogil=True)
-def _compare(
-    bits: Ints, words: Words, shift: int, keys: Ints, kept: int, target: int, near: np.int64
-) -> np.int64:
-    """Search a threshold in a tile from an estimate of it, and write which magnitudes reach it; return it."""
+def _search(bits: Ints, keys: Ints, kept: int, target: int, near: np.int64, slope: float) -> np.int64:
+    """Search a threshold in a tile from an estimate of it; its magnitudes are written to `keys`."""
     rows, columns = bits.shape
     for row in range(rows):
         line = bits[row]
         for column in range(columns):
             keys[row * columns + column] = line[column] & MAGNITUDE
-    threshold = _threshold(keys, kept, 2 * target - kept, np.int64(0), near)
-    least = np.int32(threshold)
-    for row in range(rows):
-        for start in range(0, columns, WORD):
-            word = np.uint64(0)
-            for column in range(start, min(start + WORD, columns)):
-                word |= np.uint64(keys[row * columns + column] >= least) << np.uint64(column - start)
-            words[(row << (shift - 6)) + start // WORD] = word
-    return threshold
+    return _threshold(keys[: rows * columns], kept, 2 * target - kept, np.int64(0), near, slope)
 
 
 @njit(cache=True, nogil=True)
-def _threshold(keys: Ints, kept: int, surplus: int, low: np.int64, near: np.int64) -> np.int64:
+def _compare(bits: Ints, least: np.int32, shift: int, raw: Ints, codes: Codes) -> np.int64:
+    """Write the values of a tile that reach `least`, and return their number."""
+    found = np.uint64(0)
+    for row in range(bits.shape[0]):
+        line = bits[row]
+        for start in range(0, line.shape[0], WORD):
+            word = np.uint64(0)
+            for column in range(start, min(start + WORD, line.shape[0])):
+                word |= np.uint64(np.int32(line[column] & MAGNITUDE) >= least) << np.uint64(column - start)
+            found = _append(word, line, start, np.uint32((row << shift) + start), raw, codes, found)
+    return np.int64(found)
+
+
+@njit(cache=True, nogil=True)
+def _step(surplus: int, slope: float) -> np.int64:
+    """Return the step from a threshold that `surplus` values too many reach, if each takes `slope`."""
+    return min(max(np.int64(surplus * slope), -STEP), STEP)
+
+
+@njit(cache=True, nogil=True)
+def _threshold(keys: Ints, kept: int, surplus: int, low: np.int64, near: np.int64, slope: float) -> np.int64:
     """Return a threshold that at least `kept` and at most `kept + surplus` keys reach.
 
     If there is none, returns the largest threshold that `kept` keys reach. They reach `low`. The search begins at the
@@ -299,7 +325,7 @@ def _threshold(keys: Ints, kept: int, surplus: int, low: np.int64, near: np.int6
     """
     high, middle, tries = np.int64(MAGNITUDE) + 1, near, 0
     while high - low > 1:
-        if tries > 3 or not low < middle < high:
+        if tries > 6 or not low < middle < high:
             middle = (low + high) // 2
         reached = _reaching(keys, np.int32(middle))
         if reached < kept:
@@ -308,7 +334,7 @@ def _threshold(keys: Ints, kept: int, surplus: int, low: np.int64, near: np.int6
             low = middle
             if reached <= kept + surplus:
                 break
-        middle += _step(reached, kept + surplus // 2, 1)
+        middle += _step(reached - kept - surplus // 2, slope)
         tries += 1
     return low
 
@@ -322,65 +348,44 @@ def _reaching(keys: Ints, least: np.int32) -> np.int32:
 
 
 @njit(cache=True, nogil=True)
-def _places(words: Words, codes: Codes) -> np.int64:
-    """Write the places of all ones, in order; return their number.
+def _keep(raw: Ints, codes: Codes, keys: Ints, kept: int, low: np.int64, slope: float) -> np.int64:
+    """Move the k largest candidates, of equal ones the first, to the front; return a threshold that they reach.
 
-    USUAL places are always written, because a branch on the number of ones would often be mispredicted.
+    All of them reach `low`. Their magnitudes are written to `keys`.
     """
-    found = np.uint64(0)
-    for index in range(words.shape[0]):
-        word, first, ones = words[index], np.uint32(index * WORD), _ones(words[index])
-        for place in range(USUAL):
-            codes[found + np.uint64(place)] = first + np.uint32(_first_one(word))
-            word &= word - np.uint64(1)
-        for place in range(np.uint64(USUAL), ones):
-            codes[found + np.uint64(place)] = first + np.uint32(_first_one(word))
-            word &= word - np.uint64(1)
-        found += ones
-    return np.int64(found)
-
-
-@njit(cache=True, nogil=True)
-def _gather(bits: Ints, codes: Codes, shift: int, keys: Ints) -> None:
-    """Write the magnitudes of a tile's values at these places."""
-    columns = np.uint32((1 << shift) - 1)
-    for index in range(codes.shape[0]):
-        keys[index] = bits[codes[index] >> np.uint32(shift), codes[index] & columns] & MAGNITUDE
-
-
-@njit(cache=True, nogil=True)
-def _keep(keys: Ints, codes: Codes, kept: int, low: np.int64) -> None:
-    """Move the places of the k largest keys, of equal ones the first, to the front. All keys reach `low`."""
-    found = keys.shape[0]
-    least = _threshold(keys, kept, 0, low, low + _step(found, kept, 1))
+    found = raw.shape[0]
+    for index in range(found):
+        keys[index] = raw[index] & MAGNITUDE
+    least = _threshold(keys, kept, 0, low, low + _step(found - kept, slope), slope)
     room = kept - _reaching(keys, np.int32(least + 1))
     place = np.uint64(0)
     for index in range(found):
         is_equal = (keys[index] == least) & (room > 0)
-        codes[place] = codes[index]
+        raw[place], codes[place] = raw[index], codes[index]
         place += np.uint64((keys[index] > least) | is_equal)
         room -= is_equal
+    return least
 
 
 @njit(cache=True, nogil=True)
 def _look_up(
-    tile: Floats,
+    raw: Ints,
     codes: Codes,
     shift: int,
+    columns: int,
     start: int,
     stride: int,
     positions: Longs,
     indices: Longs,
     values: Floats,
 ) -> None:
-    """Write the positions, indices and values [k] of places in a tile whose first element has the index `start`."""
-    columns, width = np.uint32((1 << shift) - 1), tile.shape[1]
+    """Write positions, indices and values [k] of candidates in a tile whose first element has the index `start`."""
+    mask = np.uint32((1 << shift) - 1)
     for index in range(positions.shape[0]):
-        row, column = np.int64(codes[index] >> np.uint32(shift)), np.int64(codes[index] & columns)
-        positions[index] = row * width + column
+        row, column = np.int64(codes[index] >> np.uint32(shift)), np.int64(codes[index] & mask)
+        positions[index] = row * columns + column
         indices[index] = start + row * stride + column
-    for index in range(positions.shape[0]):
-        values[index] = tile[codes[index] >> np.uint32(shift), codes[index] & columns]
+        values[index] = np.int32(raw[index]).view(np.float32)
 
 
 # ---- signs ----
