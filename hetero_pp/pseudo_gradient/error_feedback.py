@@ -76,13 +76,15 @@ def _select(
 ) -> Selection:
     flat = error.view(-1)
     groups = groups_of(tuple(error.shape), settings.tile) if error.numel() else ()
+    if _is_accelerated(error, settings) and settings.quantiser == "signs":
+        decay = settings.error_feedback_decay
+        own = _accelerated(settings).select_signs(error, delta, groups, settings.density, decay, sum_over)
+        return Selection(*own)
     found = [_advance(error, delta, group, settings, generator) for group in groups]
     positions = tuple(one for one, _, _ in found)
     where = _joined([one.view(-1) for _, one, _ in found], torch.empty(0, dtype=torch.int64, device=error.device))
     values = _joined([one.view(-1) for _, _, one in found], flat[:0])
     kept = [(len(one), one.shape[1]) for one in positions]
-    if _is_accelerated(error, settings) and settings.quantiser == "signs":
-        return Selection(positions, where, _accelerated(settings).quantise_signs(flat, where, values, kept, sum_over))
     quantised = quantise_as(settings, values, kept, sum_over)
     flat.index_copy_(0, where, values - quantised.values)
     return Selection(positions, where, quantised)
@@ -113,7 +115,8 @@ def _advance(
     """Update error <- beta error + delta in a group; return positions, flat indices and values [count, k] to send."""
     kept, decay = group.kept(settings.density), settings.error_feedback_decay
     if _is_accelerated(error, settings):
-        return _accelerated(settings).advance(error, delta, group, kept, decay)
+        chosen = _accelerated(settings).advance(error, delta, group, kept, decay)
+        return chosen.positions, chosen.indices, chosen.values
     positions, indices, values = [], [], []
     for band in group.bands(error.device):  # all steps while the band is in the cache
         positions.append(_advance_band(error, delta, band, settings, generator))

@@ -29,6 +29,9 @@ FEW = 4096
 WORTH_TURNING = 0.01
 """Share of the size that a scan by columns must save, because it takes time."""
 
+AT_ONCE = 1 << 15
+"""Number of gaps that are encoded at once, a multiple of 8: they stay in a cache, and in memory that is reused."""
+
 SAMPLED_CHUNKS = 128
 """Number of chunks from which the better scan is estimated."""
 
@@ -60,20 +63,24 @@ def write_positions(writer: Writer, group: Group, positions: Tensor) -> None:
     kept = positions.shape[1]
     if kept == group.size:
         return
-    gaps = _gaps(positions)
-    if len(gaps) > FEW:
-        writer.put_bytes(_encode(gaps, usual_low_bits(group.size, kept)))
+    if positions.numel() > FEW:
+        writer.put_bytes(_encode(positions, usual_low_bits(group.size, kept)))
         return
     widest = math.floor(math.log2(group.size / kept))
-    writer.put_bytes(min((_encode(gaps, low) for low in range(widest + 1)), key=len))
+    writer.put_bytes(min((_encode(positions, low) for low in range(widest + 1)), key=len))
 
 
-def _encode(gaps: NDArray[np.int32], low: int) -> bytes:
-    writer = Writer()
+def _encode(positions: Tensor, low: int) -> bytes:
+    writer, lows, highs = Writer(), [], []
+    chunks = max(8, AT_ONCE // positions.shape[1] // 8 * 8)  # in parts of whole bytes
+    for some in positions.split(chunks):
+        gaps = _gaps(some)
+        if low:
+            lows.append(bits.pack(gaps & ((1 << low) - 1), low).tobytes())
+        highs.append(_as_bytes(gaps >> low).tobytes())
     writer.put("B", low)
-    if low:
-        writer.put_bytes(bits.pack(gaps & ((1 << low) - 1), low).tobytes())
-    writer.put_stream(_as_bytes(gaps >> low).tobytes())
+    writer.put_bytes(b"".join(lows))
+    writer.put_stream(b"".join(highs))
     return writer.take()
 
 

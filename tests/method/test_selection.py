@@ -76,7 +76,8 @@ def test_numba_keeps_what_top_k_keeps(
     expected = error.clone().mul_(0.95).add_(delta)
     for group in groups_of(shape, tile):
         kept = group.kept(density)
-        positions, indices, values = accelerated.advance(error, delta, group, kept, 0.95)
+        chosen = accelerated.advance(error, delta, group, kept, 0.95)
+        positions, indices, values = chosen.positions, chosen.indices, chosen.values
         assert torch.equal(positions, top_k_positions(group.gather(as_matrix(expected)), kept))
         assert torch.equal(indices, group.flat_indices(positions))
         assert torch.equal(values.view(torch.int32), expected.view(-1).take(indices).view(torch.int32))

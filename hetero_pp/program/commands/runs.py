@@ -71,6 +71,10 @@ def launch(
     The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors(log_format):
+        if not (in_process or commands):
+            from hetero_pp.program.launch.fork_server import begin_imports
+
+            begin_imports()
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.run.changes import Given, Override

@@ -1,10 +1,14 @@
-"""The fork server of a launch: it imports PyTorch once for all processes, and blocks the launcher's signals."""
+"""The fork server of a launch: it imports PyTorch once for all processes, and blocks the launcher's signals.
+
+It imports while the launcher does. Otherwise its two seconds would follow the launcher's.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -35,6 +39,15 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def begin_imports() -> None:
+    """Start the fork server, unless this process has imported PyTorch already and is about to start it."""
+    if "torch" in sys.modules:
+        return
+    fork_server()
+    with unheard():
+        multiprocessing.forkserver.ensure_running()
+
+
 @contextmanager
 def unheard() -> Iterator[None]:
     """Block the signals of UNHEARD in processes that the block starts, the fork server among them.
@@ -52,11 +65,14 @@ def unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
-def begin_forked(output: Path, goes_on: bool) -> None:
+def begin_forked(output: Path, goes_on: bool, open_files: tuple[int, int] | None = None) -> None:
     """Set up a forked process: signals, memory, and a file for its output. `goes_on`: the file is not emptied.
 
-    It is in a session of its own, so that Ctrl-C reaches the launcher only, which then ends this process.
+    It is in a session of its own, so that Ctrl-C reaches the launcher only, which then ends this process. `open_files`:
+    the launcher's limits of open files, which it may have raised after the fork server had started.
     """
+    if open_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)

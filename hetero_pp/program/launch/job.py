@@ -36,3 +36,5 @@ class Job:
     """Whether the process replaces one that died, in a run that is under way."""
     device: str = "cpu"
     """Device on which the member computes; several ranks count their devices from 0."""
+    open_files: tuple[int, int] | None = None
+    """The launcher's limits of open files, soft and hard."""

@@ -71,7 +71,7 @@ _SECONDS_KEPT = 5.0
 
 def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Faults] = Faults) -> NoReturn:
     """Run one member of the run until it is over, then end the process."""
-    begin_forked(job.folder.output(job.member), job.again)
+    begin_forked(job.folder.output(job.member), job.again, job.open_files)
     code = CRASHED
     try:
         message = json.loads(launcher.recv_bytes())

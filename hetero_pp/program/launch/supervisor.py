@@ -212,10 +212,11 @@ class Supervisor:
         require_open_files(len(self._processes.keys() | set(members)))
         if not again:
             self._devices |= {name: str(device) for name, device in devices_of(self._spec, members).items()}
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         for member in members:
             ours, theirs = self._context.Pipe()
-            device = self._devices.get(member, "cpu")
-            job = Job(member, self._folder, None if again else self._resume, again, device)
+            resume, device = None if again else self._resume, self._devices.get(member, "cpu")
+            job = Job(member, self._folder, resume, again, device, open_files)
             process = self._context.Process(
                 target=process_main, args=(theirs, job, self.faults_of(member)), name=member
             )

@@ -1,0 +1,95 @@
+"""Measure how long `hetero-pp launch` takes until a member has taken its first inner step, and what the time goes to.
+
+    python benchmarks/start.py [--program .venv/bin/hetero-pp --program OTHER/.venv/bin/hetero-pp] [--json FILE]
+
+Programs are started in turns, each with a run of its own that is interrupted after the first step. Times are wall-clock
+seconds since the start. Imports take CPU seconds, so both are shown: of all processes of the run, up to the first step.
+On a machine with other load, compare the CPU seconds, and the ratio of programs in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from command_line import parse, save
+
+from hetero_pp.research.experiments.provenance import commit, machine
+
+EVENTS = ("joined", "begun", "inner_step")
+"""Events whose first occurrence is timed, in their order."""
+SECONDS_BETWEEN_LOOKS = 0.02
+SECONDS_FOR_A_START = 120.0
+CONFIG = Path(__file__).parents[1] / "configs/quickstart.yaml"
+OWN = str(Path(sys.executable).parent / "hetero-pp")
+
+
+def start(program: str, runs: Path) -> dict[str, float]:
+    """Return seconds from the program's start to each event, and the CPU seconds until the last."""
+    command, since = [program, "launch", str(CONFIG), "--runs", str(runs), "--new"], time.time()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        found: dict[str, float] = {}
+        while EVENTS[-1] not in found:
+            if process.poll() is not None or time.time() - since > SECONDS_FOR_A_START:
+                raise SystemExit(f"benchmarks/start.py: {program} took no step")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            found = _events(runs / "quickstart/metrics.jsonl", since)
+        return found | {"cpu": _cpu_seconds(process.pid)}
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+
+def _events(metrics: Path, since: float) -> dict[str, float]:
+    """Return seconds from `since` to the first line of each event."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    found: dict[str, float] = {}
+    for line in (json.loads(line) for line in lines if line.endswith("\n")):
+        if line["event"] in EVENTS:
+            found.setdefault(line["event"], line["time"] - since)
+    return found
+
+
+def _cpu_seconds(pid: int) -> float:
+    program = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (program, *program.children(recursive=True)))
+
+
+def measure(programs: list[str], repeats: int) -> dict[str, Any]:
+    """Return all starts of each program, and their medians."""
+    starts: dict[str, list[dict[str, float]]] = {program: [] for program in programs}
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-start-") as folder:
+        for _ in range(repeats + 1):  # the first start of each reads files from the disk, and encodes the corpus
+            for number, program in enumerate(programs):
+                starts[program].append(start(program, Path(folder) / str(number)))
+    kept = {program: found[1:] or found for program, found in starts.items()}
+    medians = {name: {key: median(one[key] for one in found) for key in found[0]} for name, found in kept.items()}
+    return {"load": os.getloadavg()[0], "medians": medians, "starts": starts}
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--program", action="append", help="program to start (default: the one beside this Python)")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parse(parser, {"repeats": 0})
+    found = measure(arguments.program or [OWN], arguments.repeats)
+    for program, seconds in found["medians"].items():
+        print(f"{program}: " + ", ".join(f"{key} {value:.2f} s" for key, value in seconds.items()))
+    save({"machine": machine(), "commit": commit(), **found}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
