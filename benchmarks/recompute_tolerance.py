@@ -67,7 +67,8 @@ class Variant:
     compiles: bool = False
     precision: str = "fp32"
     products: str = "highest"
-    """Precision of fp32 products (`torch.set_float32_matmul_precision`)."""
+    """Precision of fp32 products (`torch.set_float32_matmul_precision`). On a GPU `high` is TF32."""
+    device: str = "cpu"
 
     def of(self, spec: RunSpec) -> RunSpec:
         """Return the same run with these settings; the run's name in blobs stays."""
@@ -119,7 +120,8 @@ class Rounds:
         torch.set_num_threads(variant.threads)
         torch.set_float32_matmul_precision(variant.products)
         try:
-            return dict(ReplicaHere(spec, REPLICA, self.start(number), self.source).train(self.steps))
+            device = torch.device(variant.device)
+            return dict(ReplicaHere(spec, REPLICA, self.start(number), self.source, device).train(self.steps))
         finally:
             torch.set_float32_matmul_precision("highest")
             torch.set_num_threads(1)
@@ -218,8 +220,10 @@ CHEATS: Mapping[str, Callable[[Rounds, ReplicaHere], None] | None] = {
 # ---- distributions ----
 
 
-def honest_variants(rounds: Rounds, numbers: range, environments: int) -> Iterator[tuple[str, list[Blobs]]]:
-    """Yield the contributions of honest rounds with each setting, by its name."""
+def honest_variants(
+    rounds: Rounds, numbers: range, environments: int, device: str | None
+) -> Iterator[tuple[str, list[Blobs]]]:
+    """Yield the contributions of honest rounds with each setting, by its name; `device`: also on an accelerator."""
     in_process = {
         "same settings": Variant(),
         "2 threads": Variant(threads=2),
@@ -227,6 +231,11 @@ def honest_variants(rounds: Rounds, numbers: range, environments: int) -> Iterat
         "fp32 products: high": Variant(products="high"),
         "fp32 products: medium": Variant(products="medium"),
     }
+    if device is not None:
+        in_process[device] = Variant(device=device)
+        in_process[f"{device}, fp32 products: high"] = Variant(device=device, products="high")
+        in_process[f"{device}, compiled"] = Variant(device=device, compiles=True)
+        in_process[f"{device}, bf16"] = Variant(device=device, precision="bf16")
     for name, variant in in_process.items():
         yield name, [rounds.again(number, variant) for number in numbers]
     for one in ENVIRONMENTS[:environments]:
@@ -271,18 +280,23 @@ def work(folder: Path, kind: str, values: str, width: int, steps: int, last: int
             (to / f"{block}.blob").write_bytes(data)
 
 
-def measured(width: int, steps: int, values: str, count: int, environments: int, folder: Path) -> dict[str, Any]:
+def measured(
+    width: int, steps: int, values: str, count: int, environments: int, device: str | None, folder: Path
+) -> dict[str, Any]:
     """Return the differences of all settings and cheats over the rounds from the second on."""
     rounds, numbers = Rounds(width, steps, values, folder), range(2, count + 1)
     honest = rounds.go_on(count)
 
-    def told(name: str, found: Sequence[Blobs]) -> dict[str, float]:
-        apart = [rounds.difference(number, honest[number - 1], one) for number, one in zip(numbers, found, strict=True)]
+    def told(name: str, found: Sequence[Blobs], to: Sequence[Blobs] = honest[1:]) -> dict[str, float]:
+        apart = [rounds.difference(*both) for both in zip(numbers, to, found, strict=True)]
         middle = statistics.median(apart)
         print(f"{values:5} H = {steps:2}  {name:30} min {min(apart):.1e}  mid {middle:.1e}  max {max(apart):.1e}")
         return {"median": middle, "largest": max(apart), "smallest": min(apart)}
 
-    same = {name: told(name, found) for name, found in honest_variants(rounds, numbers, environments)}
+    same = {name: told(name, found) for name, found in honest_variants(rounds, numbers, environments, device)}
+    if device is not None:
+        once, again = ([rounds.again(number, Variant(device=device)) for number in numbers] for _ in range(2))
+        same[f"{device}, twice"] = told(f"{device}, twice", again, once)
     cheats = {name: told(name, [rounds.cheated(number, name) for number in numbers]) for name in CHEATS}
     return {"values": values, "steps": steps, "honest": same, "cheats": cheats}
 
@@ -306,6 +320,7 @@ def main() -> None:
         "--values", choices=COMPRESSIONS, nargs="+", default=list(COMPRESSIONS), help="how values are sent"
     )
     parser.add_argument("--environments", type=int, default=len(ENVIRONMENTS), help="number of instruction sets")
+    parser.add_argument("--device", help="also train rounds on this accelerator, such as cuda")
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "KIND"), help=argparse.SUPPRESS)
     arguments = parse(parser, SMOKE)
     if arguments.worker is not None:
@@ -326,7 +341,7 @@ def main() -> None:
         for steps in arguments.steps:
             with tempfile.TemporaryDirectory() as folder:
                 sizes = (arguments.width, steps, values, arguments.rounds)
-                results.append(measured(*sizes, environments, Path(folder)))
+                results.append(measured(*sizes, environments, arguments.device, Path(folder)))
     save({"machine": machine(), "commit": commit(), "results": results, "false_alarms": alarms}, arguments.json)
 
 

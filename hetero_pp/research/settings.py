@@ -66,6 +66,11 @@ class AttackSettings(Settings):
         """Return the hostile ones of the names of all replicas."""
         return () if self.attack == "none" else replicas[len(replicas) - self.hostile :]
 
+    @property
+    def excludes(self) -> bool:
+        """Whether a replica may be excluded from later rounds."""
+        return self.scores is not None or self.recomputes is not None
+
 
 class ResearchSettings(Settings):
     """Settings of a row beside those of a run."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from catalogs import SHIPPED
 from pydantic import ValidationError
 
-from hetero_pp.research.experiments.definition import Experiment, Row, Scale
+from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.rates import method_of, rate_of
 from hetero_pp.research.experiments.report import result_of
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.verdict import judge
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MICRO = SHIPPED.scale("micro")
 TUNED = MICRO.model_copy(
     update={
@@ -115,3 +120,24 @@ def test_rates_are_of_known_methods(rates: dict[str, float], key: str) -> None:
     with pytest.raises(ValidationError) as error:
         Scale.model_validate(MICRO.model_dump() | {"rates": rates})
     assert key in error.value.errors()[0]["loc"]
+
+
+@pytest.mark.parametrize("scale", [one for one in SHIPPED.scales.values() if one.rates], ids=lambda scale: scale.name)
+def test_the_rates_of_a_scale_are_the_best_of_its_search(scale: Scale) -> None:
+    """A method has the usual rate unless its best is better by more than noise. Lower and higher ones were tried."""
+    search, usual = SHIPPED.experiment("search/inner_rate"), scale.base["inner"]["learning_rate"]
+    table = json.loads((RESULTS / scale.name / f"{search.name}.json").read_text())
+    losses = {row["name"]: row["ours"]["seeds"] for row in table["rows"] if row["ours"] is not None}
+    tried: dict[str, dict[float, dict[int, float]]] = defaultdict(dict)
+    for row in search.rows:
+        if row.name in losses:
+            config = Setting(scale, search).config(row)
+            tried[method_of(config)][rate_of(config)] = {int(seed): loss for seed, loss in losses[row.name].items()}
+    found = {}
+    for method, seeds in tried.items():
+        best = min(seeds, key=lambda rate: seeds[rate][1])
+        assert min(seeds) < best < max(seeds), method
+        values = {"best": seeds[best], "usual": seeds[usual]}
+        is_better = judge(Claim(text="", lower=("best", "usual")), values, {}).verdict == "holds"
+        found[method] = best if is_better else usual
+    assert scale.rates == found

@@ -106,7 +106,8 @@ class AllReplicas:
         """Indices of replicas in no stack, which take their steps one after the other."""
         self._split()
         own = self.research
-        is_one_by_one = own.counts or own.averages_moments or own.attacks or spec.config.inner.optimizer == "muon"
+        excludes = own.attacks is not None and own.attacks.excludes
+        is_one_by_one = own.counts or own.averages_moments or excludes or spec.config.inner.optimizer == "muon"
         if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 
@@ -139,7 +140,7 @@ class AllReplicas:
         """Stack the replicas that can be stacked; with `is_measured`, only if stacking is faster."""
         kinds: dict[object, list[int]] = {}
         for index, settings in enumerate(self.settings):
-            if can_stack(settings, self.research.ablations):
+            if can_stack(settings, self.research.ablations) and not self.replicas[index].trains_otherwise:
                 kinds.setdefault((settings.batch_size, settings.micro_batches, forward_of(settings)), []).append(index)
         groups = [indices for indices in kinds.values() if len(indices) > 1]
         stacks = [

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.shares import SharedBatches
@@ -62,7 +63,10 @@ class Told:
 
 
 class HostileContributions(Contributions):
-    """Contributions of honest and hostile replicas, and which of them count."""
+    """Contributions of honest and hostile replicas, and which of them count.
+
+    They are made and judged on the CPU, whatever device trains: attacks and audits draw their random numbers there.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,10 @@ class HostileContributions(Contributions):
         batches: Sequence[SharedBatches],
     ) -> None:
         super().__init__(spec, names, theta, ranks, measured)
-        self._settings, self._batches, self._theta = settings, batches, theta
+        self.errors = [{name: torch.zeros(tensor.shape) for name, tensor in theta.items()} for _ in names]
+        self._settings, self._batches, self._trained = settings, batches, theta
+        self._theta = {name: tensor.to(CPU) for name, tensor in theta.items()}
+        """Parameters at the start of the round."""
         self._attack, self._hostile = ATTACKS[settings.attack], settings.hostile_of(names)
         self._bounds = None if settings.bounds is None else Bounds(spec, settings, theta)
         self._scores = None if settings.scores is None else Scores(spec, settings)
@@ -93,11 +100,14 @@ class HostileContributions(Contributions):
 
     def prepare(self, round_: int, deltas: Callable[[str], Iterable[tuple[int, Tensor]]]) -> None:
         self._round = round_
+        self._theta = {name: tensor.to(CPU) for name, tensor in self._trained.items()}
         programs: dict[str, dict[str, DecodedTensor]] = {}
         for parameter in self._theta:
             for index, delta in deltas(parameter):
                 name = self._names[index]
-                programs.setdefault(name, {})[parameter] = self._selected(name, parameter, self.errors[index], delta)
+                programs.setdefault(name, {})[parameter] = self._selected(
+                    name, parameter, self.errors[index], delta.to(CPU)
+                )
         self._sent = dict(programs) | self._attacked(programs)
         self._scales = dict.fromkeys(self._sent, 1.0)
         if self._bounds is not None:
@@ -142,7 +152,9 @@ class HostileContributions(Contributions):
         if scale == 0:
             give_back(self.errors[index][name], sent.indices, sent.values, self._spec.config.outer.given_back)
         else:
-            mean.add(sent.scaled(scale), self._weights[replica])
+            scaled = sent.scaled(scale)
+            on_device = DecodedTensor(scaled.indices.to(self._device), scaled.values.to(self._device))
+            mean.add(on_device, self._weights[replica])
         return sent
 
     def _selected(self, replica: str, parameter: str, errors: Mapping[str, Tensor], delta: Tensor) -> DecodedTensor:

@@ -24,6 +24,10 @@ class HostileReplica(TableReplica):
             layers = list(self.module.layers.values())
             layers[(len(layers) - 1) // 2].register_forward_hook(self._changed)
 
+    @property
+    def trains_otherwise(self) -> bool:
+        return self.attack.trains_otherwise
+
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         if self.attack.text is not None:
             draw = torch.Generator().manual_seed(seed_of("text", self.seed, self.name, step))

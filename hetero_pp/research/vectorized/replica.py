@@ -51,6 +51,11 @@ class TableReplica(WholeReplica):
         self.hops = {layer: hop for hop, layer in enumerate(cuts)}
         self.seed = seed
 
+    @property
+    def trains_otherwise(self) -> bool:
+        """Whether its inner steps differ from those that its settings determine, because it is hostile."""
+        return False
+
     def split_embedding(self) -> None:
         """Derive T_perp [V, D] from the synchronised token embedding; called after every outer round."""
         if self.boundary is not None and self.hops:
