@@ -107,6 +107,19 @@ def test_a_rehearsal_that_took_what_was_predicted(spec: RunSpec) -> None:
     assert next(closing_lines(found)).startswith("All measured times and bytes are within 3%")
 
 
+def test_a_single_round_is_what_the_slowest_member_did_in_it(spec: RunSpec) -> None:
+    reports = [one for one in reports_of(spec) if _round(one) == 1]
+    prediction = Predictions.of(spec).rehearsed
+    found = compare(spec, Timings.of(spec, reports), prediction, prediction)
+    inner = max(one.inner_seconds for one in prediction.replicas)
+    assert found.timed == 1 and found.measured["round_seconds"] == pytest.approx(inner + prediction.outer_seconds)
+
+
+def _round(report: Report) -> int:
+    told: Any = getattr(report, report.WhichOneof("event") or "")
+    return int(told.round)
+
+
 @pytest.mark.parametrize(
     ("more", "what", "component"),
     [
