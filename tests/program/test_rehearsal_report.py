@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from hetero_pp.program.rehearse.command import Predictions, not_rehearsed
 from hetero_pp.program.rehearse.comparison import Comparison, compare
 from hetero_pp.program.rehearse.own_line import OwnLine, verdict
 from hetero_pp.program.rehearse.plan_input import MeasuredInput
-from hetero_pp.program.rehearse.show import closing_lines
+from hetero_pp.program.rehearse.show import closing_lines, print_comparison
 from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.run.config import LONGEST_RUN_NAME, RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -105,6 +107,17 @@ def test_a_rehearsal_that_took_what_was_predicted(spec: RunSpec) -> None:
         assert whole.utilization[kind] == pytest.approx(whole.predicted[kind], rel=0.02)
     assert whole.days * 86400 == pytest.approx(7 * Predictions.of(spec).whole.round_seconds, rel=0.02)
     assert next(closing_lines(found)).startswith("All measured times and bytes are within 3%")
+    console = SafeConsole(width=80, file=StringIO())
+    print_comparison(console, found)  # no line has a mark, so that the column of marks is empty
+    assert "a round" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_last_of_overlapping_rounds_is_not_timed(spec: RunSpec) -> None:
+    """No next round is trained while its contributions are in transit."""
+    outer = spec.config.outer.model_copy(update={"overlap": 1})
+    overlapping = RunSpec(spec.config.model_copy(update={"outer": outer}), None)
+    assert Timings.of(overlapping, reports_of(spec)).timed == [2]
+    assert Timings.of(spec, reports_of(spec)).timed == [2, 3]
 
 
 def test_a_single_round_is_what_the_slowest_member_did_in_it(spec: RunSpec) -> None:

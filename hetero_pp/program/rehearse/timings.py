@@ -14,7 +14,8 @@ from hetero_pp.run.spec import RunSpec
 class Timings:
     """Times and bytes of the rounds of one run.
 
-    The first round contains the start of the connections, so the means are over the later ones if there are any.
+    The first round contains the start of the connections, and with `outer.overlap` nothing overlaps with the last one.
+    So the means are over the others if there are any.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -52,10 +53,11 @@ class Timings:
 
     @property
     def timed(self) -> Sequence[int]:
-        """Rounds that all members have finished, without the first if there are others."""
+        """Rounds that all members have finished, without the first and, with overlap, the last if there are others."""
         known = [set(self._rounds[member]) for member in self._spec.needed]
         rounds = sorted(set.intersection(*known) & self._closed.keys()) if known else []
-        return rounds[1:] or rounds
+        later = rounds[1:] or rounds
+        return (later[:-1] or later) if self._spec.config.outer.overlap else later
 
     @property
     def round_seconds(self) -> float:

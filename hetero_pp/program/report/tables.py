@@ -96,7 +96,7 @@ class _Column:
         head = max(widest_word(self.head), min(len(self.head), _LEAST_HEAD))
         if not self.is_text:
             return max(head, *map(len, self.cells), 0)
-        return max(head, *map(widest_part, self.cells), min(self.most, self.folded))
+        return max(1, head, *map(widest_part, self.cells), min(self.most, self.folded))
 
 
 def _side_by_side(columns: Sequence[_Column], room: int) -> list[list[_Column]]:

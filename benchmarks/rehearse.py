@@ -1,0 +1,224 @@
+"""Rehearse topologies and the papers' claims, and compare each with what `simulate` predicts.
+
+    python benchmarks/rehearse.py [NAME ...] [--json FILE]
+    python benchmarks/rehearse.py --json FILE --chart FILE      # draws the results in FILE
+
+`rehearse.yaml` lists them. Without names all are rehearsed, one at a time. FILE keeps its results of other names, and
+of several attempts the one that other work disturbed least. Members share two processes, because a rehearsal needs its
+processors promptly. A thread that sleeps beside each rehearsal measures how late this machine wakes threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from command_line import parse, save
+
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.together import launch_rehearsal
+from hetero_pp.program.rehearse.command import AsRehearsal
+from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import predict
+
+LIST = Path(__file__).with_suffix(".yaml")
+ROUNDS, STEPS = 3, 4
+NAP_SECONDS = 0.005
+OURS = {"kind", "chosen", "says", "rounds", "steps"}
+"""Keys of an entry that are not those of a run."""
+TIMES = ("step_seconds", "round_seconds", "inner_seconds", "outer_seconds")
+SMOKE = {"names": ["smallest"]}
+
+
+def listed() -> dict[str, dict[str, Any]]:
+    """Return the entries of the list by name, each with the keys of `base` that it does not replace."""
+    content = yaml.safe_load(LIST.read_text())
+    every = [{"kind": kind, **content["base"], **one} for kind in ("topologies", "claims") for one in content[kind]]
+    return {one["name"]: one for one in every}
+
+
+def as_yaml(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry as the YAML of a run."""
+    return {key: value for key, value in entry.items() if key not in OURS}
+
+
+@contextmanager
+def lateness() -> Iterator[list[float]]:
+    """Collect by how many seconds this machine wakes a thread late, until the block ends."""
+    late, over = list[float](), threading.Event()
+
+    def nap() -> None:
+        while not over.is_set():
+            until = time.monotonic() + NAP_SECONDS
+            time.sleep(NAP_SECONDS)
+            late.append(time.monotonic() - until)
+
+    thread = threading.Thread(target=nap, daemon=True)
+    thread.start()
+    try:
+        yield late
+    finally:
+        over.set()
+        thread.join()
+
+
+def rehearse(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Rehearse one entry of the list, and return both sides."""
+    path, found = folder / f"{entry['name']}.yaml", folder / "found.json"
+    path.write_text(yaml.safe_dump(as_yaml(entry)))
+    rounds, steps = entry.get("rounds", ROUNDS), entry.get("steps", STEPS)
+    start, mode = partial(launch_rehearsal, most_alone=0), AsRehearsal(rounds, steps, found)
+    load = os.getloadavg()[0]
+    with lateness() as late, redirect_stdout(StringIO()):
+        run_topology(path, [], folder / "runs", False, start=start, mode=mode)
+    both = json.loads(found.read_text())
+    return {
+        **{key: entry[key] for key in ("kind", "chosen", "says") if key in entry},
+        "rounds": rounds,
+        "steps": steps,
+        "members": len(both["members"]),
+        "load": [load, os.getloadavg()[0]],
+        "processors_busy": both["busy"],
+        "woken_late_seconds": {"mean": statistics.fmean(late), "99_of_100": statistics.quantiles(late, n=100)[-1]},
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        **{key: both[key] for key in ("measured", "predicted", "difference", "whole_run")},
+    }
+
+
+def least_disturbed(found: dict[str, Any], sooner: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the rehearsal whose threads were woken less late, with a line about each attempt."""
+    late = ("woken_late_seconds", "mean")
+    tried = {"date": found["date"], "woken_late_seconds": found[late[0]][late[1]]}
+    tried |= {name: found["difference"][name] for name in ("step_seconds", "round_seconds")}
+    attempts = [*(sooner["attempts"] if sooner is not None else []), tried]
+    best = found if sooner is None or found[late[0]][late[1]] <= sooner[late[0]][late[1]] else sooner
+    return {**best, "attempts": attempts}
+
+
+def apart(found: Mapping[str, Any], quantity: str) -> float:
+    """Return the relative difference of a prediction from a measurement, without its sign."""
+    return abs(found["difference"][quantity] or 0.0)
+
+
+def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return how far measurements and predictions of the topologies are apart, by quantity."""
+    own = [one for one in results.values() if one["kind"] == "topologies" and one["chosen"] != "smoke"]
+    times = {name: [apart(one, name) for one in own] for name in ("step_seconds", "round_seconds")}
+    return {name: {"median": statistics.median(one), "worst": max(one)} for name, one in times.items() if one}
+
+
+def of_free_links(found: Mapping[str, Any], replica: str, side: str) -> float:
+    """Return the share of the inner steps with free links that a replica takes. `side`: `measured` or `predicted`."""
+    step, predicted = f"replicas.{replica}.step_seconds", found["predicted"]
+    free = predicted[step] * (1 - predicted[f"replicas.{replica}.exposed_communication"])
+    return float(free / found[side][step])
+
+
+def replicas_of(found: Mapping[str, Any]) -> list[str]:
+    """Return the names of the replicas of a result."""
+    return [key.split(".")[1] for key in found["predicted"] if key.endswith(".bubble")]
+
+
+def curve(entry: Mapping[str, Any], rates: Sequence[float]) -> list[float]:
+    """Return the predicted share of the steps with free links, at some bandwidths of a hop in Mbit/s."""
+    shares = []
+    for rate in rates:
+        one = {**entry["replicas"][0], "name": "one", "link": "hop"}
+        links = {**entry["links"], "hop": {"bandwidth": f"{rate} Mbit/s", "latency": "20 ms"}}
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(yaml.safe_dump(as_yaml({**entry, "links": links, "replicas": [one]})))
+            file.flush()
+            shares.append(1 - predict(spec_of(ConfigFile(Path(file.name), []))).replicas[0].exposed_communication)
+    return shares
+
+
+def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw how far predictions are off, the measured claims, and Figure 2's curve with its measured points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (off, claims, figure2) = plt.subplots(1, 3, figsize=(15, 4.6))
+    own = {name: one for name, one in results.items() if one["kind"] == "topologies"}
+    for quantity, marker in (("step_seconds", "o"), ("round_seconds", "x")):
+        values = [100 * one["difference"][quantity] for one in own.values()]
+        off.plot(values, range(len(own)), marker, label=f"a {quantity.split('_')[0]}")
+    off.set_yticks(range(len(own)), list(own))
+    off.axvspan(-8, 8, alpha=0.08)
+    off.axvspan(-3, 3, alpha=0.12)
+    off.set_xlabel("measured beyond the prediction, %")
+    off.legend()
+    said = {one["says"]: one["whole_run"] for name, one in results.items() if name.startswith("1b-")}
+    for shift, side in ((-0.2, "utilization"), (0.2, "predicted")):
+        label, places = "measured" if side == "utilization" else "predicted", [at + shift for at in range(len(said))]
+        claims.barh(places, [100 * one[side]["relative"] for one in said.values()], 0.38, label=label)
+    claims.set_yticks(range(len(said)), [one.replace(", ", ",\n", 1) for one in said])
+    claims.set_xlabel("training of 50 steps a round, % of free links")
+    claims.legend()
+    for name in ("figure2", "figure2-256"):
+        if name in results:
+            rates = [10 * 1.25**power for power in range(27)]
+            [line] = figure2.semilogx(rates, [100 * share for share in curve(entries[name], rates)])
+            points = [
+                (int(one[3:]), 100 * of_free_links(results[name], one, "measured"))
+                for one in replicas_of(results[name])
+            ]
+            figure2.plot(*zip(*points, strict=True), "o", color=line.get_color(), label=results[name]["says"])
+    figure2.axhline(97, color="gray", linewidth=0.8, linestyle="--")
+    figure2.set_xlabel("Mbit/s of a hop; lines: predicted, points: measured")
+    figure2.set_ylabel("% of free links")
+    figure2.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """Print one result."""
+    for quantity in TIMES:
+        ours, theirs, by = (found[key][quantity] for key in ("measured", "predicted", "difference"))
+        share = "" if by is None else f"{by:+.1%}"
+        print(f"{name:<24} {quantity:<14} {ours:>9.3f} s {theirs:>9.3f} s {share:>8}")
+    whole, late = found["whole_run"], found["woken_late_seconds"]["mean"]
+    trains = f"{whole['utilization']['relative']:.1%} of free links, predicted {whole['predicted']['relative']:.1%}"
+    print(f"{name:<24} the run: {trains}; woken {late * 1e3:.1f} ms late, load {found['load'][1]:.1f}", flush=True)
+
+
+def main() -> None:
+    """Rehearse, print, and write files if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="entries of the list; by default all but the smallest")
+    entries = listed()
+    parser.add_argument("--chart", type=Path, help="rehearse nothing, and draw the results of --json to this file")
+    arguments = parse(parser, SMOKE)
+    if arguments.chart is not None:
+        draw(json.loads(arguments.json.read_text())["results"], entries, arguments.chart)
+        return
+    names: Sequence[str] = arguments.names or [name for name in entries if name != "smallest"]
+    known = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    results: dict[str, Any] = known.get("results", {})
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="hetero-pp-rehearse-") as folder:
+            results[name] = least_disturbed(rehearse(Path(folder), entries[name]), results.get(name))
+        show(name, results[name])
+        save({"machine": machine(), "summary": summary(results), "results": results}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
