@@ -279,7 +279,8 @@ def stream_transfer() -> Iterator[Transfer]:
     """Yield a transfer over a bare gRPC stream, of the frames that a link would send: full ones, if messages fit."""
     frames: SimpleQueue[bytes | None] = SimpleQueue()
     with peer(serve_stream) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
-        answers = channel.stream_stream(STREAM_METHOD)(iter(frames.get, None))
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM_METHOD)
+        answers = call(iter(frames.get, None))
 
         full = bytes(FRAME_BYTES)
 

@@ -319,8 +319,13 @@ def test_an_end_fills_its_frames_while_bytes_keep_coming(monkeypatch: pytest.Mon
     monkeypatch.setattr(relayed_module, "_MORE_MILLISECONDS", 1000 * TIMEOUT)
     said = b"".join(bytes([number % 251]) * 1000 for number in range(1100))
     here, there = socket.socketpair()
+
+    def say() -> None:
+        with here:
+            here.sendall(said)
+
     with there, ThreadPoolExecutor() as threads:
-        threads.submit(lambda: (here.sendall(said), here.close()))
+        threads.submit(say)
         frames = list(relayed_module._frames_of(there))
     assert [len(frame) for frame in frames] == [relay.CARRIED_BYTES] * 2 + [len(said) - 2 * relay.CARRIED_BYTES]
     assert b"".join(frames) == said
