@@ -3,8 +3,8 @@
     python benchmarks/link.py --json benchmarks/results/link_<cpu>_<date>.json
 
 The two ends are separate processes. The unshaped link runs without TLS, with TLS, and through the relay of an exchange
-(a third process). It is compared with a raw TCP socket and with gRPC unary calls that carry a protobuf bytes field. All
-take turns in every round, so that a busy machine slows all of them.
+(a third process). It is compared with a raw TCP socket, and with a bare gRPC stream of full frames that nobody makes or
+reads. All take turns in every round, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 import psutil
 import torch
 from command_line import parse, save
-from google.protobuf.wrappers_pb2 import BytesValue
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
+from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.messages.refusals import Kind
@@ -58,13 +59,15 @@ SIZES = [64, 512, 4 << 10, 32 << 10]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
 SMOKE = {"rates": ["1 Gbit/s"], "seconds": 0.1, "repeats": 3, "rounds": 1, "sizes": [64, 4 << 10], "megabytes": 1}
 DEFAULT_MALLOC = "--default-malloc"
-UNARY_METHOD = "/hetero_pp.Benchmark/Send"
+STREAM_METHOD = "/hetero_pp.Benchmark/Stream"
+LAST = b"the last frame"
 UNLIMITED = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
 ]
 
+COMPARED = ("link", "tls", "relayed", "stream")
 Transfer = Callable[[int, int], float]
 """Takes (message bytes, messages). Returns the seconds until the other end has received all messages."""
 
@@ -165,7 +168,8 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
     rows = []
     for size in sizes:
         medians = {way: statistics.median(seen[way, size]) for way in ways}
-        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "tls", "relayed", "unary")}
+        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in COMPARED}
+        ratios["link_over_stream"] = medians["link"] / medians["stream"]
         ratios["tls_over_link"] = medians["tls"] / medians["link"]
         ratios["relayed_over_tls"] = medians["relayed"] / medians["tls"]
         cpu = {way: statistics.median(spent[way, size]) for way in ways}
@@ -222,7 +226,7 @@ def all_ways() -> Iterator[dict[str, Transfer]]:
             "link": stack.enter_context(link_transfer()),
             "tls": stack.enter_context(link_transfer(encrypted=True)),
             "relayed": stack.enter_context(relayed_transfer()),
-            "unary": stack.enter_context(unary_transfer()),
+            "stream": stack.enter_context(stream_transfer()),
         }
 
 
@@ -271,19 +275,26 @@ def relayed_transfer() -> Iterator[Transfer]:
 
 
 @contextmanager
-def unary_transfer() -> Iterator[Transfer]:
-    """Yield a transfer with one unary call per message, of a protobuf message with a bytes field."""
-    with peer(serve_unary) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
-        call = channel.unary_unary(UNARY_METHOD, BytesValue.SerializeToString, BytesValue.FromString)
+def stream_transfer() -> Iterator[Transfer]:
+    """Yield a transfer over a bare gRPC stream, of the frames that a link would send: full ones, if messages fit."""
+    frames: SimpleQueue[bytes | None] = SimpleQueue()
+    with peer(serve_stream) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM_METHOD)
+        answers = call(iter(frames.get, None))
+
+        full = bytes(FRAME_BYTES)
 
         def transfer(size: int, count: int) -> float:
-            data = torch.zeros(size, dtype=torch.uint8)
+            number, rest = divmod(size * count, FRAME_BYTES)
             start = time.perf_counter()
-            for _ in range(count):
-                call(BytesValue(value=data.numpy().tobytes()))
+            for _ in range(number):
+                frames.put(full)
+            frames.put(full[:rest] + LAST)
+            next(answers)
             return time.perf_counter() - start
 
         yield transfer
+        frames.put(None)
 
 
 def send_all(end: LinkEnd, size: int, count: int) -> float:
@@ -405,14 +416,15 @@ def serve_tcp(control: Connection) -> None:
             connection.sendall(b"!")
 
 
-def serve_unary(control: Connection) -> None:
-    """Parse messages and drop them, until the parent is done."""
+def serve_stream(control: Connection) -> None:
+    """Receive messages and drop them, until the parent is done."""
     prepare_process()
-    method = grpc.unary_unary_rpc_method_handler(
-        lambda request, context: BytesValue(), BytesValue.FromString, BytesValue.SerializeToString
-    )
-    service, name = UNARY_METHOD.strip("/").split("/")
-    handler = grpc.method_handlers_generic_handler(service, {name: method})
+
+    def answer(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        return (b"!" for frame in frames if frame.endswith(LAST))
+
+    service, name = STREAM_METHOD.strip("/").split("/")
+    handler = grpc.method_handlers_generic_handler(service, {name: grpc.stream_stream_rpc_method_handler(answer)})
     server = grpc.server(ThreadPoolExecutor(2), [handler], options=UNLIMITED)
     control.send(server.add_insecure_port(f"{HOST}:0"))
     server.start()
@@ -432,12 +444,10 @@ def print_tables(result: dict[str, Any]) -> None:
     for name in ("idle", "computes"):
         label = f"{transit['message_bytes'] >> 10} KiB, sender {name}, ms"
         print(f"{label:<40}" + "".join(f"{1e3 * seconds:>9.2f}" for seconds in transit[name].values()))
-    ratios = "".join(f" {name:>9} (ratio)" for name in ("link", "TLS", "relayed", "unary"))
+    ratios = "".join(f" {name:>9} (ratio)" for name in COMPARED)
     print(f"\nmessage        TCP GB/s{ratios}   CPU s a GB: link    TLS relayed")
     for row in result["unshaped"]:
-        ways = "".join(
-            f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in ("link", "tls", "relayed", "unary")
-        )
+        ways = "".join(f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in COMPARED)
         cpu = "".join(f" {row['cpu_seconds_a_gigabyte'][way]:7.2f}" for way in ("link", "tls", "relayed"))
         print(f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}{ways} {cpu:>35}")
     print(f"\n{result['machine']}")

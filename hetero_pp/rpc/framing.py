@@ -254,11 +254,11 @@ class Decoder:
             raise MalformedMessage(f"found a payload of {sum(sizes)} bytes, expected at most {most}")
         aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         buffer = self._pool.take(sum(aligned))
+        memory = buffer.numpy().data
         tensors, segments, start = [], [], 0
         for tensor, size, step in zip(header.tensors, sizes, aligned, strict=True):
-            room = buffer[start : start + size]
-            segments.append(room.numpy().data)
-            tensors.append(room.view(WIRE_DTYPES[tensor.dtype]).view(tuple(tensor.shape)))
+            segments.append(memory[start : start + size])
+            tensors.append(buffer[start : start + size].view(WIRE_DTYPES[tensor.dtype]).view(tuple(tensor.shape)))
             start += step
         return ReceivedMessage(header, tuple(tensors), [buffer]), segments
 

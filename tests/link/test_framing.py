@@ -239,8 +239,7 @@ def test_a_recycled_buffer_is_used_again_and_only_once() -> None:
 def test_a_message_that_is_kept_is_never_overwritten() -> None:
     decoder = Decoder()
     kept = [
-        decode(decoder, encoded(sealed(Message(LinkHeader(), (torch.full((99,), float(i)),)))))[0]
-        for i in range(20)
+        decode(decoder, encoded(sealed(Message(LinkHeader(), (torch.full((99,), float(i)),)))))[0] for i in range(20)
     ]
     for i, message in enumerate(kept):
         assert torch.equal(message.tensors[0], torch.full((99,), float(i)))

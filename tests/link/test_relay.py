@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import channels, relay
+from hetero_pp.rpc import relayed as relayed_module
 from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.channels import make_channel
@@ -308,8 +310,25 @@ def test_credit_is_what_the_other_end_has_taken(relayed: Relayed) -> None:
         for _ in range(2):
             dials.say(*frames)
             assert [waits.hear() for _ in frames] == frames
-            assert [dials.hear() for _ in range(relay.CREDIT // relay.TAKEN_BYTES)] == [b""] * (relay.CREDIT // relay.TAKEN_BYTES)
+            assert {dials.hear() for _ in range(relay.CREDIT // relay.TAKEN_BYTES)} == {b""}
     assert relayed.refusals() == {}
+
+
+def test_an_end_fills_its_frames_while_bytes_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relayed_module, "_MANY_BYTES", 1)
+    monkeypatch.setattr(relayed_module, "_MORE_MILLISECONDS", 1000 * TIMEOUT)
+    said = b"".join(bytes([number % 251]) * 1000 for number in range(1100))
+    here, there = socket.socketpair()
+
+    def say() -> None:
+        with here:
+            here.sendall(said)
+
+    with there, ThreadPoolExecutor() as threads:
+        threads.submit(say)
+        frames = list(relayed_module._frames_of(there))
+    assert [len(frame) for frame in frames] == [relay.CARRIED_BYTES] * 2 + [len(said) - 2 * relay.CARRIED_BYTES]
+    assert b"".join(frames) == said
 
 
 @pytest.fixture
