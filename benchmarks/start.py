@@ -39,7 +39,7 @@ def start(program: str, runs: Path) -> dict[str, float]:
     shutil.rmtree(runs / "quickstart", ignore_errors=True)  # the encoded corpus stays
     command, since = [program, "launch", str(CONFIG), "--runs", str(runs)], time.time()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         found: dict[str, float] = {}
         while EVENTS[-1] not in found:
@@ -50,7 +50,7 @@ def start(program: str, runs: Path) -> dict[str, float]:
         return found | {"cpu": _cpu_seconds(process.pid)}
     finally:
         process.kill()  # the members end with it
-        process.communicate()
+        process.wait()
 
 
 def _events(metrics: Path, since: float) -> dict[str, float]:
