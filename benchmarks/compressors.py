@@ -8,8 +8,9 @@ added to a total, one or eight at a time, in values per CPU second. On a GPU, th
 the share of a copy's bandwidth. An element moves 12 bytes (e is read and written, d is read).
 
 templar's ways are written anew after its compressor. It selects from a copy in tiles, packs positions to 12 bits and
-codes to bytes, and subtracts a dense tensor. It decodes into a dense tensor. Much of its time goes to memory that
-malloc returns and faults in again. MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 avoids that.
+codes to bytes, and subtracts a dense tensor. It decodes into a dense tensor. As in the members of a run, malloc keeps
+freed memory of up to 32 MiB. Larger tensors are faulted in again, which much of templar's time goes to;
+MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 avoids that.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
 from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.rpc.memory import keep_freed_memory
 
 with extra("numba"):
     from numba import njit
@@ -286,6 +288,7 @@ def _of_status(key: str) -> int:
 def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> dict[str, Any]:
     """Measure every way on the CPU, on one thread, at every k."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     return {
         "elements": elements,
         "floor": {str(kept): max(measure(FLOORS, elements, kept).values()) for kept in ks},

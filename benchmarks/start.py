@@ -2,7 +2,7 @@
 
     python benchmarks/start.py [--program .venv/bin/hetero-pp --program OTHER/.venv/bin/hetero-pp] [--json FILE]
 
-Programs are started in turns, each with a run of its own that is interrupted after the first step. Times are wall-clock
+Programs are started in turns, each with a run of its own that is ended after the first step. Times are wall-clock
 seconds since the start. Imports take CPU seconds, so both are shown: of all processes of the run, up to the first step.
 On a machine with other load, compare the CPU seconds, and the ratio of programs in one run.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,9 +36,10 @@ OWN = str(Path(sys.executable).parent / "hetero-pp")
 
 def start(program: str, runs: Path) -> dict[str, float]:
     """Return seconds from the program's start to each event, and the CPU seconds until the last."""
-    command, since = [program, "launch", str(CONFIG), "--runs", str(runs), "--new"], time.time()
+    shutil.rmtree(runs / "quickstart", ignore_errors=True)  # the encoded corpus stays
+    command, since = [program, "launch", str(CONFIG), "--runs", str(runs)], time.time()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         found: dict[str, float] = {}
         while EVENTS[-1] not in found:
@@ -48,8 +49,8 @@ def start(program: str, runs: Path) -> dict[str, float]:
             found = _events(runs / "quickstart/metrics.jsonl", since)
         return found | {"cpu": _cpu_seconds(process.pid)}
     finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate()
+        process.kill()  # the members end with it
+        process.wait()
 
 
 def _events(metrics: Path, since: float) -> dict[str, float]:

@@ -66,6 +66,7 @@ PRINTED = {
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
     "slow_uplink": [r'beats: .*"contribution_bytes": 200000.*"beats": [1-9]|not shaped by the kernel'],
+    "start": [r"joined \d.*, begun \d.*, inner_step \d.*, cpu \d"],
     "strangers": [
         r"forged_hashes: .*'PERMISSION_DENIED': [1-9].*'unexpected': [1-9]",
         r"absurd_reports: .*'OK': [1-9]",
@@ -92,7 +93,7 @@ LONG |= {
     "simulator_growth",
     "view",
 }
-LONG |= {"simulator_growth", "strangers", "unequal_speeds"}
+LONG |= {"simulator_growth", "start", "strangers", "unequal_speeds"}
 """Benchmarks that take more than three seconds at their smallest size."""
 SMALLEST = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in BENCHMARKS]
 

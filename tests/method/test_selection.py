@@ -132,6 +132,25 @@ def test_numba_selects_what_torch_selects(
 
 
 @needs_numba
+@pytest.mark.parametrize("spread", [0, 1, 12], ids=["estimates hold", "estimates fail", "magnitudes are bounded"])
+@pytest.mark.parametrize("columns", [256, 200])
+def test_numba_estimates_thresholds_from_the_tiles_above(spread: int, columns: int) -> None:
+    """The choice is exact wherever the estimate comes from, and for chunks far from the mean of all magnitudes."""
+    plain = CompressionSettings.model_validate({"density": 1 / 128})
+    fast = plain.model_copy(update={"accelerator": "numba"})
+    first, second = torch.zeros(512, columns), torch.zeros(512, columns)
+    generator = torch.Generator().manual_seed(0)
+    scales = 2.0 ** (spread * torch.randn(8, columns // 8, generator=generator))
+    scales = scales.repeat_interleave(64, 0).repeat_interleave(8, 1)
+    for _ in range(3):
+        delta = torch.randn(512, columns, generator=generator) * scales
+        ours, theirs = select(first, delta, plain), select(second, delta, fast)
+        assert torch.equal(ours.indices, theirs.indices)
+        _assert_equal(ours.quantised, theirs.quantised)
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
+@needs_numba
 @pytest.mark.parametrize("others", [(0.0, 0.0), (1000.0, 7.0)], ids=["none", "large"])
 @pytest.mark.parametrize("shape", [(130, 200), (300,), (0, 64)], ids=str)
 def test_numba_sums_over_parts_as_torch_does(shape: tuple[int, ...], others: tuple[float, float]) -> None:

@@ -82,21 +82,22 @@ def _imports_torch(process: psutil.Process) -> bool:
 
 @pytest.mark.starts_processes
 def test_ctrl_c_while_the_fork_server_imports(corpus: Path, tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to the fork server too."""
+    """A terminal sends Ctrl-C to the fork server too, which imports while the launcher does and ends with it."""
     yaml = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
     settings = ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=100000", "--runs", str(tmp_path)]
     process = _started([sys.executable, "-m", "hetero_pp", "launch", str(yaml), *settings])
     try:
         started = psutil.Process(process.pid)
-        while not any(_imports_torch(one) for one in started.children()):
+        while not (servers := [one for one in started.children() if _imports_torch(one)]):
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         os.killpg(process.pid, signal.SIGINT)
-        out, errors = process.communicate(timeout=TIMEOUT)
+        _, errors = process.communicate(timeout=TIMEOUT)
     finally:
         process.kill()
-    assert (process.returncode, errors) == (130, "hetero-pp: interrupted; all processes of the run have ended\n")
-    assert "start the run again with: " in out.splitlines()[-1]
+    assert (process.returncode, errors.count("\n")) == (130, 1)
+    assert errors.startswith("hetero-pp: interrupted")  # how it goes on depends on how far the launcher was
+    assert psutil.wait_procs(servers, TIMEOUT)[1] == []
 
 
 def test_a_second_interrupt_leaves_the_end_alone_unless_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""The fork server imports while the launcher does, and its processes have the launcher's limits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run_state import made_up_spec
+
+from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.program.launch import supervisor
+from hetero_pp.program.launch.job import Job
+from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.run.folder import RunFolder
+
+AT_THE_SERVERS_START = """
+import multiprocessing.forkserver, sys
+multiprocessing.forkserver.ensure_running = lambda: sys.exit(f"torch: {'torch' in sys.modules}")
+from hetero_pp.__main__ import main
+sys.argv = ["hetero-pp", "launch", "no.yaml", *sys.argv[1:]]
+main()
+"""
+IN_A_FORKED_PROCESS = """
+import resource, sys
+from pathlib import Path
+from hetero_pp.program.launch.fork_server import begin_forked
+begin_forked(Path(sys.argv[1]), False, (200, 300))
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def _run(code: str, *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True).stderr
+
+
+@pytest.mark.starts_processes
+def test_the_fork_server_starts_before_the_launcher_imports() -> None:
+    assert _run(AT_THE_SERVERS_START) == "torch: False\n"
+
+
+@pytest.mark.starts_processes
+def test_a_forked_process_takes_the_limits_of_open_files(tmp_path: Path) -> None:
+    """The server may have started before the launcher raised its own."""
+    _run(IN_A_FORKED_PROCESS, str(tmp_path / "output"))
+    assert (tmp_path / "output").read_text() == "(200, 300)\n"
+
+
+class _Started:
+    """A process that is only noted."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs, self.Pipe = jobs, multiprocessing.Pipe
+
+    def Process(self, target: object, args: tuple[Any, ...], name: str) -> _Started:
+        self._jobs.append(args[1])
+        return self
+
+    def start(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_members_are_told_the_limits_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(supervisor, "fork_server", lambda: _Started(jobs))
+    keys = SecretKeys(Secret("0" * 32), encrypted=False)
+    with supervisor.Supervisor(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, keys) as started:
+        started.start([EXCHANGE])
+    assert [job.open_files for job in jobs] == [resource.getrlimit(resource.RLIMIT_NOFILE)]
