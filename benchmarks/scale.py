@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--json FILE] [--chart FILE] [--members N ...] [--rounds N]
 
-The exchange is the process that `launch` starts, with its log on disk and its auditor. The members are threads of two
+The exchange is the process that `launch` starts, with its log on disk and its auditor. The members are threads of a few
 processes. Each is a datacenter replica: it makes the calls of a real member over a connection of its own, sends
 contributions in the real format, and computes nothing. Threads wait for each other between two steps, so that each
 step has its own seconds and CPU seconds of the exchange. Fetches carry members squared contributions, and records
@@ -58,7 +58,8 @@ from replica_groups.outer.apply_round import apply_round
 
 MEMBERS, ROUNDS = (10, 100, 1_000), 3
 SMOKE = {"members": [4, 8], "rounds": 1}
-PROCESSES = 2
+MEMBERS_OF_A_PROCESS = 125
+"""With many more, the polls of gRPC's connections in one process would take longer than the calls."""
 STEPS = ("join", "assign", "report", "deposit", "record", "fetch", "confirm")
 PER_BYTE = ("record", "fetch")
 SECONDS_BETWEEN_BEATS = 1.0
@@ -281,6 +282,11 @@ class Step:
     """Fetched by the members in it."""
 
 
+def processes_of(members: int) -> int:
+    """Return the number of processes that share the members."""
+    return max(2, math.ceil(members / MEMBERS_OF_A_PROCESS))
+
+
 class Parts:
     """The processes of one size, which carry out a step together."""
 
@@ -331,9 +337,10 @@ def measure(members: int, rounds: int, folder: Path) -> dict[str, Any]:
         address = supervisor.open_exchange()
         watcher = Watcher(lambda: reports_of(address, supervisor.credentials), on_report)
         exchange = psutil.Process(supervisor._processes[EXCHANGE].pid)
+        processes = processes_of(members)
         pipes = _start(
             run_members,
-            [(run.path, list(spec.members)[n::PROCESSES], address, keys.secret.text) for n in range(PROCESSES)],
+            [(run.path, list(spec.members)[n::processes], address, keys.secret.text) for n in range(processes)],
         )
         parts = Parts(pipes, exchange)
         sum(map(_answer, pipes))  # they have started
@@ -381,7 +388,8 @@ def plain_seconds(members: int, size: int) -> dict[str, float]:
     """Return the seconds of the bytes of a round without the exchange, by gRPC and by one TCP connection."""
     (server,) = _start(serve_plain, [((members - 1) * size, members)])
     port = _answer(server)
-    clients = _start(run_plain, [(port, len(range(n, members, PROCESSES)), size) for n in range(PROCESSES)])
+    processes = processes_of(members)
+    clients = _start(run_plain, [(port, len(range(n, members, processes)), size) for n in range(processes)])
     seconds, starting = list[float](), sum(map(_answer, clients))
     for _ in range(3):
         began = time.monotonic()
@@ -396,7 +404,7 @@ def plain_seconds(members: int, size: int) -> dict[str, float]:
 
 def _bytes_of_one(fetch: Step, members: int) -> int:
     """Return the size of one contribution: the first member of each process also fetches its own."""
-    return round(fetch.n_bytes / (members * (members - 1) + PROCESSES))
+    return round(fetch.n_bytes / (members * (members - 1) + processes_of(members)))
 
 
 def _round_figures(members: int, steps: Mapping[str, Sequence[Step]], blobs: int) -> dict[str, float]:

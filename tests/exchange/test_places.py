@@ -99,9 +99,9 @@ def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
         run.passes(gap, heard=others)
         run.exchange.beat("dc")
     run.passes(LEASE.factor * 14.0 - 1, heard=others)
-    assert run.exchange.coordinator.holds("dc", 1)
+    assert run.exchange.coordinator.slot("dc").held
     run.passes(2, heard=others)
-    assert not run.exchange.coordinator.holds("dc", 1)
+    assert not run.exchange.coordinator.slot("dc").held
 
 
 def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> None:
@@ -111,14 +111,54 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
         run.exchange.beat("dc")
     run.exchange.left("dc", term=1)
     run.passes(LEASE.least - 1, heard=others)
-    assert run.exchange.coordinator.holds("dc", 1)
+    assert run.exchange.coordinator.slot("dc").held
     run.exchange.beat("dc")  # it is heard again
     run.passes(LEASE.factor * 10.0, heard=others)
-    assert run.exchange.coordinator.holds("dc", 1)
+    assert run.exchange.coordinator.slot("dc").held
     run.exchange.beat("dc")
     run.exchange.left("dc", term=1)
     run.passes(LEASE.least + 1, heard=others)
+    assert not run.exchange.coordinator.slot("dc").held
+
+
+def test_a_silent_stage_is_not_waited_for_and_continues_its_round_once_it_is_heard(run: Run) -> None:
+    """It was frozen or cut off for less than three leases. Nobody of its group returns to the start of the round."""
+    run.deposit(1, "home.0", epoch=2)
+    run.passes(2 * LEASE.least, heard=("dc", "home.0"))
+    assert run.exchange.coordinator.waited_for == ["dc"]
+    assert run.exchange.beat(Caller("home.1", 1), 1, 2) == run.exchange.beat(Caller("home.0", 1), 1, 2) == BeatReply()
+    assert run.exchange.coordinator.waited_for == ["dc", "home"]
+    run.deposit(1, "home.1", epoch=2)
+    run.deposit(1, "dc")
+    assert run.counted(1) == {"dc": 1, "home": 2}
+    assert not run.told()
+
+
+def test_a_round_closes_without_a_silent_member_which_applies_it_and_takes_the_next(run: Run) -> None:
+    run.passes(LEASE.least + 1, heard=("home.0", "home.1"))
+    run.deposit(1, "home.0", "home.1", epoch=2)
+    assert (run.counted(1), run.late(1)) == ({"home": 2}, ["dc"])
+    run.deposit(1, "dc", term=1)
+    assert run.exchange.record(1, Caller("dc", 1)).round == 1
+    assert run.exchange.coordinator.holds("dc", 1)
+
+
+def test_silence_of_three_leases_ends_an_incarnation(run: Run) -> None:
+    others = ("home.0", "home.1")
+    run.passes(3 * LEASE.least - 1, heard=others)
+    assert run.exchange.coordinator.holds("dc", 1)
+    run.passes(2, heard=others)
     assert not run.exchange.coordinator.holds("dc", 1)
+    assert [(one.place, one.cause) for one in run.told() if one.what == SILENT] == [
+        ("dc", "no heartbeat arrived for 45 s")
+    ]
+
+
+def test_another_process_takes_the_slot_of_a_silent_member(run: Run) -> None:
+    run.passes(LEASE.least + 1, heard=("home.0", "home.1"))
+    assert run.exchange.join("dc", "", process="another") == 2
+    with pytest.raises(TermOver):
+        run.exchange.record(1, Caller("dc", 1))
 
 
 # ---- a group that lost a stage ----

@@ -164,12 +164,15 @@ class Recorder:
         self._note("stored", caller, request)
         return None
 
-    def wake(self) -> None:
+    def wake(self, place: str) -> None:
         self.woken.set()
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        raise NotImplementedError
+
+    def fetch_many(self, request: pb.FetchRequest, caller: Caller) -> tuple[pb.BlobHeader, list[memoryview]]:
         self._note("Fetch", caller, request)
-        return BLOB
+        return pb.BlobHeader(size=len(BLOB)), [memoryview(BLOB)]
 
     def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
         self.asked.append(("Watch", *members))
@@ -342,7 +345,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("Snapshot", "dc", TERM, pb.SnapshotRequest(names=["a"], round=0)),
             ("Deposit", "dc", TERM, HEADER, BLOB),
             ("Record", "dc", TERM, pb.RecordRequest(round=3)),
-            ("Fetch", "dc", TERM, pb.FetchRequest(round=3, replica="home", block="norm")),
+            ("Fetch", "dc", TERM, pb.FetchRequest(round=3, replica="home", block="norm", takes_following=True)),
             ("Confirm", "dc", TERM, pb.HashReport(round=3, sha256={"norm.weight": b"\1" * 32})),
             # whoever knows the token speaks for itself only
             ("Report", "dc", TERM, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Finished())])),

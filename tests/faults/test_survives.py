@@ -123,11 +123,21 @@ def test_the_exchange_killed_with_contributions_in_it_takes_over_from_its_log(su
     assert run.happened(RESTARTED) == run.happened(RESTARTED, "exchange")
 
 
-def test_a_stage_that_was_frozen_finds_its_term_over_and_joins_again(survive: Any) -> None:
+def test_a_stage_that_was_frozen_for_less_than_three_leases_continues_its_round(survive: Any) -> None:
     lease = 'exchange.lease={"factor": 1, "least": "3 s", "most": "3 s"}'
     run = survive("{freeze: home.1, lasts: 5 s, at: {round: 3}}", lease)
     run.assert_sound()
+    assert not [*run.happened(SILENT), *run.happened(SUSPENDED), *run.happened(RESTARTED)]
+    record = json.loads((run.folder / "log" / f"round-{ROUNDS:06d}" / "record.json").read_text())
+    assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]} == {"dc": 1, "home": 3}
+
+
+def test_a_stage_that_stays_frozen_is_replaced(survive: Any) -> None:
+    lease = 'exchange.lease={"factor": 1, "least": "2 s", "most": "2 s"}'
+    run = survive("{freeze: home.1, lasts: 10 min, at: {round: 3}}", lease)
+    run.assert_sound()
     assert run.happened(SILENT, "home.1")
+    assert run.happened(RESTARTED, "home.1")
 
 
 def test_a_killed_rank_has_its_replica_started_again(survive: Any, tmp_path: Path) -> None:

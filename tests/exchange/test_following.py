@@ -1,0 +1,99 @@
+"""Many members: a fetch brings the small blobs that follow, and an event wakes only the calls that it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from members import TIMEOUT, in_thread
+from small_run import Run
+
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from replica_groups.exchange import decided
+from replica_groups.exchange.server import serve_exchange
+from replica_groups.exchange.waits import Waits
+
+SECRET = Secret("a secret")
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run whose round 1 includes four replicas."""
+    run = Run(tmp_path, dict.fromkeys(NAMES, 1))
+    run.assign(0)
+    run.deposit(1, *NAMES)
+    return run
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[ExchangeClient]:
+    """A client of member b."""
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
+    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("b"), "run")
+    yield client
+    client.close()
+    server.stop(None).wait()
+
+
+def _replies(run: Run) -> list[tuple[str, list[str]]]:
+    """Note the first replica of each fetch from now on, and those that followed."""
+    found, fetch_many = list[tuple[str, list[str]]](), run.exchange.fetch_many
+
+    def noted(request: pb.FetchRequest, caller: Caller) -> tuple[pb.BlobHeader, list[memoryview]]:
+        header, parts = fetch_many(request, caller)
+        found.append((request.replica, [one.replica for one in header.following]))
+        return header, parts
+
+    run.exchange.fetch_many = noted  # type: ignore[method-assign]
+    return found
+
+
+def test_a_fetch_brings_the_blobs_of_the_other_replicas_that_follow(run: Run, served: ExchangeClient) -> None:
+    replies = _replies(run)
+    for name in ("a", "c", "d", "c", "b"):
+        assert served.fetch("b", 1, name, "norm") == run.blob(BlobAddress("run", 1, name, "norm"))
+    assert replies == [("a", ["c", "d"]), ("c", ["d"]), ("b", [])]
+
+
+def test_as_many_follow_as_fit(run: Run, served: ExchangeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(run.blob(BlobAddress("run", 1, "b", "norm")))
+    monkeypatch.setattr(decided, "FOLLOWING_BYTES_MAX", 2 * size)
+    replies = _replies(run)
+    for name in ("a", "c", "d"):
+        assert served.fetch("b", 1, name, "norm") == run.blob(BlobAddress("run", 1, name, "norm"))
+    assert replies == [("a", ["c"]), ("d", [])]
+
+
+def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path) -> None:
+    run, waits = Run(tmp_path, dict.fromkeys(NAMES, 1)), _Counted()
+    run.exchange.decisions.waits = waits
+    run.assign(0)
+    waiting = in_thread(lambda: run.exchange.record(1, Caller("a", 1)))
+    with waits.changed:
+        assert waits.changed.wait_for(lambda: waits.looks == {"a": 1}, TIMEOUT)
+    for _ in range(3):
+        run.exchange.beat("b")
+    run.deposit(1, "b", "c", "d")
+    assert waits.looks == {"a": 1}
+    run.deposit(1, "a")
+    assert waiting.result(TIMEOUT).round == 1
+
+
+class _Counted(Waits):
+    """Waits that count how often each subject was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: dict[str, int] = {}
+
+    def pause(self, subject: str, seconds: float) -> None:
+        if subject in NAMES:
+            self.looks[subject] = self.looks.get(subject, 0) + 1
+            self.changed.notify_all()
+        super().pause(subject, seconds)
