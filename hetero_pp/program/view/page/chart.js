@@ -85,7 +85,7 @@ export class LineChart {
           stroke: colour(curve.colour),
           width: curve.width ?? 1.5,
           dash: curve.dash,
-          spanGaps: true,
+          spanGaps: false, // a point with null breaks a curve; points that another curve has do not
           points: { show: curve.points.length < 40 && curve.width > 2 },
           value: (_, y) => loss(y),
         })),
