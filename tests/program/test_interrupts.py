@@ -95,7 +95,7 @@ def test_ctrl_c_while_the_fork_server_imports(corpus: Path, tmp_path: Path) -> N
         out, errors = process.communicate(timeout=TIMEOUT)
     finally:
         process.kill()
-    assert (process.returncode, errors) == (130, "hetero-pp: interrupted; all processes of the run have ended\n")
+    assert (process.returncode, errors) == (130, "hetero-pp: interrupted; all processes of this command have ended\n")
     assert "start the run again with: " in out.splitlines()[-1]
 
 
