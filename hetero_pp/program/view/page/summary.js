@@ -145,7 +145,7 @@ function messages(history, frame) {
     ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.obstacle, 200)}` }]
     : [];
   const failed = history.outcome?.startsWith("failed") ? [{ text: history.outcome }] : [];
-  const said = frame?.message && frame.phase !== "joining" ? [{ text: cut(frame.message, 200) }] : [];
+  const said = frame?.message && !["joining", "over"].includes(frame.phase) ? [{ text: cut(frame.message, 200) }] : [];
   return [...failed, ...said, ...exchange, ...history.problems.map((text) => ({ text: cut(text, 200) }))];
 }
 
