@@ -96,6 +96,9 @@ RUN_BY = {
     "hetero-pp calibrate configs/quickstart.yaml --write calibration.yaml": CALIBRATED,
     "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml": CALIBRATED,
     "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,
+    "hetero-pp reproduce het-pp/table1 --rows PP-Compress --seeds 1 --results again": (
+        "tests/experiments/test_experiments.py::test_only_rows_of_a_name_are_trained"
+    ),
     "hetero-pp reproduce mine/mix --seeds 1 --workers 2": TABLE,
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,

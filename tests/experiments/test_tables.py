@@ -8,15 +8,18 @@ from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from catalogs import SHIPPED
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
+from hetero_pp.research.experiments import command
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.command import reproduce
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
@@ -26,7 +29,7 @@ from hetero_pp.research.experiments.markdown import markdown, number
 from hetero_pp.research.experiments.outcomes import ROWS, add_outcome
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.report import result_of, write_result
-from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.request import RESULTS, Request
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of, judge
 from hetero_pp.run.folder import CACHE
@@ -307,6 +310,20 @@ base:
   inner: {steps: 2}
   outer: {rounds: 2}
 """
+
+
+def test_a_row_that_is_trained_again_elsewhere_is_compared_with_the_repositorys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = tmp_path / "again" / "tiny" / ROWS, tmp_path / "kept" / "tiny" / ROWS
+    monkeypatch.setattr(command, "shipped", lambda path: tmp_path / "kept" / Path(path).relative_to(RESULTS))
+    add_outcome(there, _outcome(1, 4.1) | {"row": "few", "key": "a"})
+    found: Any = {"a": _outcome(1, 4.0), "b": _outcome(2, 3.0)}
+    trained: Any = [SimpleNamespace(key=key, name="few", seed=seed) for key, seed in (("a", 1), ("b", 2))]
+    for rows in (here, there):
+        command._tell_differences(trained, found, rows, Console(width=200))
+    told = "few, seed 1: loss 4.0000 here, 4.1000 in the repository's rows, difference -0.1000\n"
+    assert capsys.readouterr().out == told
 
 
 def test_a_table_of_kept_outcomes_pairs_their_seeds(corpus: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.
     said, errors = launched.process.communicate()
     assert launched.process.returncode == 130
     assert shlex.join(launched.command) in said.splitlines()[-1]
-    assert errors.strip().splitlines() == ["hetero-pp: interrupted; all processes of the run have ended"]
+    assert errors.strip().splitlines() == ["hetero-pp: interrupted; all processes of this command have ended"]
 
 
 @pytest.mark.parametrize("launched", [FORKED], indirect=True)

@@ -227,7 +227,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     done = run.ask("leave", host="home.1")
     assert (done.returncode, done.stdout) == (0, "homes: home.1 has left\n")
     code, said, errors = run.wait("home.1")
-    assert (code, errors) == (130, "hetero-pp: interrupted; all processes of the run have ended\n")
+    assert (code, errors) == (130, "hetero-pp: interrupted; all processes of this command have ended\n")
     assert said.endswith("homes: home.1 is free again\n")
     assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
     run.join("another", run.invite())  # it gets the only vacant slot

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import details, key_frames
+from hetero_pp.program.view import record as record_module
 from hetero_pp.program.view.details import Curve
 from hetero_pp.program.view.key_frames import KeyFrames
 from hetero_pp.program.view.record import Lines, Record
@@ -179,6 +182,8 @@ def test_a_round_that_was_cut_off_and_one_of_an_earlier_version_are_shown() -> N
     found, problems = read([f"{json.dumps(line)}\n".encode() for line in without])
     assert [one.replica for one in found[0].round_closed.contributions] == ["dc", "home"]
     assert len(problems) == 1 and "earlier version" in problems[0]
+    cost = view_of(found).history("x")["cost"]
+    assert {cost[key] for key in ("tokens", "goodput", "goodput_share")} == {None}, "unknown, and not zero"
 
 
 def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
@@ -191,6 +196,20 @@ def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Call
         file.write(lines[half][20:] + b"".join(lines[half + 1 :]))
     wait_until(lambda: record.view.state.is_over)
     assert summary_of(record.view.state) == summary_of(state_of(made_up_reports()))
+
+
+def test_a_record_that_a_full_disk_keeps_behind_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: Callable[[RunFolder], Record]
+) -> None:
+    monkeypatch.setattr(record_module, "is_running", lambda _: True)
+    monkeypatch.setattr(record_module, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    record = followed(run_folder(tmp_path, recorded([*there(), begun(START, 1)])))
+    assert record.view.stale == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    wait_until(lambda: bool(record.view.stale))
+    assert "; 0 B are free on its disk; `hetero-pp status " in frame(record.view)["message"]
+    monkeypatch.undo()
+    wait_until(lambda: not record.view.stale)
 
 
 def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:

@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from email.message import Message
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from test_run_state import START, inner_step, made_up_reports
@@ -24,11 +25,12 @@ from test_standings import standing, there
 from test_view_data import recorded, run_folder, view_of
 from typer.testing import CliRunner
 
-from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed, RunOver
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.status import Known as KnownRun
+from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import admitted, broadcast, launched, serving, watched
@@ -362,12 +364,27 @@ class _Exchange:
     def close(self) -> None: ...
 
 
-def test_a_run_elsewhere_is_followed_over_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+MEMBERSHIP: Any = type("M", (), {"address": "a:1", "credentials": None, "place": "home.1"})
+
+
+def test_a_run_elsewhere_that_was_over_before_is_no_run_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = mock.Mock(watch=mock.Mock(side_effect=LinkClosed("the exchange does not answer")))
+    monkeypatch.setattr(watched, "ExchangeClient", lambda *_: gone)
+    keep_over(RunFolder(tmp_path), RunOver.after(9, 9))
+    source = Watched(view_of([]).state.spec, MEMBERSHIP, RunFolder(tmp_path))
+    source.start()
+    source._thread.join(60)
+    assert (source.view.outcome, json.loads(source.view.frame())["phase"]) == ("over", "over")
+    assert "round 9 of 9); its exchange no longer answers" in source.view.problems[0]
+
+
+def test_a_run_elsewhere_is_followed_over_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "ExchangeClient", _Exchange)
     monkeypatch.setattr(watched, "_SECONDS_BETWEEN_TRIES", 0.0)
     monkeypatch.setattr(_Exchange, "connections", 0)
-    membership: Any = type("M", (), {"address": "a:1", "credentials": None, "place": "home.1"})
-    source = Watched(view_of([]).state.spec, membership)
+    source = Watched(view_of([]).state.spec, MEMBERSHIP, RunFolder(tmp_path))
     source.start()
     source._thread.join(60)
     assert (source.view.outcome, source.view.is_live) == ("over", False)

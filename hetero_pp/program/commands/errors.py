@@ -53,7 +53,7 @@ def _readable() -> Iterator[None]:
     except OSError as error:
         _leave_for(error)
     except KeyboardInterrupt:
-        _leave("interrupted; all processes of the run have ended", INTERRUPTED)
+        _leave("interrupted; all processes of this command have ended", INTERRUPTED)
 
 
 def _leave_for(error: OSError) -> NoReturn:

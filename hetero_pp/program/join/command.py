@@ -30,7 +30,7 @@ from hetero_pp.program.join.membership import Membership, renewed, take_place, u
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.launch.over import keep_over
+from hetero_pp.program.launch.over import keep_over, read_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.rehearse.own_line import OwnLine
 from hetero_pp.program.report.json_lines import name_run
@@ -127,6 +127,8 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
                         say(f"{membership.run}: {line}")
                 else:
                     run_members(prepared, runs, membership.place, exchange, operations)
+                if (over := read_over(folder)) is not None:
+                    say(f"{membership.run}: {over.told}")
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
                 say(f"{membership.run}: {became}")
@@ -137,6 +139,7 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
     """Configure this host for its slot and open the inputs. Raises ConfigError if something is missing."""
     _configure(membership, here, folder)
     tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
+    tell(standard_output(), f"{membership.run}: to see the run on a page: hetero-pp view {membership.run}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(
             ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.place, on_progress=on_progress

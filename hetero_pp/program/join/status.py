@@ -29,7 +29,7 @@ from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.tickets import Ticket, is_ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import config_of
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.memberships import LEFT, Memberships
 from replica_groups.exchange.patience import listed
 
 SECONDS = 10.0
@@ -98,6 +98,8 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
     except HeteroPPError as error:
         if over is not None:
             return _print_over(name, over)
+        if str(error).endswith(LEFT):
+            raise ConfigError((), f"{name}: {error} the run; the same `join` command returns to it") from None
         if not isinstance(error, LinkTimeout):
             raise
         since = f"{address or known.address} did not answer within {format_seconds(SECONDS)}"

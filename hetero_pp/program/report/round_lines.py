@@ -30,7 +30,8 @@ def joined_line(state: RunState, since: float | None = None) -> str:
     """Return how many members have joined, and which have not; with `since`, how long it took for all to join."""
     members = list(state.spec.needed)
     missing = [member for member in members if member not in state.joined]
-    count = f"{format_count(len(members), 'member')} {'has' if len(members) == 1 else 'have'} joined"
+    noun = "member" if len(members) == len(state.spec.members) else "required member"
+    count = f"{format_count(len(members), noun)} {'has' if len(members) == 1 else 'have'} joined"
     if not missing:
         after = ""
         if since is not None and state.joined_at is not None:

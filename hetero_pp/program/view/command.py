@@ -79,7 +79,7 @@ def _source(folder: RunFolder) -> Source:
     for membership in memberships_in(folder):
         own = RunFolder(folder.path, f"config-{membership.place}.yaml")
         if own.config.is_file():
-            return Watched(read_run(own), membership)
+            return Watched(read_run(own), membership, folder)
     raise ConfigError((), f"{folder.path}: found no record of a run and no membership, expected one of them")
 
 

@@ -46,6 +46,8 @@ class Followed:
         }
         """Bits per second of each side of each link, with its lines; None is unlimited."""
         self.barred: set[str] = set()
+        self.stale = ""
+        """Why the page may be behind the run; empty if it is not known to be."""
         self.has_told_the_end = False
         """Whether the exchange has reported that every round is closed."""
         self._marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
@@ -87,6 +89,12 @@ class Followed:
         """Note how the run ended, or that it runs."""
         if (outcome, is_live) != (self.outcome, self.is_live):
             self.outcome, self.is_live = outcome, is_live
+            self.version += 1
+
+    def note_stale(self, why: str) -> None:
+        """Note why the page may be behind the run."""
+        if why != self.stale:
+            self.stale = why
             self.version += 1
 
     def complain(self, problem: str) -> None:

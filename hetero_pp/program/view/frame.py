@@ -44,7 +44,7 @@ def frame_of(view: Followed, now: float) -> dict[str, Any]:
     return {
         "time": view.since_start(now),
         "phase": _phase(view),
-        "message": state.failed or next((line for line, _ in status_lines(state, now)), ""),
+        "message": state.failed or view.stale or next((line for line, _ in status_lines(state, now)), ""),
         "rounds_closed": state.rounds,
         "step_done": done,
         "step_total": total,

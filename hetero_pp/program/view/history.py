@@ -48,19 +48,23 @@ def _every(cells: int) -> int:
 
 
 def cost_of(view: Followed) -> dict[str, Any]:
-    """Return what the run has used and reached so far: seconds, tokens, bytes, loss."""
+    """Return what the run has used and reached so far: seconds, tokens, bytes, loss. None is unknown."""
     state = view.state
     means = state.mean_validation_losses()
     goodput, share = state.goodput()
-    return {
-        "rounds": state.rounds,
+    used = {
         "training_seconds": state.training_seconds(),
         "tokens": sum(replica.tokens for replica in state.replicas.values()),
         "tokens_per_second": state.tokens_per_second(),
         "goodput": goodput,
         "goodput_share": share,
-        "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
         "contribution_bytes": state.contribution_bytes,
+    }
+    if state.rounds:  # a closed round has used some of each: zero means that the record of an earlier version lacks it
+        used = {key: value or None for key, value in used.items()}
+    return used | {
+        "rounds": state.rounds,
+        "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
         "validation_loss": means[max(means)] if means else None,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import IO
 
 from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.units import format_bytes, format_seconds
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
@@ -28,6 +30,8 @@ _BATCH = 1000
 _SECONDS_BETWEEN_READS = 0.2
 _SECONDS_BETWEEN_LOOKS = 2.0
 """Interval at which it is checked whether the run's processes are still there."""
+_SECONDS_UNTIL_STALE = 60.0
+_BYTES_OF_A_FULL_DISK = 2**20
 _KEY_FRAMES = 600
 _UNKNOWN_MAX = 100
 """Kinds of unknown events that are told apart."""
@@ -204,7 +208,21 @@ class Record:
                     summary = read_json_object(self.folder.summary)
                 except ValueError as error:
                     self.view.complain(f"{self.folder.summary.name} was skipped: {error}")
+        self.view.note_stale(self._behind() if running else "")
         self.view.end(self._outcome(running, summary), running)
+
+    def _behind(self) -> str:
+        """Return why the record may lack what happens now: its disk is full, or nothing was written for a while."""
+        try:
+            silent = time.time() - self.folder.metrics.stat().st_mtime
+            free = shutil.disk_usage(self.folder.path).free
+        except OSError:
+            return ""
+        if silent < (_SECONDS_UNTIL_STALE if free > _BYTES_OF_A_FULL_DISK else _SECONDS_BETWEEN_LOOKS):
+            return ""
+        ask = f"`hetero-pp status {self.folder.path.name}` asks the exchange"
+        since = f"{self.folder.metrics.name} has had no new line for {format_seconds(round(silent))}"
+        return f"{since}; {format_bytes(free)} are free on its disk; {ask}"
 
     def _outcome(self, running: bool, summary: dict[str, object] | None) -> str | None:
         if running:
@@ -214,7 +232,8 @@ class Record:
         with self.view.state.lock:
             if self.view.state.is_over:
                 return "over"
-            return f"failed: {self.view.state.failed or 'it ended without a summary'}"
+            killed = "it ended without a summary: it was killed, or its host stopped; --resume continues it"
+            return f"failed: {self.view.state.failed or killed}"
 
 
 def _interval(path: Path) -> float:

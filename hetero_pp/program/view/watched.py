@@ -8,9 +8,11 @@ from contextlib import suppress
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.join.membership import Membership
+from hetero_pp.program.launch.over import read_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
 _SECONDS_BETWEEN_TRIES = 5.0
@@ -23,8 +25,9 @@ class Watched:
 
     prediction = None
 
-    def __init__(self, spec: RunSpec, membership: Membership) -> None:
-        self._spec, self._membership = spec, membership
+    def __init__(self, spec: RunSpec, membership: Membership, folder: RunFolder) -> None:
+        """`folder`: of the run on this host, which keeps that the run is over."""
+        self._spec, self._membership, self._folder = spec, membership, folder
         self.view = self._new_view()
         self._heard, self._ended = threading.Event(), threading.Event()
         self._client: ExchangeClient | None = None
@@ -55,6 +58,9 @@ class Watched:
                     return
                 complaint = f"the exchange at {self._membership.address} ended the connection; trying again"
             except HeteroPPError as error:
+                if (over := read_over(self._folder)) is not None:
+                    self._end(over.told)
+                    return
                 complaint = f"{error}; trying again"
             except Exception as error:  # noqa: BLE001 (the page shows what it has, and says what went wrong)
                 complaint = f"a report does not fit the run ({type(error).__name__}: {error}); trying again"
@@ -65,6 +71,12 @@ class Watched:
                 self.view.complain(complaint)
             self._heard.set()
             self._ended.wait(_SECONDS_BETWEEN_TRIES)
+
+    def _end(self, told: str) -> None:
+        """Note that the run is over and no longer served, so that nothing more will be known of it."""
+        self.view.complain(f"{told}; its exchange no longer answers, and only its host has the record")
+        self.view.end("over", False)
+        self._heard.set()
 
     def _follow(self, client: ExchangeClient) -> bool:
         """Take in reports until the connection ends. Return whether the run is over."""

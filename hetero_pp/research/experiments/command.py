@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from hetero_pp.core.errors import RunFailed
+from hetero_pp.core.shipped import shipped
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
@@ -19,7 +20,7 @@ from hetero_pp.research.experiments.jobs import Job, known_outcomes, make_job
 from hetero_pp.research.experiments.listing import print_broken, print_supply
 from hetero_pp.research.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.research.experiments.report import print_result, result_of, write_result
-from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.request import RESULTS, Request
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import counted
 from hetero_pp.research.experiments.training import train, train_on_ranks
@@ -56,12 +57,26 @@ def reproduce(request: Request) -> None:
         outcomes = known_outcomes(read_outcomes(rows))
         for table in tables.values():
             table.write(request.results, outcomes, console)
+        _tell_differences([job for job, is_missing in wanted if is_missing], outcomes, rows, console)
     print_broken(console, broken)
     for name, cause in failures.items():
         tell(console, f"{name} failed: {cause}", style="red")
     if failures:
         missing = sum(is_missing for _, is_missing in wanted)
         raise RunFailed(f"{len(failures)} of {missing} rows did not finish training")
+
+
+def _tell_differences(trained: Iterable[Job], outcomes: Mapping[str, Outcome], rows: Path, console: Console) -> None:
+    """Compare each row that was trained again with the row of the repository, for a folder of results elsewhere."""
+    committed = shipped(str(RESULTS / rows.parent.name / ROWS)).absolute()
+    if committed == rows or not committed.is_file():
+        return
+    earlier = known_outcomes(read_outcomes(committed))
+    for job in trained:
+        if job.key in outcomes and job.key in earlier:
+            here, there = outcomes[job.key]["validation_loss"][-1], earlier[job.key]["validation_loss"][-1]
+            told = f"loss {here:.4f} here, {there:.4f} in the repository's rows, difference {here - there:+.4f}"
+            tell(console, f"{job.name}, seed {job.seed}: {told}")
 
 
 def _tell_notes(tables: Iterable[_Table], console: Console) -> None:

@@ -212,7 +212,7 @@ class Page {
         "no connection to the server; the page shows what it has and tries again",
       );
     const lost = isConnected ? "" : "The connection to the server is lost.";
-    say(byId("status"), lost || (live ? `The run is ${lookUp(PHASES, live.phase).word}.` : ""));
+    say(byId("status"), lost || (live ? `State of the run: ${lookUp(PHASES, live.phase).word}.` : ""));
   }
 
   drawPanel(view) {

@@ -7,6 +7,9 @@ const COLOURS = ["--forward", "--backward", "--outer", "--evaluating", "--bad", 
 const DASHES = [[], [8, 4], [2, 3]];
 const MANY = 10; // curves from which on a legend would be longer than the picture
 
+// What uPlot.join makes of null: it stays, or also covers the places where only other curves have points.
+const [KEPT, EXPANDED] = [1, 2];
+
 const NOTE = "Point at a curve to see its name.";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -37,7 +40,10 @@ export class LineChart {
   update(curves, xLabel, yLabel = "loss") {
     const shown = curves.filter((curve) => curve.points.length);
     const data = shown.length
-      ? window.uPlot.join(shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)]))
+      ? window.uPlot.join(
+          shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)]),
+          shown.map(() => [KEPT, EXPANDED]),
+        )
       : [[]];
     const key = JSON.stringify([
       shown.map(({ label, colour: name, dash }) => [label, name, dash]),
@@ -85,7 +91,7 @@ export class LineChart {
           stroke: colour(curve.colour),
           width: curve.width ?? 1.5,
           dash: curve.dash,
-          spanGaps: true,
+          spanGaps: false, // a point with null breaks a curve; points that another curve has do not
           points: { show: curve.points.length < 40 && curve.width > 2 },
           value: (_, y) => loss(y),
         })),

@@ -107,7 +107,7 @@ function results(runs) {
     ["Members", (run) => run.topology.members.length],
     ["Rounds", (run) => `${run.rounds.at(-1)?.round ?? 0} of ${run.rounds_planned}`],
     ["Validation loss", (run) => loss(run.rounds.findLast((round) => round.validation_loss !== null)?.validation_loss)],
-    ...COSTS.map(([key, name, write]) => [name, (run) => write(run.cost?.[key])]),
+    ...COSTS.map(([key, name, write]) => [name, (run) => (run.cost?.[key] == null ? "unknown" : write(run.cost[key]))]),
   ];
   return table(
     "Results and cost",

@@ -192,7 +192,9 @@ function grid(history, rounds, marks, choose, goTo, [named, step]) {
       ),
     ),
   );
-  const rows = history.topology.replicas.map(({ id }) =>
+  const hasCells = new Set(history.rounds.flatMap((round) => Object.keys(round.cells)));
+  const shown = history.topology.replicas.filter(({ id, optional }) => !optional || hasCells.has(id));
+  const rows = shown.map(({ id }) =>
     el(
       "tr",
       {},
@@ -284,9 +286,10 @@ function curves(history, rounds, until, axis) {
     label: cut(id, 24),
     ...look(n),
     points: ascending(
-      (history.steps?.[id] ?? [])
-        .filter(([time]) => time <= until)
-        .map(([time, step, value]) => [x(time, step), value]),
+      broken(
+        (history.steps?.[id] ?? []).filter(([time]) => time <= until),
+        2 * perRound,
+      ).map(([time, step, value]) => [x(time, step), value]),
     ),
   }));
   const mean = rounds
@@ -296,6 +299,14 @@ function curves(history, rounds, until, axis) {
     ...found,
     { label: "validation, synchronized", colour: "--text", dash: [], width: 2.5, points: ascending(mean) },
   ];
+}
+
+// Points with a break, whose value is null, wherever a replica has trained nothing for `steps`.
+function broken(points, steps) {
+  if (!steps) return points;
+  const apart = points.slice(1).map((point, n) => point[1] - points[n][1]);
+  const most = steps + Math.min(...apart, steps);
+  return points.flatMap((point, n) => (apart[n] > most ? [point, [point[0] + 0.001, point[1] + 0.5, null]] : [point]));
 }
 
 // uPlot needs values of x that rise. A replica that repeats steps after a kill keeps its last try.

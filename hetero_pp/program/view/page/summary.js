@@ -4,6 +4,20 @@ import { attribute, cut, el, say, show } from "./dom.js";
 import { count, duration, loss, percent } from "./format.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
 
+// The topology without optional replicas that nobody has joined, but for the first `kept` of them.
+export function withoutEmpty(topology, frame, kept) {
+  const isEmpty = ({ optional, members }) => optional && members.every((id) => (frame?.members[id]?.state ?? "absent") === "absent");
+  const gone = new Set(topology.replicas.filter(isEmpty).slice(kept).map(({ id }) => id));
+  if (!gone.size) return topology;
+  const out = new Set(topology.members.filter(({ replica }) => gone.has(replica)).map(({ id }) => id));
+  return {
+    ...topology,
+    replicas: topology.replicas.filter(({ id }) => !gone.has(id)),
+    members: topology.members.filter(({ id }) => !out.has(id)),
+    links: topology.links.filter(({ source, target }) => !out.has(source) && !out.has(target)),
+  };
+}
+
 const GONE = ["absent", "vacant", "given_up"];
 const MOST = 8; // lines of the list of troubles
 
@@ -34,7 +48,8 @@ export function drawTiles(root, { history, frame, time }) {
   const rounds = history.rounds.filter((round) => round.closed <= until && round.validation_loss !== null);
   const [last, before] = [rounds.at(-1), rounds.at(-2)];
   const replicas = Object.values(frame?.replicas ?? {});
-  const members = history.topology.members.map(({ id }) => frame?.members[id]?.state ?? "absent");
+  const open = history.topology.replicas.length - withoutEmpty(history.topology, frame, 0).replicas.length;
+  const members = withoutEmpty(history.topology, frame, 0).members.map(({ id }) => frame?.members[id]?.state ?? "absent");
   const here = members.filter((state) => !GONE.includes(state)).length;
   const speed = replicas.reduce(
     (sum, replica) => sum + (replica.state === "suspended" ? 0 : (replica.tokens_per_second ?? 0)),
@@ -65,9 +80,10 @@ export function drawTiles(root, { history, frame, time }) {
     last && before
       ? `${last.validation_loss <= before.validation_loss ? "−" : "+"}${loss(Math.abs(last.validation_loss - before.validation_loss))} in the last round`
       : "";
-  fillTile(root, "Validation loss", loss(last?.validation_loss), change);
+  const isOld = last && last.round < closed; // a replica that is away evaluates nothing
+  fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
-  fillTile(root, "Members here", `${here} of ${members.length}`, tally(members));
+  fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${open ? ` · ${open} optional replicas without any` : ""}`);
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
   if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, history, frame, speed, until));
   else root.querySelector('[data-tile="This host"]')?.remove();
@@ -102,7 +118,8 @@ function tally(states) {
 
 // Lists what an operator should look at first; the section is hidden when all is well.
 export function attentionTo(root, { history, frame }, choose) {
-  const troubles = [...messages(history, frame), ...replicasIn(history, frame), ...membersIn(history, frame)];
+  const all = [...messages(history, frame), ...replicasIn(history, frame), ...membersIn(history, frame)];
+  const troubles = [...new Map(all.map((trouble) => [trouble.text, trouble])).values()];
   show(root, troubles.length > 0);
   const key = JSON.stringify(troubles);
   if (key === root.known) return;
@@ -128,7 +145,7 @@ function messages(history, frame) {
     ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.obstacle, 200)}` }]
     : [];
   const failed = history.outcome?.startsWith("failed") ? [{ text: history.outcome }] : [];
-  const said = frame?.message && frame.phase !== "joining" ? [{ text: cut(frame.message, 200) }] : [];
+  const said = frame?.message && !["joining", "over"].includes(frame.phase) ? [{ text: cut(frame.message, 200) }] : [];
   return [...failed, ...said, ...exchange, ...history.problems.map((text) => ({ text: cut(text, 200) }))];
 }
 

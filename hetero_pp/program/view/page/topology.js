@@ -1,23 +1,26 @@
 // The picture of sites, groups, stages, links and the exchange, at one moment.
 
-import { attribute, behind, cut, el, say, svg, table } from "./dom.js";
+import { attribute, behind, cut, el, say, show, svg, table } from "./dom.js";
 import { count, duration, loss, percent, rate } from "./format.js";
 import { eventsList } from "./events.js";
 import { place } from "./layout.js";
 import { lanesLayer, linksLayer, toExchange } from "./links.js";
 import { button, rect, text } from "./shapes.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp, path } from "./states.js";
+import { withoutEmpty } from "./summary.js";
 import { ZoomedPicture } from "./zoom.js";
 
 const WORD = { full: 21, medium: 15, small: 7 }; // characters that fit a card
 const CARD_TEXT = { full: [19, 40], medium: [18, 37], small: [18, 18] }; // baselines of the name and of the state
 const LATEST = 8; // events
+const EMPTY_SHOWN = 2; // optional replicas without members
 const MIDDLE = 210; // the exchange's words stand at most this far down
 
 export class TopologyView {
   constructor(root, choose, goTo) {
     Object.assign(this, { choose, goTo });
     this.events = el("div", { class: "box" });
+    this.more = el("p", { class: "muted" });
     this.holder = el("div", { class: "picture" });
     this.zoomed = new ZoomedPicture(this.holder, (item) => choose(item));
     this.membersTable = behind("Members as a table", () => membersTable(this.history, this.frame));
@@ -25,6 +28,7 @@ export class TopologyView {
     root.append(
       el("div", { class: "bar" }, el("h2", {}, "Topology"), this.zoomed.buttons),
       this.holder,
+      this.more,
       legend(),
       this.membersTable.node,
       this.linksTable.node,
@@ -40,12 +44,14 @@ export class TopologyView {
   }
 
   update({ history, frame, select, time }) {
-    const isSame =
-      this.history?.topology === history.topology ||
-      (this.history && JSON.stringify(this.history.topology) === JSON.stringify(history.topology));
-    this.history = history;
-    this.frame = frame;
+    const topology = withoutEmpty(history.topology, frame, EMPTY_SHOWN);
+    const key = JSON.stringify(topology);
+    const isSame = key === this.key;
+    Object.assign(this, { history, frame, key, shown: { ...history, topology } });
     if (!isSame || !this.picture) this.build();
+    const more = history.topology.replicas.length - topology.replicas.length;
+    say(this.more, more ? `${count(more)} more optional replicas that no member has joined` : "");
+    show(this.more, more > 0);
     this.draw();
     this.zoomed.mark(select);
     this.drawEvents(history.marks.filter((mark) => mark.time <= (time ?? Infinity)));
@@ -60,24 +66,18 @@ export class TopologyView {
   }
 
   build() {
-    const topology = this.history.topology;
+    const topology = this.shown.topology;
     this.room = this.holder.clientWidth > 100 ? this.holder.clientWidth : 900;
     this.picture = place(topology, this.room - 8, Math.max(480, window.innerHeight - 330));
     this.updates = [];
-    const layers = [
-      framesLayer(this),
-      sitesLayer(this),
-      lanesLayer(this),
-      linksLayer(this),
-      hubLayer(this),
-      membersLayer(this),
-    ];
+    const own = { ...this, history: this.shown };
+    const layers = [framesLayer, sitesLayer, lanesLayer, linksLayer, hubLayer, membersLayer].map((layer) => layer(own));
     this.zoomed.show(this.picture.width, this.picture.height, [patterns(), ...layers]);
     if (this.frame) this.draw();
   }
 
   draw() {
-    for (const update of this.updates) update(this.frame, this.history);
+    for (const update of this.updates) update(this.frame, this.shown);
     if (this.frame) this.holder.dataset.time = this.frame.time; // the moment that is drawn
   }
 }
