@@ -372,3 +372,18 @@ def test_every_attack_trains_a_round(corpus: Path, text: TokenStore) -> None:
     assert same == {"none", "stale_copy"}
     assert ends["lying_validator"] == ends["sign_flip"]
     assert hostile.FOR_EVER > 10**6
+
+
+def test_an_attack_sends_what_was_trained_if_it_needs_honest_contributions_and_all_are_excluded(
+    corpus: Path, text: TokenStore
+) -> None:
+    ends = {}
+    for name in ATTACKS:
+        group = AllReplicas(RunSpec(_config(corpus, {"attack": name}), 256), text)
+        assert isinstance(group.contributions, HostileContributions)
+        for honest in NAMES[:6]:
+            group.contributions._exclude(honest, ROUNDS, "a validator lied")
+        assert group.round(1)
+        ends[name] = group.evaluate()
+    same = {name for name, loss in ends.items() if loss == ends["none"]}
+    assert same == {"none", "stale_copy", "copy_of_another", "drift", "alie", "min_max", "inner_product"}

@@ -26,7 +26,7 @@ class Known:
     fellows: Sequence[Tensor]
     """Contributions [P] that the programs of the hostile replicas would send, its own at `place`."""
     honest: Tensor
-    """Contributions of the n honest replicas [n, P]."""
+    """Contributions [n, P] of the n honest replicas that take part; n may be 0, unless the attack `needs_honest`."""
     first: Tensor
     """Its contribution to the first round [P]; in that round, the one that its program would send."""
     parts: Sequence[slice]
@@ -53,6 +53,8 @@ class Attack:
 
     contribution: Callable[[Known], Tensor] = as_trained
     """Returns the vector [P] to contribute; the trainer sends what the format keeps of it."""
+    needs_honest: bool = False
+    """Whether it derives the contribution from honest ones. If there are none in a round, the program's is sent."""
     text: Callable[[Tensor, int, torch.Generator], Tensor] | None = None
     """Changes the tokens [B, L + 1] of a step; it is given the size of the vocabulary, and random numbers."""
     activations: Callable[[Tensor], Tensor] | None = None

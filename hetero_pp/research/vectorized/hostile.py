@@ -18,7 +18,7 @@ from hetero_pp.messages.messages_pb2 import Losses, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
-from hetero_pp.research.attacks.attack import Known
+from hetero_pp.research.attacks.attack import Known, as_trained
 from hetero_pp.research.attacks.registry import ATTACKS
 from hetero_pp.research.settings import AttackSettings, research_of
 from hetero_pp.research.vectorized.contributions import Contributions, Mean
@@ -168,6 +168,7 @@ class HostileContributions(Contributions):
         taking_part = [name for name in self._hostile if name in programs]
         honest = [self._vector(one) for name, one in programs.items() if name not in self._hostile]
         fellows = [self._vector(programs[name]) for name in taking_part]
+        contribution = as_trained if self._attack.needs_honest and not honest else self._attack.contribution
         found: dict[str, Contribution] = {}
         for place, name in enumerate(taking_part):
             known = Known(
@@ -175,13 +176,13 @@ class HostileContributions(Contributions):
                 place=place,
                 theta=torch.cat([tensor.flatten() for tensor in self._theta.values()]),
                 fellows=fellows,
-                honest=torch.stack(honest),
+                honest=torch.stack(honest) if honest else torch.empty(0, self._parts()[-1].stop),
                 first=self._first.setdefault(name, fellows[place]),
                 parts=self._parts(),
                 kept=lambda vector: self._vector(self._formatted(vector)),
                 draw=torch.Generator().manual_seed(seed_of("attack", self._spec.config.seed, self._round, name)),
             )
-            vector = self._attack.contribution(known)
+            vector = contribution(known)
             found[name] = programs[name] if vector is fellows[place] else self._formatted(vector)
         return found
 
