@@ -82,6 +82,7 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "times": (pb.Report(member_round=pb.MemberRound()), set(ROSTER.members)),
     "saving": (pb.Report(state_saving=pb.StateSaving(round=1)), set(ROSTER.members)),
     "device": (pb.Report(computes=pb.Computes(device="cpu")), set(ROSTER.members)),
+    "line": (pb.Report(measured_line=pb.MeasuredLine(up=2e7, down=1e8)), set(ROSTER.members)),
     "activity": (pb.Report(activity=pb.Activity(doing=pb.FORWARD)), set(ROSTER.members)),
     "failure": (pb.Report(failure=pb.Failure(cause="a cause")), set(ROSTER.members)),
     "refusal": (pb.Report(refusal=pb.Refusal()), set(ROSTER.members)),
