@@ -110,16 +110,22 @@ def least_disturbed(found: dict[str, Any], sooner: Mapping[str, Any] | None) -> 
     return {**best, "attempts": attempts}
 
 
-def apart(found: Mapping[str, Any], quantity: str) -> float:
-    """Return the relative difference of a prediction from a measurement, without its sign."""
-    return abs(found["difference"][quantity] or 0.0)
+def differences(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much a step, a round, and the run that is rehearsed take longer than predicted, relative to it."""
+    run = found["whole_run"]["predicted"]["relative"] / found["whole_run"]["utilization"]["relative"] - 1
+    return {name: found["difference"][f"{name}_seconds"] or 0.0 for name in ("step", "round")} | {"run": run}
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return how far measurements and predictions of the topologies are apart, by quantity."""
-    own = [one for one in results.values() if one["kind"] == "topologies" and one["chosen"] != "smoke"]
-    times = {name: [apart(one, name) for one in own] for name in ("step_seconds", "round_seconds")}
-    return {name: {"median": statistics.median(one), "worst": max(one)} for name, one in times.items() if one}
+    """Return how far measurements and predictions of the topologies are apart."""
+    own = [differences(one) for one in results.values() if is_topology(one)]
+    parts = {name: [abs(one[name]) for one in own] for name in ("step", "round", "run")}
+    return {name: {"median": statistics.median(one), "worst": max(one)} for name, one in parts.items() if one}
+
+
+def is_topology(found: Mapping[str, Any]) -> bool:
+    """Return whether a result is one of the ten topologies."""
+    return found["kind"] == "topologies" and found["chosen"] in ("before", "later")
 
 
 def of_free_links(found: Mapping[str, Any], replica: str, side: str) -> float:
@@ -155,19 +161,19 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
     import matplotlib.pyplot as plt
 
     figure, (off, claims, figure2) = plt.subplots(1, 3, figsize=(15, 4.6))
-    own = {name: one for name, one in results.items() if one["kind"] == "topologies"}
-    for quantity, marker in (("step_seconds", "o"), ("round_seconds", "x")):
-        values = [100 * one["difference"][quantity] for one in own.values()]
-        off.plot(values, range(len(own)), marker, label=f"a {quantity.split('_')[0]}")
+    own = {name: differences(one) for name, one in results.items() if is_topology(one)}
+    for what, marker, label in (("step", "o", "a step"), ("round", "x", "a round of 4"), ("run", "+", "the run")):
+        off.plot([100 * one[what] for one in own.values()], range(len(own)), marker, label=label)
     off.set_yticks(range(len(own)), list(own))
     off.axvspan(-8, 8, alpha=0.08)
     off.axvspan(-3, 3, alpha=0.12)
-    off.set_xlabel("measured beyond the prediction, %")
+    off.set_xlabel("measured time beyond the prediction, %")
     off.legend()
     said = {one["says"]: one["whole_run"] for name, one in results.items() if name.startswith("1b-")}
-    for shift, side in ((-0.2, "utilization"), (0.2, "predicted")):
-        label, places = "measured" if side == "utilization" else "predicted", [at + shift for at in range(len(said))]
-        claims.barh(places, [100 * one[side]["relative"] for one in said.values()], 0.38, label=label)
+    for shift, side, label in ((-0.2, "predicted", "predicted"), (0.2, "utilization", "measured")):
+        shares, places = [100 * one[side]["relative"] for one in said.values()], [at + shift for at in range(len(said))]
+        claims.bar_label(claims.barh(places, shares, 0.38, label=label), fmt="%.1f", padding=2)
+    claims.set_xlim(0, 110)
     claims.set_yticks(range(len(said)), [one.replace(", ", ",\n", 1) for one in said])
     claims.set_xlabel("training of 50 steps a round, % of free links")
     claims.legend()
