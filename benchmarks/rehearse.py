@@ -6,6 +6,9 @@
 `rehearse.yaml` lists them. Without names all are rehearsed, one at a time. FILE keeps its results of other names, and
 of several attempts the one that other work disturbed least. Members share two processes, because a rehearsal needs its
 processors promptly. A thread that sleeps beside each rehearsal measures how late this machine wakes threads.
+
+With `--stretch 4`, everything of a topology takes four times as long, and so does its prediction. The delays of this
+machine, some milliseconds a message if other work occupies it, then count a quarter.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from typing import Any
 import yaml
 from command_line import parse, save
 
+from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.together import launch_rehearsal
 from hetero_pp.program.rehearse.command import AsRehearsal
 from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.hardware import CATALOG, Hardware
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
@@ -49,6 +54,31 @@ def listed() -> dict[str, dict[str, Any]]:
     content = yaml.safe_load(LIST.read_text())
     every = [{"kind": kind, **content["base"], **one} for kind in ("topologies", "claims") for one in content[kind]]
     return {one["name"]: one for one in every}
+
+
+def stretched(entry: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return an entry in which everything takes `factor` times as long: bits, latencies and computation."""
+    own = {name: Hardware.model_validate(one) for name, one in entry.get("simulate", {}).get("hardware", {}).items()}
+    every = {**CATALOG, **own}
+    stages = [stage for one in entry["replicas"] if isinstance(one.get("stages"), list) for stage in one["stages"]]
+    used = {one["hardware"] for one in (*entry["replicas"], *stages) if "hardware" in one}
+    slower = {
+        name: {
+            **every[name].model_dump(mode="json"),
+            "mfu": every[name].mfu / factor,
+            "memory_bandwidth": f"{every[name].memory_bandwidth / factor} bit/s",
+        }
+        for name in used
+    }
+
+    def slowed(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: slowed(name, one) for name, one in value.items()}
+        by, unit = (factor, "s") if key in ("latency", "jitter") else (1 / factor, "bit/s")
+        return f"{parse_any(value) * by} {unit}"
+
+    paths = {key: slowed(key, entry[key]) for key in ("links", "lines") if key in entry}
+    return {**entry, **paths, "simulate": {"hardware": slower}}
 
 
 def as_yaml(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,18 +106,17 @@ def lateness() -> Iterator[list[float]]:
         thread.join()
 
 
-def rehearse(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) -> dict[str, Any]:
     """Rehearse one entry of the list, and return both sides."""
     path, found = folder / f"{entry['name']}.yaml", folder / "found.json"
     path.write_text(yaml.safe_dump(as_yaml(entry)))
-    rounds, steps = entry.get("rounds", ROUNDS), entry.get("steps", STEPS)
     start, mode = partial(launch_rehearsal, most_alone=0), AsRehearsal(rounds, steps, found)
     load = os.getloadavg()[0]
     with lateness() as late, redirect_stdout(StringIO()):
         run_topology(path, [], folder / "runs", False, start=start, mode=mode)
     both = json.loads(found.read_text())
     return {
-        **{key: entry[key] for key in ("kind", "chosen", "says") if key in entry},
+        **{key: entry[key] for key in ("name", "kind", "chosen", "says") if key in entry},
         "rounds": rounds,
         "steps": steps,
         "members": len(both["members"]),
@@ -110,16 +139,26 @@ def least_disturbed(found: dict[str, Any], sooner: Mapping[str, Any] | None) -> 
     return {**best, "attempts": attempts}
 
 
-def apart(found: Mapping[str, Any], quantity: str) -> float:
-    """Return the relative difference of a prediction from a measurement, without its sign."""
-    return abs(found["difference"][quantity] or 0.0)
+def differences(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much a step, a round, and the run that is rehearsed take longer than predicted, relative to it."""
+    run = found["whole_run"]["predicted"]["relative"] / found["whole_run"]["utilization"]["relative"] - 1
+    return {name: found["difference"][f"{name}_seconds"] or 0.0 for name in ("step", "round")} | {"run": run}
 
 
-def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return how far measurements and predictions of the topologies are apart, by quantity."""
-    own = [one for one in results.values() if one["kind"] == "topologies" and one["chosen"] != "smoke"]
-    times = {name: [apart(one, name) for one in own] for name in ("step_seconds", "round_seconds")}
-    return {name: {"median": statistics.median(one), "worst": max(one)} for name, one in times.items() if one}
+def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how far measurements and predictions of the topologies are apart, by their stretch."""
+    found: dict[str, Any] = {}
+    for stretch in sorted({one["stretch"] for one in results.values()}):
+        own = [differences(one) for one in results.values() if is_topology(one) and one["stretch"] == stretch]
+        parts = {name: [abs(one[name]) for one in own] for name in ("step", "round", "run")}
+        apart = {name: {"median": statistics.median(one), "worst": max(one)} for name, one in parts.items() if one}
+        found[f"{stretch:g}"] = {"topologies": len(own), **apart}
+    return found
+
+
+def is_topology(found: Mapping[str, Any]) -> bool:
+    """Return whether a result is one of the ten topologies."""
+    return found["kind"] == "topologies" and found["chosen"] in ("before", "later")
 
 
 def of_free_links(found: Mapping[str, Any], replica: str, side: str) -> float:
@@ -155,19 +194,22 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
     import matplotlib.pyplot as plt
 
     figure, (off, claims, figure2) = plt.subplots(1, 3, figsize=(15, 4.6))
-    own = {name: one for name, one in results.items() if one["kind"] == "topologies"}
-    for quantity, marker in (("step_seconds", "o"), ("round_seconds", "x")):
-        values = [100 * one["difference"][quantity] for one in own.values()]
-        off.plot(values, range(len(own)), marker, label=f"a {quantity.split('_')[0]}")
-    off.set_yticks(range(len(own)), list(own))
+    names = [name for name, one in entries.items() if is_topology(one)]
+    for stretch, color in ((1, "tab:orange"), (4, "tab:blue")):
+        for what, marker in (("step", "o"), ("run", "+")):
+            own = [one for one in results.values() if is_topology(one) and one["stretch"] == stretch]
+            at, values = [names.index(one["name"]) for one in own], [100 * differences(one)[what] for one in own]
+            off.plot(values, at, marker, color=color, label=f"a {what}" + (", stretched" if stretch > 1 else ""))
+    off.set_yticks(range(len(names)), names)
     off.axvspan(-8, 8, alpha=0.08)
     off.axvspan(-3, 3, alpha=0.12)
-    off.set_xlabel("measured beyond the prediction, %")
+    off.set_xlabel("measured time beyond the prediction, %")
     off.legend()
     said = {one["says"]: one["whole_run"] for name, one in results.items() if name.startswith("1b-")}
-    for shift, side in ((-0.2, "utilization"), (0.2, "predicted")):
-        label, places = "measured" if side == "utilization" else "predicted", [at + shift for at in range(len(said))]
-        claims.barh(places, [100 * one[side]["relative"] for one in said.values()], 0.38, label=label)
+    for shift, side, label in ((-0.2, "predicted", "predicted"), (0.2, "utilization", "measured")):
+        shares, places = [100 * one[side]["relative"] for one in said.values()], [at + shift for at in range(len(said))]
+        claims.bar_label(claims.barh(places, shares, 0.38, label=label), fmt="%.1f", padding=2)
+    claims.set_xlim(0, 110)
     claims.set_yticks(range(len(said)), [one.replace(", ", ",\n", 1) for one in said])
     claims.set_xlabel("training of 50 steps a round, % of free links")
     claims.legend()
@@ -205,6 +247,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="entries of the list; by default all but the smallest")
     entries = listed()
+    parser.add_argument("--stretch", type=float, default=1.0, help="let everything take this many times as long")
+    parser.add_argument("--rounds", type=int, help=f"by default those of the list, or {ROUNDS}")
+    parser.add_argument("--steps", type=int, help=f"inner steps of a round, by default those of the list, or {STEPS}")
     parser.add_argument("--chart", type=Path, help="rehearse nothing, and draw the results of --json to this file")
     arguments = parse(parser, SMOKE)
     if arguments.chart is not None:
@@ -214,9 +259,13 @@ def main() -> None:
     known = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     results: dict[str, Any] = known.get("results", {})
     for name in names:
+        entry = stretched(entries[name], arguments.stretch) if arguments.stretch != 1 else entries[name]
+        rounds, steps = arguments.rounds or entry.get("rounds", ROUNDS), arguments.steps or entry.get("steps", STEPS)
         with tempfile.TemporaryDirectory(prefix="hetero-pp-rehearse-") as folder:
-            results[name] = least_disturbed(rehearse(Path(folder), entries[name]), results.get(name))
-        show(name, results[name])
+            found = rehearse(Path(folder), entry, rounds, steps) | {"stretch": arguments.stretch}
+        key = name if arguments.stretch == 1 else f"{name} x {arguments.stretch:g}"
+        results[key] = least_disturbed(found, results.get(key))
+        show(key, results[key])
         save({"machine": machine(), "summary": summary(results), "results": results}, arguments.json)
 
 

@@ -56,6 +56,7 @@ PRINTED = {
         r"\nexchange( +\d+\.\d\d){6}",
         r"first snapshot \d.* exchange \d.* snapshot \d",
     ],
+    "rehearse": [r"smallest +step_seconds +\d.* s +\d.* s .*%\n", r"smallest +the run: \d.*; woken \d.* ms late"],
     "robust_means": [r"  8 x 0\.0312 .*geometric_median .* times the mean", r"  8 x 1 .*trimmed_mean .* bytes a value"],
     "recompute_tolerance": [
         r"2 threads +min 0.0e\+00",
@@ -91,6 +92,7 @@ LONG |= {
     "real_size",
     "recompute_tolerance",
     "scale",
+    "rehearse",
     "simulator",
     "simulator_growth",
     "view",
