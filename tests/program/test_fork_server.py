@@ -18,11 +18,12 @@ from hetero_pp.program.launch.job import Job
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 AT_THE_SERVERS_START = """
 import multiprocessing.forkserver, sys
 multiprocessing.forkserver.ensure_running = lambda: sys.exit(f"torch: {'torch' in sys.modules}")
 from hetero_pp.__main__ import main
-sys.argv = ["hetero-pp", "launch", "no.yaml", *sys.argv[1:]]
+sys.argv = ["hetero-pp", "launch", sys.argv[1]]
 main()
 """
 IN_A_FORKED_PROCESS = """
@@ -48,7 +49,7 @@ def _run(code: str, *arguments: str) -> str:
 
 @pytest.mark.starts_processes
 def test_the_fork_server_starts_before_the_launcher_imports() -> None:
-    assert _run(AT_THE_SERVERS_START) == "torch: False\n"
+    assert _run(AT_THE_SERVERS_START, str(QUICKSTART)) == "torch: False\n"
 
 
 @pytest.mark.starts_processes

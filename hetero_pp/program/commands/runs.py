@@ -73,7 +73,7 @@ def launch(
     with readable_errors(log_format):
         from hetero_pp.program.launch.fork_server import begin_imports, importing
 
-        if not (in_process or commands):
+        if config.is_file() and not (in_process or commands):
             begin_imports()
         with importing():
             from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology

@@ -5,6 +5,7 @@ It imports while the launcher does. Otherwise its two seconds would follow the l
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -13,7 +14,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -51,12 +52,23 @@ def importing() -> Iterator[None]:
 
 
 def begin_imports() -> None:
-    """Start the fork server, unless this process has imported PyTorch already and is about to start it."""
+    """Start the fork server, unless this process has imported PyTorch already and is about to start it.
+
+    It is ended with this process. Otherwise it would import to the end after an error in the configuration, and keep
+    the program's output open.
+    """
     if "torch" in sys.modules:
         return
     fork_server()
     with unheard():
         multiprocessing.forkserver.ensure_running()
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    atexit.register(_end, server)
+
+
+def _end(server: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(server, signal.SIGTERM)
 
 
 @contextmanager
