@@ -18,11 +18,12 @@ from hetero_pp.program.launch.job import Job
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 AT_THE_SERVERS_START = """
 import multiprocessing.forkserver, sys
 multiprocessing.forkserver.ensure_running = lambda: sys.exit(f"torch: {'torch' in sys.modules}")
 from hetero_pp.__main__ import main
-sys.argv = ["hetero-pp", "launch", "no.yaml", *sys.argv[1:]]
+sys.argv = ["hetero-pp", "launch", sys.argv[1]]
 main()
 """
 IN_A_FORKED_PROCESS = """
@@ -33,6 +34,14 @@ begin_forked(Path(sys.argv[1]), False, (200, 300))
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
+MODULES = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
+WHILE_THE_SERVER_IMPORTS = """
+import gc, importlib, sys
+importlib.import_module = lambda name: print(name, gc.isenabled(), file=sys.stderr)
+import hetero_pp.program.launch.preloaded
+print(gc.isenabled(), gc.get_freeze_count() > 0, file=sys.stderr)
+"""
+
 
 def _run(code: str, *arguments: str) -> str:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True).stderr
@@ -40,7 +49,15 @@ def _run(code: str, *arguments: str) -> str:
 
 @pytest.mark.starts_processes
 def test_the_fork_server_starts_before_the_launcher_imports() -> None:
-    assert _run(AT_THE_SERVERS_START) == "torch: False\n"
+    assert _run(AT_THE_SERVERS_START, str(QUICKSTART)) == "torch: False\n"
+
+
+@pytest.mark.starts_processes
+def test_no_garbage_is_collected_while_the_server_imports() -> None:
+    """What it has imported is no garbage of forked processes either."""
+    *imported, after = _run(WHILE_THE_SERVER_IMPORTS).splitlines()
+    assert [line.split() for line in imported] == [[name, "False"] for name in MODULES]
+    assert after == "True True"
 
 
 @pytest.mark.starts_processes

@@ -71,13 +71,14 @@ def launch(
     The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors(log_format):
-        if not (in_process or commands):
-            from hetero_pp.program.launch.fork_server import begin_imports
+        from hetero_pp.program.launch.fork_server import begin_imports, importing
 
+        if config.is_file() and not (in_process or commands):
             begin_imports()
-        from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
-        from hetero_pp.program.operate.operations import operated
-        from hetero_pp.run.changes import Given, Override
+        with importing():
+            from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+            from hetero_pp.program.operate.operations import operated
+            from hetero_pp.run.changes import Given, Override
 
         as_typed = shlex.join(["--from", str(weights)])
         from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), as_typed)]

@@ -1,0 +1,22 @@
+"""What the fork server imports once for all processes of a launch. Nothing else imports this module."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+from hetero_pp.program.launch.fork_server import importing
+
+MODULES = ("hetero_pp.program.launch.member_process", "torch._dynamo")
+"""The first optimizer would import torch._dynamo in each process."""
+
+
+def _preload() -> None:
+    """Import the modules, and leave their objects out of the collections of all forked processes."""
+    with importing():
+        for name in MODULES:
+            importlib.import_module(name)
+    gc.freeze()
+
+
+_preload()  # the fork server only imports
