@@ -458,7 +458,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.loglog(members, limit, "k:", label="n log n")
     seconds.loglog(members, [one["plain_seconds"] for one in results], "k--", label="plain gRPC")
     seconds.loglog(members, [one["round_seconds"] for one in results], "k-", label="round")
-    memory.loglog(members, [one["memory_bytes"] / 1e6 for one in results], "o-", label="exchange")
+    memory.semilogx(members, [one["memory_bytes"] / 1e6 for one in results], "o-", label="exchange")
+    memory.set_ylim(bottom=0)
     for axis, title in ((cpu, "CPU seconds of the exchange"), (memory, "memory, MB"), (seconds, "seconds")):
         axis.set(title=title, xlabel="members", xticks=members, xticklabels=[f"{n:,}" for n in members])
         axis.minorticks_off()
