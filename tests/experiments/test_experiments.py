@@ -524,7 +524,8 @@ def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Pa
 
 @pytest.mark.starts_processes
 def test_only_rows_of_a_name_are_trained(tmp_path: Path, reproduce: Reproduce) -> None:
-    assert reproduce("toy/one", "--seeds", "1", "--rows", "n?ne", "--rows", "the *")[0] == 0
+    results = str(tmp_path / "results")
+    assert reproduce("toy/one", "--seeds", "1", "--rows", "n?ne", "--rows", "the *", "--results", results)[0] == 0
     trained = [json.loads(line)["row"] for line in _rows(tmp_path).read_text().splitlines()]
     assert trained == ["toy/one: none", "toy/one: the same"]
     rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
