@@ -124,7 +124,10 @@ def test_rates_are_of_known_methods(rates: dict[str, float], key: str) -> None:
 
 @pytest.mark.parametrize("scale", [one for one in SHIPPED.scales.values() if one.rates], ids=lambda scale: scale.name)
 def test_the_rates_of_a_scale_are_the_best_of_its_search(scale: Scale) -> None:
-    """A method has the usual rate unless its best is better by more than noise. Lower and higher ones were tried."""
+    """A method has the usual rate unless its best is better by more than noise. Lower and higher ones were tried.
+
+    Where both have one seed in common, which has no interval, 0.05 nats count as noise.
+    """
     search, usual = SHIPPED.experiment("search/inner_rate"), scale.base["inner"]["learning_rate"]
     table = json.loads((RESULTS / scale.name / f"{search.name}.json").read_text())
     losses = {row["name"]: row["ours"]["seeds"] for row in table["rows"] if row["ours"] is not None}
@@ -138,6 +141,8 @@ def test_the_rates_of_a_scale_are_the_best_of_its_search(scale: Scale) -> None:
         best = min(seeds, key=lambda rate: seeds[rate][1])
         assert min(seeds) < best < max(seeds), method
         values = {"best": seeds[best], "usual": seeds[usual]}
-        is_better = judge(Claim(text="", lower=("best", "usual")), values, {}).verdict == "holds"
+        found_of = judge(Claim(text="", lower=("best", "usual")), values, {})
+        alone = found_of.verdict == "one seed" and seeds[usual][1] - seeds[best][1] > 0.05
+        is_better = found_of.verdict == "holds" or alone
         found[method] = best if is_better else usual
     assert scale.rates == found
