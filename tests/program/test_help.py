@@ -33,6 +33,7 @@ VERBS = {
     "Rebuild",
     "Repeat",
     "Replace",
+    "Rehearse",
     "Reserve",
     "Resume",
     "Revoke",

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -648,7 +648,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
         def wait(self) -> None:
             raise RunFailed(f"home.1: {self.told.get(timeout=TIMEOUT)} (all it said: a log)")
 
-    def told(*arguments: Any) -> Iterator[Report]:
+    def told(*arguments: Any, beside: Sequence[str]) -> Iterator[Report]:
         arguments[-1](cause)
         raise LinkClosed("the disk is full") if goes_on else NewRun(cause)
         yield

@@ -151,7 +151,7 @@ def test_metrics_of_a_whole_run() -> None:
     found = collected(state_of([begun(START - 3, 0), *made_up_reports(), times, times]))
     assert found["rounds_closed_total",] == found["rounds_planned",] == ROUNDS
     assert found["run_condition", "over"] == 1
-    assert (found["run_info", "made-up"], found["members", "finished"], found["members", "missing"]) == (1, 3, 0)
+    assert (found["run_info", "run", "made-up"], found["members", "finished"], found["members", "missing"]) == (1, 3, 0)
     assert (found["tokens_total", "dc"], found["training_loss", "dc"], found["validation_loss", "home"]) == (
         400,
         4,

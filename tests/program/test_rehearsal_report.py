@@ -120,6 +120,19 @@ def test_the_last_of_overlapping_rounds_is_not_timed(spec: RunSpec) -> None:
     assert Timings.of(spec, reports_of(spec)).timed == [2, 3]
 
 
+def test_a_single_round_is_what_the_slowest_member_did_in_it(spec: RunSpec) -> None:
+    reports = [one for one in reports_of(spec) if _round(one) == 1]
+    prediction = Predictions.of(spec).rehearsed
+    found = compare(spec, Timings.of(spec, reports), prediction, prediction)
+    inner = max(one.inner_seconds for one in prediction.replicas)
+    assert found.timed == 1 and found.measured["round_seconds"] == pytest.approx(inner + prediction.outer_seconds)
+
+
+def _round(report: Report) -> int:
+    told: Any = getattr(report, report.WhichOneof("event") or "")
+    return int(told.round)
+
+
 @pytest.mark.parametrize(
     ("more", "what", "component"),
     [

@@ -111,13 +111,14 @@ def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yam
 def test_hosts_rehearse_their_lines(yaml: Path) -> None:
     """The host of the exchange gets the report, with the lines that the hosts measured; each host gets a verdict."""
     runs, tickets = yaml.parent / "served", dict[str, str]()
+    address = re.findall(r'listen: "(\S+)"', yaml.read_text())[0]
     serving = start_program("serve", str(yaml), "--rehearse", "--runs", str(runs))
     metrics = runs / NAME / "metrics.jsonl"
     try:
         while not metrics.exists() or '"waiting"' not in metrics.read_text():
             assert serving.poll() is None, serving.communicate()
         for place in ("home.0", "home.1"):
-            code, said = asked("invite", NAME, "--slot", place, "--runs", str(runs))
+            code, said = asked("invite", NAME, "--slot", place, "--address", address, "--runs", str(runs))
             assert code == 0 and "of a rehearsal, so `join` needs --rehearse" in said
             tickets[place] = next(line for line in said.splitlines() if line.startswith("hpp1."))
         code, said = asked("join", tickets["home.0"], "--runs", str(yaml.parent / "no"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from hetero_pp.core.errors import RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.together import launch_rehearsal
 from hetero_pp.run.config import RunConfig
@@ -48,3 +52,18 @@ def test_members_that_share_processes_take_part_in_every_round(tmp_path: Path) -
     assert sorted(verified) == [(round_, name) for round_ in (1, 2) for name in ("few", "one", "two")]
     written = {path.name for path in folder.output("few.0").parent.iterdir()}
     assert written == {"exchange.log", "few.0-and-others.log", "few.2-and-others.log", "two-and-others.log"}
+
+
+def test_a_process_of_several_members_that_dies_ends_the_rehearsal(tmp_path: Path) -> None:
+    folder, ended = RunFolder(tmp_path / "run"), list[str]()
+    spec = _spec(folder, inner={"steps": 2}, exchange={"quorum": 1.0})
+
+    def on_report(report: Report) -> None:
+        if report.HasField("inner_step") and not ended:
+            [crowd] = (one for one in multiprocessing.active_children() if one.name == "few.0 and 2 others")
+            ended.append(crowd.name)
+            os.kill(crowd.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match=r"the process of few\.0 and 2 others ended with code -9"):
+        launch_rehearsal(spec, folder, on_report, most_alone=3, most_together=3)
+    assert not multiprocessing.active_children()

@@ -99,7 +99,8 @@ def rehearse(
     rounds: Annotated[int, typer.Option(min=1, help="Rehearse at most this many outer rounds.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
     calibration: Annotated[
-        Path | None, typer.Option(help="Wait as long as `hetero-pp calibrate --write` measured, not as in the catalog.")
+        Path | None,
+        typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
     page: Annotated[bool, typer.Option("--view", help="Show the rehearsal on a page of this machine, too.")] = False,
@@ -250,7 +251,7 @@ def join(
         typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ..."),
     ] = "auto",
     rehearsal: Annotated[
-        bool, typer.Option("--rehearse", help="Rehearse: try this host's line and neighbours, and train nothing.")
+        bool, typer.Option("--rehearse", help="Rehearse with this host's line and its neighbours, and train nothing.")
     ] = False,
     metrics: Metrics = None,
     log_format: LogFormat = "text",

@@ -186,9 +186,10 @@ def launch_members(
         supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
 
         def told() -> Iterator[Report]:
-            waiting, beside = (exchange.timeout, on_wait, on_refused), mode.watched(spec, members)
+            waiting = (exchange.timeout, on_wait, on_refused)
+            how, beside = (exchange.address, supervisor.credentials, members), mode.watched(spec, members)
             try:
-                yield from reports_to_members(exchange.address, supervisor.credentials, members, *waiting, beside)
+                yield from reports_to_members(*how, *waiting, beside=beside)
             except RunOver:
                 supervisor.end_idle()
 

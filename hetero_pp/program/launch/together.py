@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from typing import NoReturn
 
 import torch
@@ -40,7 +39,7 @@ MOST_TOGETHER = 64
 """Most members of one process, if this machine has not processors enough for fewer."""
 
 _OPEN_FILES_OF_A_MEMBER = 16
-_SECONDS_TO_LEAVE = 20.0
+_SECONDS_TO_LEAVE, _SECONDS_TO_END = 20.0, 3.0
 
 
 def launch_rehearsal(
@@ -60,63 +59,60 @@ def launch_rehearsal(
         launch(spec, folder, on_report, resume)
         return
     keys = SecretKeys(Secret(new_secret()), is_reached(spec.config) and not spec.config.exchange.insecure)
-    with Supervisor(spec, folder, on_report, LAUNCHER, keys) as supervisor:
-        supervisor.start([EXCHANGE])
-        address = supervisor.open_exchange()
-        told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
-        watcher = Watcher(told, supervisor.on_report)
-        size = min(most_together, max(most_alone, math.ceil(len(names) / (os.cpu_count() or 1))))
-        crowds = [
-            _Crowd(folder, {name: keys.of(name, spec.links.values()) for name in names[first : first + size]})
-            for first in range(0, len(names), size)
-        ]
-        try:
-            for crowd in crowds:
-                crowd.start(address, supervisor.end_soon)
+    size = min(most_together, max(most_alone, math.ceil(len(names) / (os.cpu_count() or 1))))
+    crowds = list[_Crowd]()
+    try:
+        with Supervisor(spec, folder, on_report, LAUNCHER, keys) as supervisor:
+            supervisor.start([EXCHANGE])
+            address = supervisor.open_exchange()
+            told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
+            watcher = Watcher(told, supervisor.on_report)
+            for first in range(0, len(names), size):
+                own = {name: keys.of(name, spec.links.values()) for name in names[first : first + size]}
+                crowds.append(_Crowd(folder, own, address, supervisor.end_soon))
             supervisor.wait()
             watcher.join()
-        finally:
             for crowd in crowds:
-                crowd.end()
+                crowd.wait()
+    finally:
+        for crowd in crowds:
+            crowd.end()
 
 
 class _Crowd:
     """One process with several members."""
 
-    def __init__(self, folder: RunFolder, credentials: dict[str, Credentials]) -> None:
+    def __init__(
+        self, folder: RunFolder, credentials: dict[str, Credentials], address: str, on_death: Callable[[str], None]
+    ) -> None:
+        """Start the members, by name. `on_death` is called with the cause if the process ends with an error."""
         first, *others = credentials
-        self.name = f"{first} and {len(others)} others"
-        self._folder, self._credentials = folder, credentials
-        context = fork_server()
-        self._connection, self._theirs = context.Pipe()
-        output = folder.output(f"{first}-and-others")
-        self._process: ForkServerProcess = context.Process(
-            target=_crowd_main, args=(self._theirs, folder, output.stem), name=self.name
-        )
-
-    def start(self, address: str, on_death: Callable[[str], None]) -> None:
-        """Start the members. `on_death` is called with the cause if the process ends with an error."""
+        context, output = fork_server(), f"{first}-and-others"
+        self._name, self._on_death = f"{first} and {len(others)} others", on_death
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_crowd_main, args=(theirs, folder, output), name=self._name)
         with unheard():
             self._process.start()
-        self._theirs.close()
-        told = {name: one.to_json() for name, one in self._credentials.items()}
+        theirs.close()
+        told = {name: one.to_json() for name, one in credentials.items()}
         with suppress(BrokenPipeError, ConnectionResetError):  # `on_death` hears of it
             self._connection.send_bytes(json.dumps({"exchange": address, "credentials": told}).encode())
-        threading.Thread(target=self._watch, args=(on_death,), name=f"watches {self.name}", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"watches {self._name}", daemon=True).start()
 
-    def _watch(self, on_death: Callable[[str], None]) -> None:
+    def _watch(self) -> None:
         self._process.join()
         if self._process.exitcode not in (0, CONSEQUENCE):
-            on_death(f"the process of {self.name} ended with code {self._process.exitcode}")
+            self._on_death(f"the process of {self._name} ended with code {self._process.exitcode}")
+
+    def wait(self) -> None:
+        """Wait until the members have left a run that is over."""
+        self._process.join(_SECONDS_TO_LEAVE)
 
     def end(self) -> None:
-        """Wait for the members to leave a run that is over, and end the process."""
-        if self._process.pid is None:
-            return
-        self._process.join(_SECONDS_TO_LEAVE)
+        """End the process, whatever its members do."""
         self._connection.close()
-        if self._process.exitcode is None:
-            self._process.kill()
+        self._process.join(_SECONDS_TO_END)
+        self._process.kill()
 
 
 def _crowd_main(launcher: Connection, folder: RunFolder, output: str) -> NoReturn:

@@ -42,8 +42,8 @@ MARK = "<<"
 def print_comparison(console: Console, found: Comparison) -> None:
     """Print everything that was measured, beside what was predicted."""
     title = f"{found.name}: a rehearsal, which trained nothing."
-    steps = "rounds of a given time" if found.steps is None else f"{format_count(found.steps, 'inner step')} a round"
-    rounds = f"{format_count(found.rounds, 'round')}, {steps}; the last {found.timed} are timed"
+    steps = "of a given time" if found.steps is None else f"{format_count(found.steps, 'inner step')} each"
+    rounds = f"{format_count(found.rounds, 'round')} ({found.timed} timed), {steps}"
     say(console, f"{title} Links, messages and rounds were real, and compute was timed waits: {rounds}.", bold=title)
     _print_times(console, found)
     _print_replicas(console, found)
