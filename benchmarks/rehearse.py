@@ -193,7 +193,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (off, claims, figure2) = plt.subplots(1, 3, figsize=(15, 4.6))
+    figure, (off, claims, figure2) = plt.subplots(1, 3, figsize=(15, 4.6), width_ratios=(3, 2, 3))
     names = [name for name, one in entries.items() if is_topology(one)]
     for stretch, color in ((1, "tab:orange"), (4, "tab:blue")):
         for what, marker in (("step", "o"), ("run", "+")):
@@ -204,15 +204,15 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
     off.axvspan(-8, 8, alpha=0.08)
     off.axvspan(-3, 3, alpha=0.12)
     off.set_xlabel("measured time beyond the prediction, %")
-    off.legend()
+    off.legend(loc="center left", fontsize=8)
     said = {one["says"]: one["whole_run"] for name, one in results.items() if name.startswith("1b-")}
     for shift, side, label in ((-0.2, "predicted", "predicted"), (0.2, "utilization", "measured")):
         shares, places = [100 * one[side]["relative"] for one in said.values()], [at + shift for at in range(len(said))]
         claims.bar_label(claims.barh(places, shares, 0.38, label=label), fmt="%.1f", padding=2)
     claims.set_xlim(0, 110)
-    claims.set_yticks(range(len(said)), [one.replace(", ", ",\n", 1) for one in said])
-    claims.set_xlabel("training of 50 steps a round, % of free links")
-    claims.legend()
+    claims.set_yticks(range(len(said)), [one.removeprefix("1b, ").replace(", ", ",\n") for one in said])
+    claims.set_xlabel("1b, rounds of 50 steps, % of free links")
+    claims.legend(fontsize=8)
     for name in ("figure2", "figure2-256"):
         if name in results:
             rates = [10 * 1.25**power for power in range(27)]
@@ -223,9 +223,9 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
             ]
             figure2.plot(*zip(*points, strict=True), "o", color=line.get_color(), label=results[name]["says"])
     figure2.axhline(97, color="gray", linewidth=0.8, linestyle="--")
-    figure2.set_xlabel("Mbit/s of a hop; lines: predicted, points: measured")
+    figure2.set_xlabel("Mbit/s of a hop (line: predicted)")
     figure2.set_ylabel("% of free links")
-    figure2.legend()
+    figure2.legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -8,8 +8,8 @@ contributions in the real format, and computes nothing. Threads wait for each ot
 step has its own seconds and CPU seconds of the exchange. Fetches carry members squared contributions, and records
 members squared entries, so these two are fitted per byte.
 
-`plain` is the time of the same bytes without the exchange: the members send their contributions to a plain gRPC server,
-and fetch those of all others, over as many connections and in the same run. `tcp` is that of one TCP connection.
+`plain` is the time of the same bytes without the exchange, in the same run and over as many connections. The members
+send their contributions to a plain gRPC server, and fetch those of all others. `tcp` is that of one TCP connection.
 """
 
 from __future__ import annotations
@@ -273,11 +273,11 @@ def tcp_seconds(n_bytes: int) -> float:
 
 @dataclass
 class Step:
-    """What one step of one round took."""
+    """Cost of one step of one round."""
 
     seconds: float
     cpu_seconds: float
-    """Of the exchange's process."""
+    """CPU seconds of the exchange's process."""
     n_bytes: int
     """Fetched by the members in it."""
 

@@ -1,7 +1,7 @@
 """Error feedback, top-k and signs of each chunk in one pass over memory, compiled by numba.
 
 The pass reads whole rows of the tensors, in the order of memory. It compares each magnitude with a threshold of its
-tile, which is estimated from the tiles above, and lists the values that reach it while they are in the first cache. The
+tile, which is estimated from the tiles above. Values that reach it are listed while they are in the first cache. The
 k largest of these candidates are kept. If fewer than k or far too many reach the estimate, a threshold is searched in
 a copy of the tile. There the pass counts the largest magnitudes of small groups of values, which are fewer.
 
@@ -134,12 +134,12 @@ def advance_group(
         found[:] = 0
         for row in range(rows):
             start = (top + row) * stride + leftmost
-            _update(tensors, start, how[0], columns, least, row * columns, raw, places, found)
+            _update(tensors, (start, row * columns, columns), how[0], least, (raw, places), found)
         for tile in range(tiles):
             start, low, count = top * stride + leftmost + tile * columns, np.int64(least[tile]), found[tile]
             if count < kept or count > most:
-                near = usual[tile if top > highest else tile - 1]
-                low, count = _again(bits[start:], stride, sizes, scratch, kept, near, slope, raw[tile], places[tile])
+                near, listed = usual[tile if top > highest else tile - 1], (raw[tile], places[tile])
+                low, count = _again(bits[start:], (rows, columns, stride), scratch, kept, (near, slope), listed)
             last = _keep(raw[tile][:count], places[tile][:count], kept, low, slope)
             if count > kept:
                 slope += ((last - low) / (np.int64(count) - kept) - slope) / 8
@@ -156,21 +156,18 @@ def advance_group(
 @njit(cache=True, nogil=True)
 def _update(
     tensors: tuple[Floats, Ints, Floats],
-    begin: int,
+    where: tuple[int, int, int],
     decay: np.float32,
-    columns: int,
     least: Ints,
-    first: int,
-    raw: Ints,
-    places: Places,
+    listed: tuple[Ints, Places],
     found: NDArray[np.uint64],
 ) -> None:
     """Update error <- decay error + delta in one row, and append the values that reach `least` of their tile [tiles].
 
-    `tensors`: the error, its bits and delta, in which the row has the index `begin`. `first`: the place of the row's
-    first value in its tile. Each tile has `found` [tiles] values in `raw` and `places` [tiles, most].
+    `tensors`: the error, its bits and delta. `where`: the row's index in them, the place of its first value in its
+    tile, and the columns of a tile. Each tile has `found` [tiles] values in `listed`: bits and places [tiles, most].
     """
-    error, bits, delta = tensors
+    (error, bits, delta), (begin, first, columns), (raw, places) = tensors, where, listed
     whole = columns - columns % WORD
     for tile in range(least.shape[0]):
         left = begin + tile * columns
@@ -212,22 +209,20 @@ def _append(
 @njit(cache=True, nogil=True)
 def _again(
     bits: Ints,
-    stride: int,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     scratch: Ints,
     kept: int,
-    near: np.int64,
-    slope: float,
-    raw: Ints,
-    places: Places,
+    estimate: tuple[np.int64, float],
+    listed: tuple[Ints, Places],
 ) -> tuple[np.int64, np.uint64]:
     """Search a threshold in a tile from an estimate of it, and list the values that reach it.
 
-    The tile begins with `bits`, and its rows are `stride` apart.
+    `sizes`: rows and columns of the tile, which begins with `bits`, and the distance of its rows. `estimate`: the
+    threshold, and its change for each value more. The values' bits and places are `listed`.
 
     Returns the threshold and the number of values. A threshold that k groups of values reach is reached by k values.
     """
-    rows, columns = sizes
+    (rows, columns, stride), (near, slope), (raw, places) = sizes, estimate, listed
     for row in range(rows):
         line, copy = bits[row * stride : row * stride + columns], scratch[row * columns : (row + 1) * columns]
         for column in range(columns):

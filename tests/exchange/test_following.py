@@ -50,7 +50,7 @@ def _replies(run: Run) -> list[tuple[str, list[str]]]:
         found.append((request.replica, [one.replica for one in header.following]))
         return header, parts
 
-    run.exchange.fetch_many = noted  # type: ignore[method-assign]
+    run.exchange.fetch_many = noted
     return found
 
 

@@ -54,7 +54,7 @@ def test_the_fork_server_starts_before_the_launcher_imports() -> None:
 
 @pytest.mark.starts_processes
 def test_no_garbage_is_collected_while_the_server_imports() -> None:
-    """What it has imported is no garbage of forked processes either."""
+    """Its imports are no garbage of forked processes either."""
     *imported, after = _run(WHILE_THE_SERVER_IMPORTS).splitlines()
     assert [line.split() for line in imported] == [[name, "False"] for name in MODULES]
     assert after == "True True"

@@ -29,7 +29,7 @@ def test_a_row_has_the_same_bits_with_numba(
 
 
 def test_only_long_rows_select_with_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import would take longer than a short one saves. What the user chose stays."""
+    """Its import would take longer than a short one saves. A choice of the user stays."""
     plain = CompressionSettings.model_validate({})
     chosen = plain.model_copy(update={"accelerator": "compile"})
     monkeypatch.setattr(contributions.importlib.util, "find_spec", lambda name: object())

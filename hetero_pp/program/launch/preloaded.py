@@ -1,4 +1,4 @@
-"""What the fork server imports once for all processes of a launch. Nothing else imports this module."""
+"""Imports of the fork server, once for all processes of a launch. Nothing else imports this module."""
 
 from __future__ import annotations
 
