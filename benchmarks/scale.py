@@ -224,7 +224,10 @@ def serve_plain(pipe: Connection, size: int, members: int) -> None:
     def down(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         yield from frames
 
-    handlers = {"Up": grpc.stream_unary_rpc_method_handler(up), "Down": grpc.unary_stream_rpc_method_handler(down)}
+    handlers: dict[str, Any] = {
+        "Up": grpc.stream_unary_rpc_method_handler(up),
+        "Down": grpc.unary_stream_rpc_method_handler(down),
+    }
     handler = grpc.method_handlers_generic_handler("plain", handlers)
     server, port = make_server("127.0.0.1:0", [handler], 2 * members)
     pipe.send(port)
@@ -237,7 +240,7 @@ def run_plain(pipe: Connection, port: int, members: int, size: int) -> None:
     channels = [make_channel(f"127.0.0.1:{port}") for _ in range(members)]
     data = bytes(size)
 
-    def copy(channel: grpc.Channel) -> int:
+    def copy(channel: Any) -> int:
         channel.stream_unary("/plain/Up")(iter([data]))
         return sum(map(len, channel.unary_stream("/plain/Down")(b"")))
 
@@ -425,7 +428,8 @@ def fit(points: Sequence[tuple[float, float]]) -> float | None:
     known = [(math.log(size), math.log(cost)) for size, cost in points if cost > 0]
     if len(known) < 2:
         return None
-    return float(np.polyfit(*np.array(known).T, 1)[0])
+    sizes, costs = np.array(known).T
+    return float(np.polyfit(sizes, costs, 1)[0])
 
 
 def growth(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import extending, njit, types
 from numpy.typing import NDArray
 
 from hetero_pp.pseudo_gradient.quantise import STEPS_PER_OCTAVE
@@ -38,6 +37,9 @@ GROUPS_PER_KEPT = 8
 
 OCTAVE = 1 << 23
 """Difference between the bits of a float and those of its double: the largest step to the next estimate."""
+
+intrinsic: Any = extending.intrinsic
+"""Its type says that a call passes the context of typing, too."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -342,7 +344,7 @@ def _sum(values: Floats) -> np.float64:
     total = 0.0
     for index in range(values.shape[0]):
         total += np.float64(abs(values[index]))
-    return total
+    return np.float64(total)
 
 
 @njit(cache=True, nogil=True)

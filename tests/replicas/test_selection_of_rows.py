@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from test_fast import DC, HOME, METHODS, _config, _train
+from test_fast import DC, HOME, METHODS, _config, _train  # type: ignore[import-not-found]
 
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.research.vectorized import contributions
