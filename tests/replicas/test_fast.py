@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,19 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import Transformer, initialise
 from hetero_pp.outer import methods as outer_methods
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.research.vectorized import contributions
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.contributions import WORTH_NUMBA, fastest
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.whole import WholeReplica
+
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
 GOLDEN = Path(__file__).with_name("golden.json")
 HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4}
@@ -308,3 +314,31 @@ def test_a_launched_run_ignores_no_settings_of_tables(corpus: Path, tmp_path: Pa
     spec = RunSpec(_config(corpus, {}, [DC, home]), 256)
     with pytest.raises(ConfigError, match=r"^research: found settings of a row of a table, expected none"):
         run_in_process(spec, RunFolder(tmp_path / "run"), lambda report: None)
+
+
+# ---- selection with numba ----
+
+
+@needs_numba
+@pytest.mark.parametrize("method", ["sparseloco", "sparseloco 2 bits", "diloco_lom_sub_k"])
+def test_a_row_has_the_same_bits_with_numba(
+    method: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer, boundary, *_ = METHODS[method]
+    config = _config(corpus, outer, [DC, {**HOME, "boundary": boundary}])
+    first = _train(config, tmp_path)[0]
+    monkeypatch.setattr(contributions, "WORTH_NUMBA", 0)
+    second = _train(config, tmp_path)[0]
+    assert (first.validation_loss, first.compressed) == (second.validation_loss, second.compressed)
+
+
+def test_only_long_rows_select_with_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import would take longer than a short one saves. A choice of the user stays."""
+    plain = CompressionSettings.model_validate({})
+    chosen = plain.model_copy(update={"accelerator": "compile"})
+    monkeypatch.setattr(contributions.importlib.util, "find_spec", lambda name: object())
+    assert fastest(plain, WORTH_NUMBA).accelerator == "numba"
+    assert fastest(plain, WORTH_NUMBA - 1).accelerator == "torch"
+    assert fastest(chosen, WORTH_NUMBA).accelerator == "compile"
+    monkeypatch.setattr(contributions.importlib.util, "find_spec", lambda name: None)
+    assert fastest(plain, WORTH_NUMBA).accelerator == "torch"
