@@ -21,9 +21,9 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import Transformer, initialise
 from hetero_pp.outer import methods as outer_methods
-from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.research.vectorized import contributions
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.contributions import WORTH_NUMBA, fastest
