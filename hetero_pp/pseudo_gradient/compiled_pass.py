@@ -151,7 +151,8 @@ def advance_group(
             is_known = 2 * spread < (most - kept) / 2 * slope
             margin = max(3 * np.sqrt(kept) * slope, 2 * spread)
             least[tile] = max(usual[tile] - np.int64(margin), 0) if is_known else np.int64(MAGNITUDE)
-            _take(tensors[0], raw[tile], places[tile], columns, (start, stride), selected, of_chunks, chunk, how[1])
+            kept_here, layout = (raw[tile], places[tile]), (start, stride)
+            _take(tensors[0], kept_here, columns, layout, selected, of_chunks, chunk, how[1])
             chunk += 1
 
 
@@ -302,8 +303,7 @@ def _keep(raw: Ints, places: Places, kept: int, low: np.int64, slope: float) -> 
 @njit(cache=True, nogil=True)
 def _take(
     flat: Floats,
-    raw: Ints,
-    places: Places,
+    listed: tuple[Ints, Places],
     columns: int,
     layout: tuple[int, int],
     selected: tuple[Longs, Longs, Floats],
@@ -311,11 +311,12 @@ def _take(
     chunk: int,
     subtracts: bool,
 ) -> None:
-    """Write what is selected in a chunk, the first k of the candidates, and subtract it. Arguments are as above.
+    """Write what is selected in a chunk, the first k of the candidates `listed`, and subtract it.
 
     `layout`: the index of the chunk's first element, and the distance to that of its second row.
     """
     positions, indices, values = selected[0][chunk], selected[1][chunk], selected[2][chunk]
+    raw, places = listed
     shift = 0
     while 1 << shift < columns:
         shift += 1
