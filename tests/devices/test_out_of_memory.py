@@ -192,7 +192,7 @@ def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch,
         return f"{membership.place} is free again"
 
     monkeypatch.setattr(command, "_give_back", give_back)
-    membership, here = SimpleNamespace(run="t", place="b"), SimpleNamespace(runs=tmp_path)
+    membership, here = SimpleNamespace(run="t", place="b"), SimpleNamespace(runs=tmp_path, rehearses=False)
     for error in (RunFailed("the exchange is gone"), GivenUp(CAUSE)):
 
         def fail(*_: object, error: RunFailed = error) -> None:
