@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Hashable
 from pathlib import Path
 from typing import IO
@@ -50,6 +51,7 @@ class Scratch:
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it lives as long as this object)
+            weakref.finalize(self, self._file.close)
         place = self._places.get(key)
         if place is None or place[1:] != (tensor.shape, tensor.dtype):
             place = self._places[key] = self._end, tensor.shape, tensor.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 
@@ -92,3 +93,16 @@ def test_parts_of_a_write_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
     for name, tensor in tensors.items():
         scratch.keep(name, tensor)
     _assert_same(scratch, tensors)
+
+
+def test_the_file_is_closed_with_its_owner_also_in_a_cycle(tmp_path: Path) -> None:
+    kept = Scratch(tmp_path)
+    kept.keep("t", torch.ones(3))
+    assert kept.read("t").equal(torch.ones(3))
+    file = kept._file
+    assert file is not None and not file.closed
+    kept.__dict__["owner"] = kept
+    del kept
+    gc.collect()
+    assert file.closed
+    assert list(tmp_path.iterdir()) == []
