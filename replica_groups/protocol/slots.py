@@ -128,7 +128,7 @@ class SlotTransitions(State):
             return
         replica.round, replica.trained = round_, None
         if self.open is not None and round_ == self.open.number:
-            self.open.join(replica.name)
+            self.open.join(replica.name, replica.alive)
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.places:
