@@ -143,6 +143,18 @@ def test_a_round_closes_without_a_silent_member_which_applies_it_and_takes_the_n
     assert run.exchange.coordinator.holds("dc", 1)
 
 
+def test_a_stage_that_cannot_reach_a_silent_neighbour_reforms_its_replica_at_once(run: Run) -> None:
+    """It has given the round up. It would train the same round of the same generation again, and again in vain."""
+    run.passes(LEASE.least + 1, heard=("dc", "home.0"))
+    assert run.exchange.coordinator.holds("home.1", 1)
+    run.exchange.broken(Caller("home.0", 1), 2, "home.1 does not answer")
+    assert not run.exchange.coordinator.holds("home.1", 1)
+    assert run.exchange.beat(Caller("home.0", 1)).suspended == 2
+    assert [(one.place, one.cause) for one in run.told() if one.what == SILENT] == [
+        ("home.1", "no heartbeat arrived for 15 s")
+    ]
+
+
 def test_silence_of_three_leases_ends_an_incarnation(run: Run) -> None:
     others = ("home.0", "home.1")
     run.passes(3 * LEASE.least - 1, heard=others)
