@@ -104,6 +104,17 @@ def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
     assert not run.exchange.coordinator.slot("dc").held
 
 
+def test_a_freeze_teaches_a_lease_no_more_than_the_lease(run: Run) -> None:
+    """Otherwise one freeze of 40 s would let rounds wait for 60 s at the next one."""
+    others = ("home.0", "home.1")
+    run.passes(2.7 * LEASE.least, heard=others)
+    run.exchange.beat("dc")
+    run.passes(LEASE.factor * LEASE.least - 1, heard=others)
+    assert run.exchange.coordinator.slot("dc").held
+    run.passes(2, heard=others)
+    assert not run.exchange.coordinator.slot("dc").held
+
+
 def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> None:
     others = ("home.0", "home.1")
     for gap in (10.0, 14.0):
