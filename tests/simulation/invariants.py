@@ -8,7 +8,7 @@
 5. Only one incarnation of a slot acts, and messages of older ones change nothing. It does not end without a reason.
 6. With a quorum present, rounds close. No replica is waited for longer or shorter than the rules say, or left out.
 7. The state of a coordinator is bounded.
-8. What a coordinator keeps count of, event by event, is what a look at all slots and replicas gives.
+8. The counts that a coordinator keeps from event to event equal those of a look at all slots and replicas.
 """
 
 from __future__ import annotations
