@@ -7,6 +7,7 @@ newest replies are kept, because all members fetch the same.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +21,12 @@ from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import download_url
 
-FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 4_096
-"""Bytes and number of blobs that follow the one of a reply, at most."""
+FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 1_024
+"""Bytes and number of blobs that follow the one of a reply, at most. None follow a larger one. Their names must fit in
+the header of a frame."""
+
+SECONDS_TO_READ = 1.0
+"""No further blob is read after this time, because other fetches wait for the reply. A store may be far."""
 
 _KEPT_BYTES, _KEPT_REPLIES, _KEPT_ROUNDS = 16 << 20, 256, 4
 
@@ -91,8 +96,8 @@ class DecidedRounds:
         The caller's own replica is left out. A blob that cannot be read ends the reply, and is then asked for alone.
         """
         own = self._state.roster.members.get(caller.name, "")
-        self._included(request, caller)
-        if not request.takes_following or request.replica == own:
+        _, blob = self._included(request, caller)
+        if not request.takes_following or request.replica == own or blob.size > FOLLOWING_BYTES_MAX:
             data = self.fetch(request, caller)
             return _header(request, len(data)), [memoryview(data)]
         which = request.round, request.block, request.replica
@@ -112,13 +117,14 @@ class DecidedRounds:
 
     def _read(self, request: pb.FetchRequest, caller: Caller) -> Reply:
         """Read a blob and those that follow it, up to the limits."""
+        until = time.monotonic() + SECONDS_TO_READ
         parts, replicas = [self.fetch(request, caller)], [request.replica]
         header, most = _header(request, len(parts[0])), FOLLOWING_BYTES_MAX
         of_block = self._blobs_of(request.round)[request.block]
-        after = islice(of_block.items(), list(of_block).index(request.replica) + 1, FOLLOWING_MAX)
-        for replica, (key, blob) in after:
+        first = list(of_block).index(request.replica) + 1
+        for replica, (key, blob) in islice(of_block.items(), first, first + FOLLOWING_MAX):
             most -= blob.size
-            if most < 0:
+            if most < 0 or time.monotonic() >= until:
                 break
             try:
                 parts.append(self._log.read_blob(key, blob.sha256))

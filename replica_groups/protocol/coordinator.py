@@ -125,7 +125,7 @@ class Coordinator(SlotTransitions):
         elif not replica.waits or max(place.asked or 0 for place in replica.places) > self.last_round:
             return  # or another coordinator closed rounds that are unknown here
         elif self._may_join(replica.name, now):
-            self.open.join(replica.name)
+            self.open.join(replica.name, replica.alive)
             yield from self._assign(replica, self.open.number)
 
     def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
@@ -181,7 +181,7 @@ class Coordinator(SlotTransitions):
             reason = f"found (round, generation) {found}, expected {expected}"
             yield e.Refused(place.name, reason, term=event.term, is_over=True)
             return
-        self.open.join(replica.name)
+        self.open.join(replica.name, replica.alive)
         complaint = self.open.deposit(replica.name, event.epoch, event.block, event.entry, event.steps, self.rules, now)
         if complaint is not None:
             yield e.Refused(place.name, complaint, term=event.term)

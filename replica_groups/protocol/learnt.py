@@ -38,8 +38,8 @@ class Silence:
         """Seconds to wait for the next sign."""
 
     def sign(self, now: float) -> None:
-        """Note a sign of life."""
-        self._gaps.append(now - self.since)
+        """Note a sign of life. A silence beyond the lease was a failure: it teaches no more than the lease."""
+        self._gaps.append(min(now - self.since, self.lease))
         self.since = now
         self.lease = self._window.of(max(self._gaps))
 

@@ -52,12 +52,12 @@ class OpenRound:
         self.missing = set(self.taking_part)
         self.counting = self.taking_part & self.optional
 
-    def join(self, replica: str) -> None:
-        """Note that a replica trains the round."""
+    def join(self, replica: str, is_heard: bool) -> None:
+        """Note that a replica trains the round, and whether all its members are heard."""
         self.taking_part.add(replica)
         if replica not in self.whole:
             self.missing.add(replica)
-            self.is_heard(replica, True)
+            self.is_heard(replica, is_heard)
 
     def is_heard(self, replica: str, is_heard: bool) -> None:
         """Note whether an optional replica that trains the round counts for the quorum: it does while it is heard."""

@@ -33,8 +33,7 @@ class SlotTransitions(State):
         else:
             place.applicant, place.applies_as_guest = event.process, event.is_guest
             if place.silent:
-                place.silent = False
-                yield from self._end_term(place, place.why_it_ends(), silent=True)
+                yield from self._end_silent(place)
             else:
                 yield from self._let_in(place)
 
@@ -128,7 +127,7 @@ class SlotTransitions(State):
             return
         replica.round, replica.trained = round_, None
         if self.open is not None and round_ == self.open.number:
-            self.open.join(replica.name)
+            self.open.join(replica.name, replica.alive)
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.places:
@@ -156,6 +155,11 @@ class SlotTransitions(State):
         else:
             yield from self._end_term(place, place.why_it_ends(), silent=True)
 
+    def _end_silent(self, place: Place) -> Iterator[e.Effect]:
+        """End the incarnation of a silent member before its time, because its round does not go on."""
+        place.silent = False
+        yield from self._end_term(place, place.why_it_ends(), silent=True)
+
     def _end_term(self, place: Place, cause: str, silent: bool = False) -> Iterator[e.Effect]:
         """End the incarnation of a slot, and void its replica's incomplete contribution."""
         place.vacate()
@@ -182,15 +186,23 @@ class SlotTransitions(State):
                 yield e.Suspended(place.name, place.term, replica.epoch, cause)
 
     def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
-        """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms."""
+        """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms.
+
+        If members of the replica are silent, theirs end: the one that is there has given the round up.
+        """
         place = self.places[event.place]
         replica = self.replicas[place.replica]
         if not (yield from self._admits(place, event.term, now)):
             return
         if event.blames:
             yield from self._count_malformed(event)
-        if event.epoch == replica.epoch and replica.alive:
+        if event.epoch != replica.epoch:
+            return
+        if replica.alive:
             yield from self._end_term(place, event.cause)
+        for other in replica.places:
+            if other.silent:
+                yield from self._end_silent(other)
 
     def _count_malformed(self, event: e.Broken) -> Iterator[e.Effect]:
         """Count a malformed message between two trusted members. The last of MOST_MALFORMED bars their replica.

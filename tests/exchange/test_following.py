@@ -70,6 +70,25 @@ def test_as_many_follow_as_fit(run: Run, served: ExchangeClient, monkeypatch: py
     assert replies == [("a", ["c"]), ("d", [])]
 
 
+def test_nothing_follows_a_large_blob_which_is_not_kept(
+    run: Run, served: ExchangeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones are read by several threads at once, and would fill the memory."""
+    monkeypatch.setattr(decided, "FOLLOWING_BYTES_MAX", len(run.blob(BlobAddress("run", 1, "a", "norm"))) - 1)
+    replies = _replies(run)
+    assert served.fetch("b", 1, "a", "norm") == run.blob(BlobAddress("run", 1, "a", "norm"))
+    assert replies == [("a", [])]
+    assert not run.exchange.decided._replies
+
+
+def test_a_slow_store_ends_a_reply(run: Run, served: ExchangeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decided, "SECONDS_TO_READ", 0.0)
+    replies = _replies(run)
+    for name in ("a", "c"):
+        assert served.fetch("b", 1, name, "norm") == run.blob(BlobAddress("run", 1, name, "norm"))
+    assert replies == [("a", []), ("c", [])]
+
+
 def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path) -> None:
     run, waits = Run(tmp_path, dict.fromkeys(NAMES, 1)), _Counted()
     run.exchange.decisions.waits = waits

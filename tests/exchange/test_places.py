@@ -104,6 +104,17 @@ def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
     assert not run.exchange.coordinator.slot("dc").held
 
 
+def test_a_freeze_teaches_a_lease_no_more_than_the_lease(run: Run) -> None:
+    """Otherwise one freeze of 40 s would let rounds wait for 60 s at the next one."""
+    others = ("home.0", "home.1")
+    run.passes(2.7 * LEASE.least, heard=others)
+    run.exchange.beat("dc")
+    run.passes(LEASE.factor * LEASE.least - 1, heard=others)
+    assert run.exchange.coordinator.slot("dc").held
+    run.passes(2, heard=others)
+    assert not run.exchange.coordinator.slot("dc").held
+
+
 def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> None:
     others = ("home.0", "home.1")
     for gap in (10.0, 14.0):
@@ -141,6 +152,18 @@ def test_a_round_closes_without_a_silent_member_which_applies_it_and_takes_the_n
     run.deposit(1, "dc", term=1)
     assert run.exchange.record(1, Caller("dc", 1)).round == 1
     assert run.exchange.coordinator.holds("dc", 1)
+
+
+def test_a_stage_that_cannot_reach_a_silent_neighbour_reforms_its_replica_at_once(run: Run) -> None:
+    """It has given the round up. It would train the same round of the same generation again, and again in vain."""
+    run.passes(LEASE.least + 1, heard=("dc", "home.0"))
+    assert run.exchange.coordinator.holds("home.1", 1)
+    run.exchange.broken(Caller("home.0", 1), 2, "home.1 does not answer")
+    assert not run.exchange.coordinator.holds("home.1", 1)
+    assert run.exchange.beat(Caller("home.0", 1)).suspended == 2
+    assert [(one.place, one.cause) for one in run.told() if one.what == SILENT] == [
+        ("home.1", "no heartbeat arrived for 15 s")
+    ]
 
 
 def test_silence_of_three_leases_ends_an_incarnation(run: Run) -> None:

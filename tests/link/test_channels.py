@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import grpc
 import pytest
 
 from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
@@ -25,3 +26,17 @@ def test_a_channel_that_was_waited_for_twice_is_closed_after_its_poll(monkeypatc
     close_polled(channel)
     assert not state.polling and not failed
     server.stop(None).wait()
+
+
+class _Names(grpc.UnaryUnaryClientInterceptor):
+    """An interceptor, as a tracing library adds to every channel."""
+
+    def intercept_unary_unary(self, continuation, details, request):  # type: ignore[no-untyped-def]
+        return continuation(details, request)
+
+
+def test_a_channel_that_hides_its_poll_is_closed() -> None:
+    inner = make_channel("127.0.0.1:1")
+    close_polled(grpc.intercept_channel(inner, _Names()))
+    with pytest.raises(ValueError, match="closed channel"):
+        inner.unary_unary("/any/Call")(b"")  # type: ignore[arg-type]

@@ -8,6 +8,7 @@
 5. Only one incarnation of a slot acts, and messages of older ones change nothing. It does not end without a reason.
 6. With a quorum present, rounds close. No replica is waited for longer or shorter than the rules say, or left out.
 7. The state of a coordinator is bounded.
+8. The counts that a coordinator keeps from event to event equal those of a look at all slots and replicas.
 """
 
 from __future__ import annotations
@@ -217,6 +218,7 @@ class Invariants:
         if coordinator.open is not None and coordinator.open.number != watched.number:
             self._opened(watched, host)
         self._require_order(host, watched)
+        _require_counts(coordinator)
 
     def _opened(self, watched: Watched, host: Host) -> None:
         assert host.coordinator.open is not None
@@ -367,6 +369,26 @@ class Invariants:
         kept = len(coordinator._hashes), len(coordinator._audited), len(coordinator._differing)
         if max(kept) > REMEMBERED_HASHES:
             raise Violation(7, "what is remembered of hashes grows")
+
+
+def _require_counts(coordinator: Coordinator) -> None:
+    """Compare what a coordinator keeps with a look at everything."""
+    places, replicas, opened = coordinator.places.values(), coordinator.replicas, coordinator.open
+    kept, found = {"alive": coordinator.alive}, {"alive": {name for name, one in replicas.items() if one.alive}}
+    if opened is not None:
+        reliable = {name for name in opened.taking_part if replicas[name].alive and not replicas[name].missed}
+        counting = opened.whole.keys() | (set() if opened.is_overdue else reliable)
+        kept |= {"missing": opened.missing, "counting": opened.counting}
+        found |= {"missing": opened.taking_part - opened.whole.keys()}
+        found |= {"counting": counting & coordinator.rules.optional}
+    if coordinator.is_over:
+        kept["finishing"] = coordinator._finishing
+        found["finishing"] = coordinator._finishing & {place.replica for place in places if place.held}
+    for name, names in found.items():
+        if names != kept[name]:
+            raise Violation(8, f"a coordinator keeps {sorted(kept[name])} as {name}, and they are {sorted(names)}")
+    if coordinator._slots_due > (due := min(place.due_at() for place in places)):
+        raise Violation(8, f"a coordinator sleeps until {coordinator._slots_due}, and a slot is due at {due}")
 
 
 def _acted_on(coordinator: Coordinator) -> Any:
