@@ -201,7 +201,8 @@ class RunConfig(Settings):
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
 
         It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
-        checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out. Raises
+        checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out, and so are
+        parts of `simulate` that do not take place, so that the prediction is for the same members and links. Raises
         ConfigError if all are optional.
         """
         own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
@@ -212,6 +213,8 @@ class RunConfig(Settings):
             why = "a rehearsal has only those: set a number, such as `--set replicas.home.count=2`"
             raise ConfigError(("replicas", 0), f"found only optional replicas, expected required ones: {why}")
         weights = "equal" if self.outer.weights == "scores" else self.outer.weights
+        others = SimulateSettings()
+        real = {key: getattr(others, key) for key in ("fleets", "sites", "exchange", "exchange_bandwidth")}
         return self.model_copy(
             update={
                 "name": self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX,
@@ -224,6 +227,7 @@ class RunConfig(Settings):
                 "audit": AuditSettings(),
                 "store": StoreSettings(),
                 "states": StateSettings(),
+                "simulate": self.simulate.model_copy(update=real),
             }
         )
 
