@@ -210,6 +210,22 @@ def test_the_prediction_is_for_what_is_rehearsed(yaml: Path, spec: RunSpec) -> N
     assert Predictions.of(found) == Predictions.of(spec)
 
 
+def test_nothing_names_optional_replicas_that_are_left_out(yaml: Path, tmp_path: Path) -> None:
+    """Neither their costs, which `calibrate` writes, nor a site that they share with others."""
+    cost = "{forward: 1 s, backward: 1 s, update: 1 s, contribute: 1 s, apply: 1 s, evaluate: 1 s}"
+    yaml.write_text(YAML.replace("{count: 2, line: dsl}", "2"))
+    given = [
+        "replicas.home.count=0..2",
+        "sites={flat: {line: dsl, members: [dc, home-2]}, attic: {line: dsl, members: [home-1.0]}}",
+        f"simulate.measured={{home-1.0: {cost}, dc: {cost}}}",
+    ]
+    found = ConfigFile(yaml, given).as_rehearsal(ROUNDS, STEPS).config
+    save_config(found, tmp_path / "config.yaml")
+    kept = ConfigFile(tmp_path / "config.yaml", kept=True).config
+    assert Predictions.of(RunSpec(kept, None)).rehearsed.replicas[0].name == "dc"
+    assert {name: site.members for name, site in kept.sites.items()} == {"flat": ["dc"]}
+
+
 def without_times(report: Report) -> Report:
     """Return a report in which a member says that it took no time at all."""
     if report.HasField("member_round"):
