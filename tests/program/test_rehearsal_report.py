@@ -7,6 +7,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,6 +16,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
+from hetero_pp.program.join import command
 from hetero_pp.program.rehearse.command import AsRehearsal, Predictions, not_rehearsed
 from hetero_pp.program.rehearse.comparison import Comparison, compare
 from hetero_pp.program.rehearse.own_line import OwnLine, verdict
@@ -178,6 +180,18 @@ def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
     assert "too slow for this boundary" in told and "home.1 waited" in told and "home would train" in told
     assert list(good.lines()) == ["no round of the rehearsal was complete, so nothing is known of the group"]
     assert set(slow.watched(spec, ["home.0"])) == {"exchange", "dc", "home.1"}
+
+
+@pytest.mark.parametrize(("up", "told"), [(0.0, 0), (2e5, 1)])
+def test_a_line_too_slow_to_be_measured_is_not_reported(
+    up: float, told: int, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange would refuse a line without bandwidth, in the name of an honest host."""
+    rates, client, own = (Rate(up, True), Rate(1e6, True)), MagicMock(), MagicMock(place="home.0")
+    monkeypatch.setattr(command, "measure", lambda *_: rates)
+    monkeypatch.setattr(command, "ExchangeClient", lambda *_, **__: client)
+    assert command._measured_line(own, spec, print) == dict(zip(("up", "down"), rates, strict=True))
+    assert client.report.call_count == told
 
 
 def test_a_line_that_holds_nobody_up_is_good_enough(spec: RunSpec) -> None:
