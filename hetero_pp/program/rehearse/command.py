@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_duration, format_percent
 from hetero_pp.messages.messages_pb2 import Report
@@ -101,8 +101,7 @@ class AsRehearsal(Mode):
 
     def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
         if not self._timings.timed:
-            say(console, f"{self._spec.config.name}: {NOTHING_TIMED}")
-            return
+            raise RunFailed(f"{self._spec.config.name}: {NOTHING_TIMED}")
         found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
         found = replace(found, busy=0.0 if self._busy is None else self._busy.share())
         print_comparison(console, found)
