@@ -134,8 +134,10 @@ def least_disturbed(found: dict[str, Any], sooner: Mapping[str, Any] | None) -> 
     late = ("woken_late_seconds", "mean")
     tried = {"date": found["date"], "woken_late_seconds": found[late[0]][late[1]]}
     tried |= {name: found["difference"][name] for name in ("step_seconds", "round_seconds")}
-    attempts = [*(sooner["attempts"] if sooner is not None else []), tried]
-    best = found if sooner is None or found[late[0]][late[1]] <= sooner[late[0]][late[1]] else sooner
+    if sooner is None or late[0] not in sooner:  # an earlier version did not measure it
+        return {**found, "attempts": [tried]}
+    attempts = [*sooner["attempts"], tried]
+    best = found if found[late[0]][late[1]] <= sooner[late[0]][late[1]] else sooner
     return {**best, "attempts": attempts}
 
 

@@ -24,8 +24,8 @@ MOST_SECONDS = 1e8
 """Three years."""
 MOST_BYTES = 1 << 50
 """Bytes on one direction of one link in one round: 1 PiB."""
-MOST_BITS_PER_SECOND = 1e15
-"""Rate of a line that a host measured."""
+LEAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND = 1.0, 1e15
+"""Rates of a line that a host measured. A plan takes no line without bandwidth."""
 MOST_MESSAGES = 1 << 40
 MOST_TOKENS = 1 << 40
 """Tokens of one inner step or one evaluation, if the batch is not known."""
@@ -64,7 +64,7 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "activity": {"doing": (1, max(Doing.values()))},
     "state_saving": {},
     "computes": {},
-    "measured_line": dict.fromkeys(("up", "down"), (0.0, MOST_BITS_PER_SECOND)),
+    "measured_line": dict.fromkeys(("up", "down"), (LEAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND)),
     "failure": {},
     "finished": {},
 }

@@ -201,7 +201,8 @@ class RunConfig(Settings):
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
 
         It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
-        checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out. Raises
+        checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out, and so are
+        parts of `simulate` that do not take place, so that the prediction is for the same members and links. Raises
         ConfigError if all are optional.
         """
         own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
@@ -212,6 +213,10 @@ class RunConfig(Settings):
             why = "a rehearsal has only those: set a number, such as `--set replicas.home.count=2`"
             raise ConfigError(("replicas", 0), f"found only optional replicas, expected required ones: {why}")
         weights = "equal" if self.outer.weights == "scores" else self.outer.weights
+        absent = {one for replica in self.replicas if replica.optional for one in (replica.name, *replica.members)}
+        others = SimulateSettings()
+        real = {key: getattr(others, key) for key in ("fleets", "sites", "exchange", "exchange_bandwidth")}
+        real["measured"] = {name: cost for name, cost in self.simulate.measured.items() if name not in absent}
         return self.model_copy(
             update={
                 "name": self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX,
@@ -224,6 +229,12 @@ class RunConfig(Settings):
                 "audit": AuditSettings(),
                 "store": StoreSettings(),
                 "states": StateSettings(),
+                "simulate": self.simulate.model_copy(update=real),
+                "sites": {
+                    name: site.model_copy(update={"members": there})
+                    for name, site in self.sites.items()
+                    if (there := [one for one in site.members if one not in absent])
+                },
             }
         )
 

@@ -120,6 +120,16 @@ def test_a_long_one_starts_and_describes_itself(name: str) -> None:
     assert re.search(rf"usage: {name}\.py .*--smoke", done.stdout, re.DOTALL), done.stdout
 
 
+def test_a_rehearsal_replaces_one_of_which_less_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long rehearsal would otherwise end with an error in place of its result."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    rehearse, apart = importlib.import_module("rehearse"), {"step_seconds": 0.1, "round_seconds": 0.2}
+    found = {"date": "today", "woken_late_seconds": {"mean": 0.1}, "difference": apart}
+    first = rehearse.least_disturbed(found, {"difference": apart})
+    again = rehearse.least_disturbed(found | {"woken_late_seconds": {"mean": 0.3}}, first)
+    assert again["woken_late_seconds"] == {"mean": 0.1} and len(again["attempts"]) == 2
+
+
 def test_every_bug_can_be_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of a bug may have moved, or its test."""
     monkeypatch.syspath_prepend(str(FOLDER))

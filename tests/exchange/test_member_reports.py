@@ -89,6 +89,8 @@ OUT_OF_RANGE = {
     "a made-up kind of refusal": _refusal(kind="made up"),
     "a made-up activity": _activity(99),
     "no activity": _activity(0),
+    "a line without bandwidth": pb.Report(member="a", measured_line=pb.MeasuredLine(up=0.0, down=1e6)),
+    "a line of no number": pb.Report(member="a", measured_line=pb.MeasuredLine(up=1e6, down=math.nan)),
 }
 
 

@@ -7,23 +7,27 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from hetero_pp.config.lines import Way
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import ParticipantsReplica
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
-from hetero_pp.program.rehearse.command import Predictions, not_rehearsed
+from hetero_pp.program.join import command
+from hetero_pp.program.rehearse.command import AsRehearsal, Predictions, not_rehearsed
 from hetero_pp.program.rehearse.comparison import Comparison, compare
 from hetero_pp.program.rehearse.own_line import OwnLine, verdict
 from hetero_pp.program.rehearse.plan_input import MeasuredInput
 from hetero_pp.program.rehearse.show import closing_lines, print_comparison
-from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.program.report.output import SafeConsole
+from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.run.config import LONGEST_RUN_NAME, RunConfig
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 
@@ -178,6 +182,18 @@ def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
     assert set(slow.watched(spec, ["home.0"])) == {"exchange", "dc", "home.1"}
 
 
+@pytest.mark.parametrize(("up", "told"), [(0.0, 0), (2e5, 1)])
+def test_a_line_too_slow_to_be_measured_is_not_reported(
+    up: float, told: int, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange would refuse a line without bandwidth, in the name of an honest host."""
+    rates, client, own = (Rate(up, True), Rate(1e6, True)), MagicMock(), MagicMock(place="home.0")
+    monkeypatch.setattr(command, "measure", lambda *_: rates)
+    monkeypatch.setattr(command, "ExchangeClient", lambda *_, **__: client)
+    assert command._measured_line(own, spec, print) == dict(zip(("up", "down"), rates, strict=True))
+    assert client.report.call_count == told
+
+
 def test_a_line_that_holds_nobody_up_is_good_enough(spec: RunSpec) -> None:
     """Idle time with free links does not count, and a datacenter has no neighbours."""
     free = compared(spec, reports_of(spec))
@@ -201,14 +217,80 @@ def test_a_configuration_becomes_a_rehearsal(yaml: Path, tmp_path: Path) -> None
     assert ConfigFile(tmp_path / "config.yaml", kept=True).config == found
 
 
+def test_the_prediction_is_for_what_is_rehearsed(yaml: Path, spec: RunSpec) -> None:
+    """Nine replicas of a fleet, and an exchange behind one link, would be those of another run."""
+    given = ["simulate.fleets={home: {count: 9}}", "simulate.exchange_bandwidth=1 Mbit/s"]
+    found = RunSpec(ConfigFile(yaml, given).as_rehearsal(ROUNDS, STEPS).config, None)
+    assert Predictions.of(found) == Predictions.of(spec)
+
+
+def test_nothing_names_optional_replicas_that_are_left_out(yaml: Path, tmp_path: Path) -> None:
+    """Neither their costs, which `calibrate` writes, nor a site that they share with others."""
+    cost = "{forward: 1 s, backward: 1 s, update: 1 s, contribute: 1 s, apply: 1 s, evaluate: 1 s}"
+    yaml.write_text(YAML.replace("{count: 2, line: dsl}", "2"))
+    given = [
+        "replicas.home.count=0..2",
+        "sites={flat: {line: dsl, members: [dc, home-2]}, attic: {line: dsl, members: [home-1.0]}}",
+        f"simulate.measured={{home-1.0: {cost}, dc: {cost}}}",
+    ]
+    found = ConfigFile(yaml, given).as_rehearsal(ROUNDS, STEPS).config
+    save_config(found, tmp_path / "config.yaml")
+    kept = ConfigFile(tmp_path / "config.yaml", kept=True).config
+    assert Predictions.of(RunSpec(kept, None)).rehearsed.replicas[0].name == "dc"
+    assert {name: site.members for name, site in kept.sites.items()} == {"flat": ["dc"]}
+
+
+def without_times(report: Report) -> Report:
+    """Return a report in which a member says that it took no time at all."""
+    if report.HasField("member_round"):
+        report.member_round.CopyFrom(MemberRound(round=report.member_round.round))
+    return report
+
+
+def test_members_that_report_no_time_or_no_step_do_not_end_the_comparison(spec: RunSpec) -> None:
+    """The host of the exchange, and each host that joined, would otherwise read a traceback."""
+    timeless = [without_times(one) for one in reports_of(spec)]
+    found = compared(spec, [one for one in timeless if not one.HasField("inner_step")])
+    json.dumps(found.as_json(), allow_nan=False)
+    assert found.measured["tokens_per_second"] == 0.0
+    assert "home.0" in verdict(spec, "home.0", found) and list(closing_lines(found))
+    begun = [one for one in reports_of(spec) if not (one.HasField("member_round") and one.member == "home.1")]
+    mode, console = AsRehearsal(ROUNDS, STEPS), SafeConsole(width=120, file=StringIO())
+    mode.begin(spec)
+    for one in begun:
+        mode.on_report(one)
+    with pytest.raises(RunFailed, match=f"^homes-rehearsal: {NOTHING_TIMED}$"):
+        mode.conclude(console, RunState(spec), RunFolder(Path("nowhere")))
+
+
+def test_bytes_of_a_step_in_rounds_of_a_given_time(yaml: Path, spec: RunSpec) -> None:
+    counted, inner = (
+        compared(spec, reports_of(spec)),
+        spec.config.inner.model_copy(update={"steps": None, "seconds": 9}),
+    )
+    timed = RunSpec(spec.config.model_copy(update={"inner": inner}), None)
+    [carried] = {
+        one.partition("(")[2].partition(" a step)")[0]
+        for one in (verdict(of, "home.0", counted) for of in (spec, timed))
+    }
+    assert carried
+
+
 def test_what_is_not_rehearsed_is_said(yaml: Path) -> None:
     """Optional replicas are left out, and a rehearsal of only these is refused."""
     file = ConfigFile(
-        yaml, ["simulate.fleets={dc: {count: 9}}", "simulate.exchange=ring_all_gather", "replicas.home.count=0..3"]
+        yaml,
+        [
+            "simulate.fleets={dc: {count: 9}}",
+            "simulate.exchange=ring_all_gather",
+            "simulate.exchange_bandwidth=1 Mbit/s",
+            "replicas.home.count=0..3",
+        ],
     )
     assert [line.partition(" not ")[0] for line in not_rehearsed(file.config)] == [
         "simulate.fleets.dc is",
         "simulate.exchange: ring_all_gather is",
+        "simulate.exchange_bandwidth is",
         "3 optional replicas left out: to rehearse some, set their number, as with `--set replicas.home.count=2`",
     ]
     assert [replica.name for replica in file.as_rehearsal(1, 1).config.replicas] == ["dc"]

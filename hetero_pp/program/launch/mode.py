@@ -36,7 +36,7 @@ class Mode:
         """Take in a report."""
 
     def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
-        """Print what the end leaves."""
+        """Print what the end leaves. Raises RunFailed if that is nothing."""
         print_result(console, summary_of(state), folder.path)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_duration, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.comparison import compare
 from hetero_pp.program.rehearse.show import MARK, print_comparison
-from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.show_prediction import print_assumption
@@ -100,6 +100,8 @@ class AsRehearsal(Mode):
             self._busy = Busy()
 
     def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
+        if not self._timings.timed:
+            raise RunFailed(f"{self._spec.config.name}: {NOTHING_TIMED}")
         found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
         found = replace(found, busy=0.0 if self._busy is None else self._busy.share())
         print_comparison(console, found)
@@ -129,6 +131,8 @@ def not_rehearsed(config: RunConfig) -> Iterator[str]:
         yield f"simulate.sites.{name} is not rehearsed: each member has an uplink of its own"
     if simulate.exchange != "gather":
         yield f"simulate.exchange: {simulate.exchange} is not rehearsed: a run gathers contributions"
+    if simulate.exchange_bandwidth is not None:
+        yield "simulate.exchange_bandwidth is not rehearsed: set `exchange.line`, which is"
     if optional:
         how = "to rehearse some, set their number, as with `--set replicas.home.count=2`"
         yield f"{format_count(len(optional), 'optional replica')} left out: {how}"

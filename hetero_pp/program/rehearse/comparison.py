@@ -91,6 +91,11 @@ def relative(measured: float, predicted: float) -> float | None:
     return measured / predicted - 1 if predicted else (0.0 if not measured else None)
 
 
+def share(part: float, whole: float) -> float:
+    """Return a share, 0 of nothing: members may report that they took no time, or no step."""
+    return part / whole if whole else 0.0
+
+
 def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Prediction) -> Comparison:
     """Return what was measured beside the prediction for the same rounds, which are those of `timings`.
 
@@ -150,14 +155,14 @@ def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterat
         timings.steps(replica.members[0]) * replica.batch_size * spec.config.data.sequence_length
         for replica, _ in _replicas(spec, prediction)
     )
-    rate = tokens / round_seconds
+    rate = share(tokens, round_seconds)
     yield "round_seconds", round_seconds
     yield "inner_seconds", inner
     yield "outer_seconds", outer
     yield "rest_seconds", max(round_seconds - inner - outer, 0.0)
     yield "step_seconds", max(one["step_seconds"] for one in own.values())
     yield "tokens_per_second", rate
-    yield "utilization.absolute", fmean(compute) / round_seconds
+    yield "utilization.absolute", share(fmean(compute), round_seconds)
     yield "utilization.relative", rate / (prediction.tokens_per_second / prediction.utilization["relative"])
     for _, one in _replicas(spec, prediction):
         for name, value in own[one.name].items():
@@ -190,8 +195,8 @@ def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPredic
     return {
         "step_seconds": timings.step_seconds(replica.members[0]) or inner / max(steps, 1.0),
         "inner_seconds": inner,
-        "bubble": 1 - trained / free,
-        "exposed_communication": 1 - free / inner,
+        "bubble": 1 - share(trained, free),
+        "exposed_communication": 1 - share(free, inner),
     }
 
 
@@ -247,12 +252,12 @@ def _whole_run(spec: RunSpec, whole: Prediction, measured: Quantities) -> WholeR
     trained = measured["utilization.absolute"] * measured["round_seconds"] * (short + more) / short
     relative_ = measured["utilization.relative"]
     if more:
-        relative_ = whole.utilization["relative"] * whole.round_seconds / seconds
+        relative_ = share(whole.utilization["relative"] * whole.round_seconds, seconds)
     return WholeRun(
         rounds=run.rounds,
         steps=run.steps,
         round_seconds=seconds,
-        utilization={"absolute": trained / seconds, "relative": relative_},
+        utilization={"absolute": share(trained, seconds), "relative": relative_},
         predicted=whole.utilization,
         days=run.rounds * seconds / 86400,
         is_bound=bool(config.outer.overlap and more),

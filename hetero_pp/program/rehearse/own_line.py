@@ -11,8 +11,8 @@ from hetero_pp.core.units import format_bits_per_second, format_bytes, format_pe
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.command import Predictions
-from hetero_pp.program.rehearse.comparison import Comparison, compare
-from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.program.rehearse.comparison import Comparison, compare, share
+from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.run.spec import RunSpec
 
@@ -43,7 +43,7 @@ class OwnLine(Mode):
         if self._rates:
             yield f"the line of this host reached {self._reached()}"
         if not self._timings.timed:
-            yield "no round of the rehearsal was complete, so nothing is known of the group"
+            yield NOTHING_TIMED
             return
         found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
         yield verdict(self._spec, self._member, found)
@@ -67,19 +67,19 @@ def _rate(rate: Rate) -> str:
 
 def verdict(spec: RunSpec, member: str, found: Comparison) -> str:
     """Return one line: how long others waited for a member, and the utilization that its group would have."""
-    share, other = held_up(spec, member, found)
+    held_share, other = held_up(spec, member, found)
     own = spec.members[member].replica
     trained = fmean(found.members[name]["compute"] for name in own.members)
-    absolute = (
-        found.whole_run.utilization["absolute"] * trained / fmean(one["compute"] for one in found.members.values())
+    absolute = found.whole_run.utilization["absolute"] * share(
+        trained, fmean(one["compute"] for one in found.members.values())
     )
-    free = absolute / found.whole_run.utilization["relative"]
+    free = share(absolute, found.whole_run.utilization["relative"])
     group = f"{own.name} would train {format_percent(absolute)} of the time ({format_percent(free)} with free links)"
     if not other:
         return f"{member} has no neighbours to hold up; {group}"
     carried = ", ".join(f"{format_bytes(size)} {way}" for way, size in _bytes_of_step(spec, member, found).items())
-    held = f"{other} waited {format_percent(share)} of a step for {member}, beyond what free links leave idle"
-    enough = "good enough" if share <= ENOUGH else "too slow for this boundary"
+    held = f"{other} waited {format_percent(held_share)} of a step for {member}, beyond what free links leave idle"
+    enough = "good enough" if held_share <= ENOUGH else "too slow for this boundary"
     return f"the line is {enough} ({carried} a step): {held}; {group}"
 
 
@@ -98,14 +98,16 @@ def held_up(spec: RunSpec, member: str, found: Comparison) -> tuple[float, str]:
     for neighbour, part in ((index - 1, "wait_next"), (index + 1, "wait_previous")):
         if 0 <= neighbour < len(names):
             waited = found.members[names[neighbour]][part]
-            held = max(held, (min(waited / inner, exposed), names[neighbour]))
+            held = max(held, (min(share(waited, inner), exposed), names[neighbour]))
     return held
 
 
 def _bytes_of_step(spec: RunSpec, member: str, found: Comparison) -> dict[Way, float]:
     """Return what a member's links to its neighbours carried in a step, evaluations included."""
     carried: dict[Way, float] = dict.fromkeys(WAYS, 0.0)
-    steps = spec.config.inner.steps or 1
+    own = f"replicas.{spec.members[member].replica.name}"
+    timed = share(found.measured[f"{own}.inner_seconds"], found.measured[f"{own}.step_seconds"])
+    steps = spec.config.inner.steps or max(round(timed), 1)
     for link in spec.links.values():
         if member in (link.source, link.target) and spec.members.keys() >= {link.source, link.target}:
             up, down = ("forward", "backward") if link.source == member else ("backward", "forward")

@@ -10,6 +10,9 @@ from hetero_pp.config.links import Direction
 from hetero_pp.messages.messages_pb2 import MeasuredLine, MemberRound, Report
 from hetero_pp.run.spec import RunSpec
 
+NOTHING_TIMED = "no round of the rehearsal was complete, so nothing is known of the group"
+"""Line in place of a comparison, if members left or did not report."""
+
 
 class Timings:
     """Times and bytes of the rounds of one run.
