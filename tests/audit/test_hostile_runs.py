@@ -31,7 +31,7 @@ ROUNDS = 9
 HONEST = {"a", "b", "s1"}
 """`s1` works, and `s2` of the same owner sends the same."""
 COPIES = {"copier": "a", "s2": "s1"}
-AUDIT = {"gauntlet": {"evaluated": 6, "sequences": 6, "alpha": 0.5, "grace": 2, "excluded_rounds": 16}}
+AUDIT = {"gauntlet": {"evaluated": 6, "sequences": 6, "alpha": 0.3, "grace": 2, "excluded_rounds": 16}}
 
 
 class _Cheats:
@@ -83,7 +83,10 @@ class _Cheats:
 
 def _spec(corpus: Path) -> RunSpec:
     liars = {name: {"kind": "datacenter"} for name in ("copier", "liar", "s1", "s2")}
-    return lying_spec(corpus, ROUNDS, liars, audit=AUDIT, outer={"rounds": ROUNDS, "compression": {"density": 1 / 8}})
+    # Scores of a round with less text are mostly noise, and could exclude an honest replica.
+    inner = {"steps": 8, "learning_rate": 0.01, "final_learning_rate_share": 1}
+    outer = {"rounds": ROUNDS, "compression": {"density": 1 / 8}}
+    return lying_spec(corpus, ROUNDS, liars, audit=AUDIT, inner=inner, outer=outer)
 
 
 @pytest.fixture(scope="module")
