@@ -265,7 +265,7 @@ def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
 
 @contextmanager
 def relayed_transfer() -> Iterator[Transfer]:
-    """Yield a transfer over a stage link with TLS whose ends dial a relay, and not each other."""
+    """Yield a transfer over a stage link with TLS. Its ends dial a relay, and not each other."""
     shape = LinkShape()
     with peer(serve_relay) as relay, peer(serve_link, shape, True, relay):
         own = SECRET.credentials("home.0", encrypted=True)

@@ -130,7 +130,7 @@ def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) ->
 
 
 def least_disturbed(found: dict[str, Any], sooner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the rehearsal whose threads were woken less late, with a line about each attempt."""
+    """Return the rehearsal in which threads were woken less late, with a line about each attempt."""
     late = ("woken_late_seconds", "mean")
     tried = {"date": found["date"], "woken_late_seconds": found[late[0]][late[1]]}
     tried |= {name: found["difference"][name] for name in ("step_seconds", "round_seconds")}

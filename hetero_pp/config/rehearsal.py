@@ -8,7 +8,7 @@ from hetero_pp.config.settings import Settings
 
 
 class Rehearsal(Settings):
-    """A run whose links, messages and rounds are real, and whose compute consists of timed waits.
+    """A run with real links, messages and rounds, and with timed waits in place of compute.
 
     `outer.rounds` and `inner.steps` of its configuration are those that are rehearsed. This section holds those of the
     run that it stands for. Costs of compute and hardware are those of the section `simulate`.

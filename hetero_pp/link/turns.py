@@ -134,13 +134,13 @@ class Arrivals:
         return self._delays.arrival(come, 0)
 
     def come(self, n_bytes: int) -> float:
-        """Return the arrival time of bytes whose last bit has just left."""
+        """Return the arrival time of bytes at the moment at which their last bit has left."""
         now = self._clock.now()
         return self.at(now if self._slowest is None else now - n_bytes * 8 / self._slowest, now, n_bytes)
 
 
 class StreamQueue(Generic[T]):
-    """Queue whose items come out when a stream has sent them. It has the interface of ShapedQueue.
+    """Queue that yields its items when a stream has sent them. It has the interface of ShapedQueue.
 
     A separate thread sends the items, whether or not a receiver waits for them.
     """

@@ -116,7 +116,7 @@ def complaint(report: Report, last_round: int, bounds: ReportBounds) -> str | No
 def drop_unknown(report: Report) -> bool:
     """Clear losses and norms of an inner step that are not finite, as happens in a run that diverges.
 
-    Return False for an evaluation whose loss is not finite, because nothing is left of it.
+    Return False for an evaluation with a loss that is not finite, because nothing is left of it.
     """
     if report.HasField("inner_step"):
         step = report.inner_step

@@ -155,7 +155,7 @@ def _table(found: Sequence[ComparedRun]) -> PlainTable:
 
 
 def _differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values differ. A replica that some runs lack contributes only to the list of names."""
+    """Return the keys with different values. A replica that some runs lack contributes only to the list of names."""
     first, *others = configurations
     common = set.intersection(*(set(one["replicas"]) for one in configurations))
     keys = dict.fromkeys(key for one in configurations for key in one)

@@ -63,7 +63,7 @@ class DecidedRounds:
         self._state, self._log = state, log
         self._reading = threading.Lock()
         self._rounds: OrderedDict[int, Mapping[str, Mapping[str, _Included]]] = OrderedDict()
-        """Round -> block -> replica -> its blob, of the rounds that were asked for last."""
+        """Round -> block -> replica -> its blob, of the rounds that were read last."""
         self._replies: OrderedDict[tuple[int, str, str], Reply] = OrderedDict()
         """(round, block, first replica) -> reply; the newest ones."""
 
@@ -157,10 +157,8 @@ class DecidedRounds:
         """Return block -> replica -> blob of a decided round, in the order of the record."""
         found = self._rounds.get(round_)
         if found is None:
-            record, blobs = (
-                self.record(pb.RecordRequest(round=round_), Caller(EXCHANGE)),
-                dict[str, dict[str, _Included]](),
-            )
+            record = self.record(pb.RecordRequest(round=round_), Caller(EXCHANGE))
+            blobs: dict[str, dict[str, _Included]] = {}
             for entry in record.contributions:
                 for blob in entry.blobs:
                     blobs.setdefault(blob.block, {})[entry.replica] = key_of(record, entry, blob), blob

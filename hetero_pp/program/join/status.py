@@ -41,7 +41,7 @@ _SECONDS_OF_AN_ENDED_RUN = 3.0
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
     """Print the state of a run, named by its name, its folder, HOST:PORT of its exchange, or a ticket to it.
 
-    Raises ConfigError for a run that this host does not know, or whose exchange does not answer.
+    Raises ConfigError for a run that this host does not know, or if its exchange does not answer.
     """
     if is_ticket(run):
         found = _of_ticket(run, runs.absolute())

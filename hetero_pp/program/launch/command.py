@@ -175,7 +175,7 @@ def run_members(
     operations: Operations | None = None,
     mode: Mode = AS_A_RUN,
 ) -> None:
-    """Run members of a run whose exchange is elsewhere.
+    """Run members of a run. Its exchange is elsewhere.
 
     Their configuration has its own file, because config.yaml belongs to the exchange if it is on this host. `mode` gets
     the reports that this host gets.

@@ -43,7 +43,7 @@ def run_in_process(
     steps_of: StepsOf | None = None,
     missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> None:
-    """Train the whole topology, or resume the run in the folder (`resume` is as in `supervisor.launch`).
+    """Train the whole topology, or resume the run in the folder. `resume` is as in `supervisor.launch`.
 
     `steps_of`: for rounds of fixed duration, the steps that they had in an earlier run; the result is then equal to the
     bit. `missed`: replica -> rounds whose records exist before its contributions arrive.

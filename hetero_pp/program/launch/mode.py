@@ -29,7 +29,7 @@ class Mode:
         """Take in what begins, before its members start. Raises ConfigError if it cannot."""
 
     def watched(self, spec: RunSpec, members: Sequence[str]) -> Sequence[str]:
-        """Return the members whose reports a host needs beside those of its own `members`."""
+        """Return the members that a host needs reports of, beside its own `members`."""
         return ()
 
     def on_report(self, report: Report) -> None:

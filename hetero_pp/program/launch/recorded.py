@@ -58,9 +58,7 @@ def run_and_record(
     """
     console, folder = standard_output(), RunFolder(runs.absolute() / prepared.spec.config.name)
     spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
-    if resume:
-        save_config(spec.config, folder.config)
-    else:
+    if not resume:
         begin_folder(spec, runs.absolute())
 
     def say(line: str) -> None:
@@ -156,7 +154,10 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
 
 
 def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
-    """Return the run in the folder as far as it is known before it resumes, and the keys that change from then on."""
+    """Return the run in the folder as far as it is known before it resumes, and the keys that change from then on.
+
+    Its configuration is written to the folder again.
+    """
     fetch_configuration(prepared.spec.config, folder)
     try:
         agreement = require_same_run(prepared.spec.config, prepared.given, folder)
@@ -169,6 +170,7 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     for line in unheeded(prepared.spec.config, agreement):
         tell(standard_output(), f"{prepared.spec.config.name}: {line}")
     _keep_wanted(agreement, folder)
+    save_config(spec.config, folder.config)
     return spec, agreement.wanted
 
 

@@ -55,7 +55,7 @@ def _without_replicas(config: RunConfig) -> dict[str, Any]:
 
 
 def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> dict[str, Any]:
-    """Return the given keys whose values differ from the run's current ones.
+    """Return the given keys with other values than the run's current ones.
 
     The YAML alone changes nothing, because the run may have been started or resumed with other given values.
     """
