@@ -24,7 +24,8 @@ HELPERS |= {
     "attacks_on_links",
     "lies",
 }
-HELPERS |= {"launch_with_faults", "namespaces", "object_service", "slow_switch", "stage_trace", "strangers_run"}
+HELPERS |= {"emulated_members", "launch_with_faults", "namespaces", "object_service"}
+HELPERS |= {"slow_switch", "stage_trace", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.\d: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],

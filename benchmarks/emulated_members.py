@@ -1,0 +1,158 @@
+"""Members of an exchange that compute nothing: each makes the calls of a real one, over a connection of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.run.spec import RunSpec
+from replica_groups.outer.apply_round import apply_round
+
+SECONDS_BETWEEN_BEATS = 1.0
+
+
+class Members:
+    """Emulated members that share a process."""
+
+    def __init__(self, spec: RunSpec, names: Sequence[str], address: str, keys: SecretKeys) -> None:
+        self.spec, self.names = spec, names
+        self.clients = {name: ExchangeClient(address, keys.of(name)) for name in names}
+        self.theta: dict[str, torch.Tensor] = {}
+        self.selections = dict(_selections(spec))
+        self.epochs: dict[str, int] = {}
+        self.records: dict[str, RoundRecord] = {}
+        self.blobs: dict[str, dict[str, bytes]] = {}
+        self.fetched: dict[tuple[str, str], bytes] = {}
+        self.n_bytes = 0
+        self._ended = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, daemon=True)
+
+    def join(self, name: str, round_: int) -> None:
+        """Agree on the configuration, and take the slot."""
+        client = self.clients[name]
+        client.agree(name, self.spec.agreed)
+        client.join(name, "")
+
+    def begin(self) -> None:
+        """Read theta once for all members, and send heartbeats from now on."""
+        self.theta = self.clients[self.names[0]].snapshot(list(self.spec.parameter_shapes))
+        self._pulse.start()
+
+    def assign(self, name: str, round_: int) -> None:
+        work = self.clients[name].assign(name, round_ - 1)
+        assert work.round == round_, f"{name} was assigned round {work.round}, expected {round_}"
+        self.epochs[name] = work.epoch
+
+    def encode(self, round_: int) -> None:
+        """Encode what each member contributes to a round."""
+        compression = self.spec.config.outer.compression
+        for name in self.names:
+            addresses = {block: BlobAddress(self.spec.run, round_, name, block) for block in self.selections}
+            self.blobs[name] = {
+                block: encode_blob(addresses[block], selections, compression)
+                for block, selections in self.selections.items()
+            }
+
+    def report(self, name: str, round_: int) -> None:
+        """Report the inner steps."""
+        reports = []
+        for step in range(self.spec.inner_steps):
+            report = Report(time=time.time(), member=name, sent=time.time())
+            own = report.inner_step
+            own.replica, own.round, own.step, own.loss = name, round_, step, 5.0
+            reports.append(report)
+        self.clients[name].report(reports, name)
+
+    def deposit(self, name: str, round_: int) -> None:
+        steps = self.spec.inner_steps
+        for block, data in self.blobs[name].items():
+            address = BlobAddress(self.spec.run, round_, name, block)
+            self.clients[name].deposit(name, address, data, self.epochs[name], steps)
+
+    def record(self, name: str, round_: int) -> None:
+        self.records[name] = self.clients[name].record(round_, name)
+
+    def fetch(self, name: str, round_: int) -> None:
+        """Fetch the contributions of all others in the order of a real member, and keep those of the first member."""
+        n_bytes, is_first = 0, name == self.names[0]
+        for block in self.selections:
+            for entry in self.records[name].contributions:
+                if entry.replica == name and not is_first:
+                    continue
+                data = self.clients[name].fetch(name, round_, entry.replica, block)
+                n_bytes += len(data)
+                if is_first:
+                    self.fetched[entry.replica, block] = data
+        self.n_bytes += n_bytes
+
+    def apply(self, round_: int) -> None:
+        """Apply the round once for all members."""
+        record, own = self.records[self.names[0]], OuterOptimizer(self.spec.config.outer)
+        apply_round(self.theta, self.spec.run, record, lambda *which: self.fetched[which], own)
+        self.hashes = {name: parameter_sha256(tensor) for name, tensor in self.theta.items()}
+
+    def confirm(self, name: str, round_: int) -> None:
+        self.clients[name].confirm(name, round_, self.hashes)
+
+    def finish(self, name: str, round_: int) -> None:
+        report = Report(time=time.time(), member=name)
+        report.finished.SetInParent()
+        self.clients[name].report([report], name)
+
+    def close(self) -> None:
+        self._ended.set()
+        for client in self.clients.values():
+            client.close()
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
+            for name, client in self.clients.items():
+                beats += 1
+                try:
+                    client.beat(name, None, self.epochs.get(name, 0), beats)
+                except HeteroPPError:
+                    if self._ended.is_set():
+                        return
+
+
+def _selections(spec: RunSpec) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...], Selection]]]]:
+    """Yield what every member sends of each block, in each round: selected from random values."""
+    generator = torch.Generator().manual_seed(1)
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        found = []
+        for name, shape in shapes.items():
+            delta = torch.randn(shape, generator=generator) * 1e-3
+            found.append((name, shape, select(torch.zeros(shape), delta, spec.config.outer.compression)))
+        yield block, found
+
+
+def run_members(pipe: Connection, folder: Path, names: Sequence[str], address: str, secret: str) -> None:
+    """Carry out the steps that the other end of the pipe names, each by all members at once."""
+    spec = read_run(RunFolder(folder))
+    members = Members(spec, names, address, SecretKeys(Secret(secret), encrypted=False))
+    pipe.send(0)
+    with ThreadPoolExecutor(len(names)) as pool:
+        for step, round_ in iter(pipe.recv, None):
+            of_all = getattr(members, step)
+            if step in ("begin", "encode", "apply", "close"):
+                of_all(*([round_] if step in ("encode", "apply") else []))
+            else:
+                list(pool.map(of_all, names, [round_] * len(names)))
+            pipe.send(members.n_bytes)
