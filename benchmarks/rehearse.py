@@ -7,8 +7,9 @@
 of several attempts the one that other work disturbed least. Members share two processes, because a rehearsal needs its
 processors promptly. A thread that sleeps beside each rehearsal measures how late this machine wakes threads.
 
-With `--stretch 4`, everything of a topology takes four times as long, and so does its prediction. The delays of this
-machine, some milliseconds a message if other work occupies it, then count a quarter.
+If other work occupies the machine, give the rehearsal real-time priority: `chrt --rr 20 python benchmarks/rehearse.py`.
+Or use `--stretch 4`: everything of a topology then takes four times as long, and so does its prediction. The delays of
+this machine, some milliseconds a message if it is busy, count a quarter.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) ->
         "steps": steps,
         "members": len(both["members"]),
         "load": [load, os.getloadavg()[0]],
+        "real_time": os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO),
         "processors_busy": both["busy"],
         "woken_late_seconds": {"mean": statistics.fmean(late), "99_of_100": statistics.quantiles(late, n=100)[-1]},
         "commit": commit(),

@@ -31,9 +31,9 @@ from hetero_pp.simulator.volumes import (
 )
 from hetero_pp.store.opening import folder_of
 
-TRANSFER_SECONDS_A_GIGABYTE = 1.9
-"""CPU seconds of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-23.json, messages of 4 MiB."""
-RELAY_SECONDS_A_GIGABYTE = 8.0
+TRANSFER_SECONDS_A_GIGABYTE = 2.0
+"""CPU seconds of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-26.json, messages of 4 MiB."""
+RELAY_SECONDS_A_GIGABYTE = 7.7
 """CPU seconds to relay traffic, both ends included: benchmarks/results/link_amd-epyc_2026-11-26.json, 4 MiB."""
 CALL_SECONDS = 0.65e-3
 """CPU seconds of a call to submit or fetch a blob, beside its bytes: benchmarks/exchange_load.py, 2 to 8 members."""
