@@ -203,6 +203,8 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
         for what, marker in (("step", "o"), ("run", "+")):
             own = [one for one in results.values() if is_topology(one) and one["stretch"] == stretch]
             at, values = [names.index(one["name"]) for one in own], [100 * differences(one)[what] for one in own]
+            if not own:
+                continue
             off.plot(values, at, marker, color=color, label=f"a {what}" + (", stretched" if stretch > 1 else ""))
     off.set_yticks(range(len(names)), names)
     off.axvspan(-8, 8, alpha=0.08)
