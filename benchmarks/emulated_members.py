@@ -17,6 +17,7 @@ from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.together import batches
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
@@ -81,9 +82,9 @@ class Members:
 
     def deposit(self, name: str, round_: int) -> None:
         steps = self.spec.inner_steps
-        for block, data in self.blobs[name].items():
-            address = BlobAddress(self.spec.run, round_, name, block)
-            self.clients[name].deposit(name, address, data, self.epochs[name], steps)
+        for batch in batches(self.blobs[name].items()):
+            own = {BlobAddress(self.spec.run, round_, name, block): data for block, data in batch}
+            self.clients[name].deposit_together(name, own, self.epochs[name], steps)
 
     def record(self, name: str, round_: int) -> None:
         self.records[name] = self.clients[name].record(round_, name)

@@ -46,7 +46,7 @@ def _snapshot(version: int) -> Snapshot:
 
 
 def _blob(log: ContributionLog, version: int) -> None:
-    log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, f"version {version}".encode())
+    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): f"version {version}".encode()}, 1)
 
 
 def _record(log: ContributionLog, version: int) -> None:

@@ -206,7 +206,7 @@ def test_a_flipped_bit_is_noticed_by_who_reads_with_a_digest(store: Store) -> No
     parameters = initial_snapshot(SHAPE, None, seed=1).parameters
     log.write_snapshot(Snapshot(1, parameters, None))
     blob = BlobEntry(block="norm", sha256=hashlib.sha256(b"a blob").digest())
-    log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, b"a blob")
+    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1)
     record = log.create_record(
         RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", epoch=1, blobs=[blob])])
     )
