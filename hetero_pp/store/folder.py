@@ -45,7 +45,8 @@ class FolderStore:
                 make_folder(folder)
             write_all(files)
 
-        with storing("written", next(iter(files))):
+        first = next(iter(files))
+        with storing("written", first if len(files) == 1 else first.parent):
             _retried(put)
 
     def create(self, key: str, data: bytes) -> bool:
