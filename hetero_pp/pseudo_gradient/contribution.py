@@ -98,7 +98,7 @@ def encode_blob(
     address: BlobAddress, tensors: Iterable[tuple[str, Shape, Selection]], settings: CompressionSettings
 ) -> bytes:
     """Encode the selections of one layer block's tensors, in the order of their names."""
-    encoded = ((name, shape, _encode_tensor(shape, selection, settings)) for name, shape, selection in tensors)
+    encoded = ((name, shape, encode_tensor(shape, selection, settings)) for name, shape, selection in tensors)
     return blob_of(address, encoded, settings)
 
 
@@ -127,7 +127,8 @@ def _put_settings(writer: Writer, settings: CompressionSettings) -> None:
     writer.put("BB", QUANTISERS[settings.quantiser], settings.value_bits)
 
 
-def _encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
+def encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
+    """Encode the selection of one tensor."""
     writer = Writer()
     groups, quantised = list(groups_of(shape, settings.tile)), selection.quantised
     values = quantised.values if quantised.codes is None else quantised.codes
