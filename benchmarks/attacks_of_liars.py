@@ -21,6 +21,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.together import apart, together
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
@@ -135,13 +136,16 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
             return call
         size = rounds.setdefault(header.round, GROWTH ** len(rounds) * 1e-3)
         compression = target.spec.config.outer.compression
-        noise = [
-            (name, shape, select(torch.zeros(shape), size * torch.randn(shape), compression))
-            for name, shape in blocks[header.block].items()
-        ]
-        data = encode_blob(BlobAddress(target.run, header.round, header.replica, header.block), noise, compression)
-        lie = pb.BlobHeader.FromString(header.SerializeToString())
-        lie.size = len(data)
+        blobs = list[tuple[pb.BlobHeader, bytes]]()
+        for one, _ in apart(header, b""):
+            noise = [
+                (name, shape, select(torch.zeros(shape), size * torch.randn(shape), compression))
+                for name, shape in blocks[one.block].items()
+            ]
+            data = encode_blob(BlobAddress(target.run, one.round, one.replica, one.block), noise, compression)
+            one.size = len(data)
+            blobs.append((one, data))
+        lie, data = together(blobs)
         return replace(call, message=lie, frames=list(header_and_payload_frames(lie, [data])))
 
     members(target, stretch, [target.guest], change)

@@ -15,8 +15,9 @@ from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.together import batches
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
@@ -34,7 +35,7 @@ class Members:
         self.spec, self.names = spec, names
         self.clients = {name: ExchangeClient(address, keys.of(name)) for name in names}
         self.theta: dict[str, torch.Tensor] = {}
-        self.selections = dict(_selections(spec))
+        self.encoded = dict(_encoded(spec))
         self.epochs: dict[str, int] = {}
         self.records: dict[str, RoundRecord] = {}
         self.blobs: dict[str, dict[str, bytes]] = {}
@@ -60,13 +61,12 @@ class Members:
         self.epochs[name] = work.epoch
 
     def encode(self, round_: int) -> None:
-        """Encode what each member contributes to a round."""
+        """Write what each member contributes to a round: the same tensors under the member's name."""
         compression = self.spec.config.outer.compression
         for name in self.names:
-            addresses = {block: BlobAddress(self.spec.run, round_, name, block) for block in self.selections}
             self.blobs[name] = {
-                block: encode_blob(addresses[block], selections, compression)
-                for block, selections in self.selections.items()
+                block: blob_of(BlobAddress(self.spec.run, round_, name, block), tensors, compression)
+                for block, tensors in self.encoded.items()
             }
 
     def report(self, name: str, round_: int) -> None:
@@ -81,9 +81,9 @@ class Members:
 
     def deposit(self, name: str, round_: int) -> None:
         steps = self.spec.inner_steps
-        for block, data in self.blobs[name].items():
-            address = BlobAddress(self.spec.run, round_, name, block)
-            self.clients[name].deposit(name, address, data, self.epochs[name], steps)
+        for batch in batches(self.blobs[name].items()):
+            own = {BlobAddress(self.spec.run, round_, name, block): data for block, data in batch}
+            self.clients[name].deposit_together(name, own, self.epochs[name], steps)
 
     def record(self, name: str, round_: int) -> None:
         self.records[name] = self.clients[name].record(round_, name)
@@ -91,7 +91,7 @@ class Members:
     def fetch(self, name: str, round_: int) -> None:
         """Fetch the contributions of all others in the order of a real member, and keep those of the first member."""
         n_bytes, is_first = 0, name == self.names[0]
-        for block in self.selections:
+        for block in self.encoded:
             for entry in self.records[name].contributions:
                 if entry.replica == name and not is_first:
                     continue
@@ -132,14 +132,16 @@ class Members:
                         return
 
 
-def _selections(spec: RunSpec) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...], Selection]]]]:
-    """Yield what every member sends of each block, in each round: selected from random values."""
-    generator = torch.Generator().manual_seed(1)
+def _encoded(spec: RunSpec) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...], bytes]]]]:
+    """Yield what every member sends of each block, in each round: selected from random values, and encoded."""
+    generator, compression = torch.Generator().manual_seed(1), spec.config.outer.compression
     for block, shapes in shapes_by_block(spec.parameter_shapes).items():
         found = []
         for name, shape in shapes.items():
             delta = torch.randn(shape, generator=generator) * 1e-3
-            found.append((name, shape, select(torch.zeros(shape), delta, spec.config.outer.compression)))
+            found.append(
+                (name, shape, encode_tensor(shape, select(torch.zeros(shape), delta, compression), compression))
+            )
         yield block, found
 
 

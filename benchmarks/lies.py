@@ -21,6 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.link.ledger import PREFIX_BYTES
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.together import payload_bytes
 from hetero_pp.rpc import dialling, exchange_client
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.certificates import Identity
@@ -265,13 +266,13 @@ class Call:
         if self.name not in HEADERS:
             return Call(self.path, message, [message.SerializeToString()], self.metadata)
         assert self.message is not None
-        _, payload = read_frames(iter(self.frames), type(self.message), _size, MOST_PAYLOAD_BYTES)
+        _, payload = read_frames(iter(self.frames), type(self.message), size_of, MOST_PAYLOAD_BYTES)
         return Call(self.path, message, list(header_and_payload_frames(message, [bytes(payload)])), self.metadata)
 
 
-def _size(header: Any) -> int:
-    size: int = header.size
-    return size
+def size_of(header: Any) -> int:
+    """Return the size of the payload after a header."""
+    return payload_bytes(header) if isinstance(header, pb.BlobHeader) else int(header.size)
 
 
 Change = Callable[[Call], Call]
@@ -322,7 +323,7 @@ class _Lying(
     def intercept_stream_unary(self, continuation: Any, details: Any, frames: Any) -> Any:
         frames = list(frames)
         kind = HEADERS[details.method.rpartition("/")[2]]
-        header, _ = read_frames(iter(frames), kind, _size, MOST_PAYLOAD_BYTES)
+        header, _ = read_frames(iter(frames), kind, size_of, MOST_PAYLOAD_BYTES)
         return continuation(details, iter(self._changed(details, header, frames).frames))
 
     def intercept_stream_stream(self, continuation: Any, details: Any, frames: Any) -> Any:

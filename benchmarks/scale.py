@@ -1,6 +1,6 @@
 """Measure what each step of a round costs the exchange with 10, 100 and 1,000 members, and fit how it grows.
 
-    python benchmarks/scale.py [--json FILE] [--chart FILE] [--members N ...] [--rounds N]
+    python benchmarks/scale.py [--json FILE] [--chart FILE] [--members N ...] [--rounds N] [--model PRESET]
 
 The exchange is the process that `launch` starts, with its log on disk and its auditor. The members are threads of a few
 processes. Each is a datacenter replica: it makes the calls of a real member over a connection of its own, sends
@@ -10,6 +10,9 @@ members squared entries, so these two are fitted per byte.
 
 `plain` is the time of the same bytes without the exchange, in the same run and over as many connections. The members
 send their contributions to a plain gRPC server, and fetch those of all others. `tcp` is that of one TCP connection.
+
+A contribution has some kilobytes, so that steps show the cost of a member. With `--model 178m` it has a real size, and
+the steps show the cost of its bytes. Each process of members then holds the model twice.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from emulated_members import run_members
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.model.transformer import PRESETS, shapes_by_block
 from hetero_pp.program.launch.supervisor import Supervisor, require_open_files
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.research.experiments.provenance import commit, machine
-from hetero_pp.rpc.channels import make_channel, make_server
+from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
@@ -56,10 +59,11 @@ MEMBERS_OF_A_PROCESS = 125
 STEPS = ("join", "assign", "report", "deposit", "record", "fetch", "confirm")
 PER_BYTE = ("record", "fetch")
 MOST_SECONDS = 1800.0
+SMALL = "{preset: micro, width: 64, heads: 2, feed_forward: 128}"
 YAML = """\
 name: scale
 seed: 1
-model: {preset: micro, width: 64, heads: 2, feed_forward: 128}
+model: MODEL
 data: {corpus: docstrings, sequence_length: 64}
 inner: {steps: 4, learning_rate: 6e-3}
 outer: {compression: {density: 1/128}, rounds: ROUNDS}
@@ -94,19 +98,26 @@ def serve_plain(pipe: Connection, size: int, members: int) -> None:
 
 
 def run_plain(pipe: Connection, port: int, members: int, size: int) -> None:
-    """Send `size` bytes for each member and fetch what the others sent, over one connection each."""
+    """Send `size` bytes for each member, and fetch what the others sent, over one connection each, when told so."""
     channels = [make_channel(f"127.0.0.1:{port}") for _ in range(members)]
-    data = bytes(size)
 
-    def copy(channel: Any) -> int:
-        channel.stream_unary("/plain/Up")(iter([data]))
+    def up(channel: Any) -> int:
+        frames = (bytes(min(FRAME_BYTES, size - start)) for start in range(0, size, FRAME_BYTES))
+        return int(channel.stream_unary("/plain/Up")(frames))
+
+    def down(channel: Any) -> int:
         return sum(map(len, channel.unary_stream("/plain/Down")(b"")))
 
     with ThreadPoolExecutor(members) as pool:
-        list(pool.map(lambda channel: grpc.channel_ready_future(channel).result(60), channels))
+        for channel in channels:
+            with readiness(channel) as ready:
+                ready.result(60)
         pipe.send(0)
-        for _ in iter(pipe.recv, None):
-            pipe.send(sum(pool.map(copy, channels)))
+        for step in iter(pipe.recv, None):
+            pipe.send(sum(pool.map({"deposit": up, "fetch": down}[step], channels)))
+    for channel in channels:
+        close_polled(channel)
+    pipe.send(0)
 
 
 def tcp_seconds(n_bytes: int) -> float:
@@ -175,9 +186,9 @@ def _answer(pipe: Connection) -> int:
     return int(pipe.recv())
 
 
-def measure(members: int, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(members: int, rounds: int, folder: Path, model: str = SMALL) -> dict[str, Any]:
     """Run one exchange with so many members, and return what its steps took."""
-    text = YAML.replace("ROUNDS", str(rounds))
+    text = YAML.replace("ROUNDS", str(rounds)).replace("MODEL", model)
     text += "".join(f"  - {{name: r{number}, kind: datacenter, batch_size: 8}}\n" for number in range(members))
     (folder / "scale.yaml").write_text(text)
     began = time.process_time()
@@ -245,22 +256,31 @@ def _start(target: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> l
     return pipes
 
 
-def plain_seconds(members: int, size: int) -> dict[str, float]:
+def plain_seconds(members: int, size: int) -> dict[str, Any]:
     """Return the seconds of the bytes of a round without the exchange, by gRPC and by one TCP connection."""
     (server,) = _start(serve_plain, [((members - 1) * size, members)])
     port = _answer(server)
     processes = processes_of(members)
     clients = _start(run_plain, [(port, len(range(n, members, processes)), size) for n in range(processes)])
-    seconds, starting = list[float](), sum(map(_answer, clients))
+    sum(map(_answer, clients))  # they have connected
+    seconds: dict[str, list[float]] = {"deposit": [], "fetch": []}
     for _ in range(3):
-        began = time.monotonic()
-        for pipe in clients:
-            pipe.send(True)
-        assert sum(map(_answer, clients)) == members * (members - 1) * size + starting
-        seconds.append(time.monotonic() - began)
-    for pipe in [*clients, server]:
+        for step, found in seconds.items():
+            began = time.monotonic()
+            for pipe in clients:
+                pipe.send(step)
+            assert sum(map(_answer, clients)) == members * size * (members - 1 if step == "fetch" else 1)
+            found.append(time.monotonic() - began)
+    for pipe in clients:
         pipe.send(None)
-    return {"plain_seconds": median(seconds[1:]), "tcp_seconds": tcp_seconds(members * members * size)}
+    sum(map(_answer, clients))  # they have closed their connections
+    server.send(None)
+    plain = {step: median(found[1:]) for step, found in seconds.items()}
+    return {
+        "plain_step_seconds": plain,
+        "plain_seconds": sum(plain.values()),
+        "tcp_seconds": tcp_seconds(members * members * size),
+    }
 
 
 def _bytes_of_one(fetch: Step, members: int) -> int:
@@ -345,6 +365,10 @@ def lines_of(result: Mapping[str, Any]) -> Iterator[str]:
         f"  round {result['round_seconds']:.2f} s; the same bytes take {result['plain_seconds']:.2f} s by plain gRPC"
         f" ({result['round_seconds'] / result['plain_seconds']:.2f} times), {result['tcp_seconds']:.2f} s by TCP"
     )
+    yield "  " + ", ".join(
+        f"{step} {median(one['seconds'] for one in result['steps'][step]) / plain:.2f} times plain gRPC"
+        for step, plain in result["plain_step_seconds"].items()
+    )
     yield (
         f"  {result['deposits_a_second']:,.0f} deposits/s, {result['fetches_a_second']:,.0f} fetches/s,"
         f" {result['memory_bytes'] / 1e6:.0f} MB, {result['threads']} threads"
@@ -357,13 +381,15 @@ def main() -> None:
     parser.add_argument("--chart", type=Path)
     parser.add_argument("--members", type=int, nargs="+", default=MEMBERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--model", choices=PRESETS, help="size of contributions, by default some kilobytes")
     arguments = parse(parser, SMOKE)
+    model = SMALL if arguments.model is None else f"{{preset: {arguments.model}}}"
     results = list[dict[str, Any]]()
     for members in arguments.members:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(measure(members, arguments.rounds, Path(folder)))
+            results.append(measure(members, arguments.rounds, Path(folder), model))
         print("\n".join(lines_of(results[-1])), flush=True)
-        found = {"sizes": results, "growth": growth(results), "load": psutil.getloadavg()}
+        found = {"model": arguments.model, "sizes": results, "growth": growth(results), "load": psutil.getloadavg()}
         save({"machine": machine(), "commit": commit(), **found}, arguments.json)
     for step, exponents in growth(results).items():
         of = " per member's bytes" if step in PER_BYTE else ""

@@ -27,6 +27,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.spares import group_spares
+from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret
@@ -158,8 +159,9 @@ class LyingRun:
             if caller.name == HONEST[0] and header.round > self._waited_in:
                 self._waited_in = header.round
                 self._wait_for_liars()
-            own = self.deposited[header.replica, header.round, header.block]
-            own.add((hashlib.sha256(data).digest(), header.steps))
+            for one, part in apart(header, data):
+                own = self.deposited[one.replica, one.round, one.block]
+                own.add((hashlib.sha256(part).digest(), one.steps))
             deposit(client, header, data, caller)
 
         return note

@@ -49,7 +49,9 @@ def group_spec(corpus: str, boundary: Mapping[str, Any] | None = None, **changes
 class NoExchange:
     """Implements Contributions; no call is expected."""
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+    def deposit_together(
+        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    ) -> None:
         raise AssertionError
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:

@@ -10,7 +10,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +52,29 @@ def write_whole(path: Path, data: bytes, is_secret: bool = False) -> None:
         part.write_bytes(data)
 
 
+def write_all(files: Mapping[Path, bytes]) -> None:
+    """Write files as `write_whole` does, into folders that exist. Each folder is flushed once.
+
+    If this fails, some of the files may be written. An OSError names the file, and no partial file is left.
+    """
+    parts = {path: part_of(path) for path in files}
+    try:
+        for path, part in parts.items():
+            with naming(path):
+                part.write_bytes(files[path])
+        for path, part in parts.items():  # after all writes, so that the disk takes them together
+            with naming(path):
+                flush(part)
+                part.replace(path)
+    finally:
+        for part in parts.values():
+            with suppress(OSError):  # already renamed, or never created
+                part.unlink()
+    for folder in {path.parent for path in files}:
+        with naming(folder):
+            flush(folder)
+
+
 @contextmanager
 def whole(path: Path, is_secret: bool = False) -> Iterator[Path]:
     """Yield a path to write to, which becomes `path` if the block succeeds. The last of several writers wins.
@@ -63,7 +86,7 @@ def whole(path: Path, is_secret: bool = False) -> Iterator[Path]:
     if str(path).startswith(_STREAMS) or (path.exists() and not path.is_file()):
         yield path
         return
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    part = part_of(path)
     try:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +113,11 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or is_named:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def part_of(path: Path) -> Path:
+    """Return a new name beside a file, for the time until it is complete."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
 
 
 def remove_parts(folder: Path) -> None:

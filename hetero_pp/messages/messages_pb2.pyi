@@ -551,10 +551,12 @@ class JoinRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[str]] = ..., process: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("term",)
+    __slots__ = ("term", "takes_following")
     TERM_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     term: int
-    def __init__(self, term: _Optional[int] = ...) -> None: ...
+    takes_following: bool
+    def __init__(self, term: _Optional[int] = ..., takes_following: _Optional[bool] = ...) -> None: ...
 
 class LastRoundRequest(_message.Message):
     __slots__ = ()
@@ -725,12 +727,14 @@ class BlobHeader(_message.Message):
     def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
 
 class FollowingBlob(_message.Message):
-    __slots__ = ("replica", "size")
+    __slots__ = ("replica", "size", "block")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
     replica: str
     size: int
-    def __init__(self, replica: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    block: str
+    def __init__(self, replica: _Optional[str] = ..., size: _Optional[int] = ..., block: _Optional[str] = ...) -> None: ...
 
 class StoredBlob(_message.Message):
     __slots__ = ("url", "sha256", "size")

@@ -19,6 +19,7 @@ from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.together import together
 
 FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
 """Seconds before a waiting process reports it for the first time, and the longest time between two reports."""
@@ -103,7 +104,7 @@ class ExchangeService(ABC):
 
     @abstractmethod
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
-        """Deposit one blob of the replica's contribution to a round. May be repeated.
+        """Deposit a blob of the replica's contribution to a round, and those that follow it. May be repeated.
 
         Raises Suspended if the replica is formed anew.
         """
@@ -202,19 +203,32 @@ class ExchangeService(ABC):
     def deposit(
         self, member: str | Caller, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0
     ) -> None:
-        """Deposit one blob after `steps` inner steps (`deposit_blob`). `epoch`: the replica's generation.
+        """Deposit one blob (`deposit_together`)."""
+        self.deposit_together(member, {address: data}, epoch, steps)
 
-        Without `epoch` it is the current one, which is only allowed in the exchange's process.
+    def deposit_together(
+        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    ) -> None:
+        """Deposit blobs of one replica after `steps` inner steps (`deposit_blob`). `epoch`: its generation.
+
+        Several have at most TOGETHER_BYTES_MAX. Without `epoch` it is the current one, which is only allowed in the
+        exchange's process.
         """
-        header = pb.BlobHeader(
-            round=address.round,
-            replica=address.replica,
-            block=address.block,
-            size=len(data),
-            epoch=epoch or 0,
-            steps=steps,
-        )
-        self.deposit_blob(header, data, _caller(member))
+        headers = [
+            (
+                pb.BlobHeader(
+                    round=address.round,
+                    replica=address.replica,
+                    block=address.block,
+                    size=len(data),
+                    epoch=epoch or 0,
+                    steps=steps,
+                ),
+                data,
+            )
+            for address, data in blobs.items()
+        ]
+        self.deposit_blob(*together(headers), _caller(member))
 
     def record(self, round_: int, member: str | Caller | None = None) -> pb.RoundRecord:
         """Return the record of the contributions included in a round; waits until the round is closed.

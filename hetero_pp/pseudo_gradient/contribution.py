@@ -98,7 +98,7 @@ def encode_blob(
     address: BlobAddress, tensors: Iterable[tuple[str, Shape, Selection]], settings: CompressionSettings
 ) -> bytes:
     """Encode the selections of one layer block's tensors, in the order of their names."""
-    encoded = ((name, shape, _encode_tensor(shape, selection, settings)) for name, shape, selection in tensors)
+    encoded = ((name, shape, encode_tensor(shape, selection, settings)) for name, shape, selection in tensors)
     return blob_of(address, encoded, settings)
 
 
@@ -127,7 +127,8 @@ def _put_settings(writer: Writer, settings: CompressionSettings) -> None:
     writer.put("BB", QUANTISERS[settings.quantiser], settings.value_bits)
 
 
-def _encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
+def encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
+    """Encode the selection of one tensor."""
     writer = Writer()
     groups, quantised = list(groups_of(shape, settings.tile)), selection.quantised
     values = quantised.values if quantised.codes is None else quantised.codes
@@ -187,8 +188,29 @@ class ReceivedBlob:
 
     def tensor(self, name: str) -> DecodedTensor:
         """Return the values of a tensor. Raises MalformedContribution."""
+        positions, turns, values = self._read(name)
+        indices = []
+        for group, found in zip(groups_of(self._shapes[name], self._settings.tile), positions, strict=True):
+            is_turned = turns and found.shape[1] < group.size
+            indices.append(group.flat_indices(by_rows(group, found) if is_turned else found).reshape(-1))
+        return DecodedTensor(indices[0] if len(indices) == 1 else torch.cat(indices), values)
+
+    def values(self, name: str) -> Tensor:
+        """Return the values of a tensor without their indices. Raises MalformedContribution as `tensor` does."""
+        return self._read(name)[2]
+
+    def _read(self, name: str) -> tuple[list[Tensor], int, Tensor]:
+        """Return the positions of each group of a tensor, whether they count along columns, and the values."""
         reader = Reader(self._contents[name], f"{self._block}: {name}")
-        return _read_tensor(reader, self._shapes[name], self._settings)
+        (turns,) = reader.take("B")
+        if turns not in (0, 1):
+            raise reader.error(f"found scan {turns}, expected 0 or 1")
+        groups = groups_of(self._shapes[name], self._settings.tile)
+        positions = [read_positions(reader, group, group.kept(self._settings.density)) for group in groups]
+        count = sum(map(Tensor.numel, positions))
+        values = _read_values(reader, count, [(len(one), one.shape[1]) for one in positions], self._settings)
+        reader.end()
+        return positions, turns, values
 
 
 def decode_blob(
@@ -239,22 +261,6 @@ def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str,
         (length,) = reader.take("Q")
         yield name, reader.take_bytes(length)
     reader.end()
-
-
-def _read_tensor(reader: Reader, shape: Shape, settings: CompressionSettings) -> DecodedTensor:
-    (turns,) = reader.take("B")
-    if turns not in (0, 1):
-        raise reader.error(f"found scan {turns}, expected 0 or 1")
-    positions, indices = [], []
-    for group in groups_of(shape, settings.tile):
-        found = read_positions(reader, group, group.kept(settings.density))
-        positions.append(found)
-        is_turned = turns and found.shape[1] < group.size
-        indices.append(group.flat_indices(by_rows(group, found) if is_turned else found).reshape(-1))
-    where = indices[0] if len(indices) == 1 else torch.cat(indices)
-    values = _read_values(reader, len(where), [(len(one), one.shape[1]) for one in positions], settings)
-    reader.end()
-    return DecodedTensor(where, values)
 
 
 def _read_values(reader: Reader, count: int, kept: Kept, settings: CompressionSettings) -> Tensor:

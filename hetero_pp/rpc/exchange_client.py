@@ -44,6 +44,7 @@ from hetero_pp.outer.exchange_service import (
     untold,
 )
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
+from hetero_pp.pseudo_gradient.together import apart, payload_bytes
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, close_polled, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
@@ -109,6 +110,8 @@ class ExchangeClient(ExchangeService):
         """Whether blobs go by the store; False once the store failed or the exchange signs no URLs."""
         self._ahead: dict[tuple[int, str, str], bytes] = {}
         """Blobs that came with the last one that was fetched, by round, replica and block."""
+        self._takes_following = False
+        """Whether the exchange takes several blobs in one deposit."""
         self._told: set[str] = set()
         """Exchange processes that took a deposit since the last request for a record."""
         self._closed = threading.Event()
@@ -144,7 +147,7 @@ class ExchangeClient(ExchangeService):
             case pb.JoinRequest():
                 request.version, request.process = PROTOCOL_VERSION, request.process or self._process
                 joined: pb.JoinReply = self._ask(request, wait=True)
-                self._term = joined.term
+                self._term, self._takes_following = joined.term, joined.takes_following
                 self.stay()
                 return joined
             case pb.AgreeRequest():
@@ -189,6 +192,11 @@ class ExchangeClient(ExchangeService):
         return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        """Deposit blobs: together if the exchange takes them so. By the store each has its own URL."""
+        if header.following and (self._reaches_store or not self._takes_following):
+            for one in apart(header, data):
+                self.deposit_blob(*one, caller)
+            return
         self._told.add(
             self._again(lambda: self._upload(header, data) or self._send(self._wires.deposit, header, [data])).exchange
         )
@@ -259,7 +267,7 @@ class ExchangeClient(ExchangeService):
     def _fetch(self, request: pb.FetchRequest, by_store: bool) -> bytes:
         request.reaches_store, request.takes_following = by_store, True
         frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
-        header, data = read_frames(frames, pb.BlobHeader, _bytes_after, MAX_BLOB_BYTES)
+        header, data = read_frames(frames, pb.BlobHeader, payload_bytes, MAX_BLOB_BYTES)
         if not header.HasField("stored"):
             self._ahead, start = {}, header.size
             for one in header.following:
@@ -453,11 +461,6 @@ def _downloaded(stored: pb.StoredBlob) -> bytes:
     if hashlib.sha256(data).digest() != stored.sha256:
         raise StoreError(f"{without_signature(stored.url)} does not match its digest")
     return data
-
-
-def _bytes_after(header: pb.BlobHeader) -> int:
-    """Return the size of the payload of a fetched blob and those that follow it."""
-    return header.size + sum(one.size for one in header.following)
 
 
 def _empty(header: pb.SnapshotHeader) -> dict[str, Tensor]:

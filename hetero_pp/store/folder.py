@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from hetero_pp.core.errors import StoreError
-from hetero_pp.core.files import PART, flush, free_space, is_part, remove_parts, whole
+from hetero_pp.core.files import flush, free_space, is_part, part_of, remove_parts, whole, write_all
 from hetero_pp.store.store import checked
 
 MOST_TRIES = 10
@@ -35,7 +34,20 @@ class FolderStore:
             return self.path(key).read_bytes()
 
     def put(self, key: str, data: bytes) -> None:
-        self._put(key, lambda part: part.write_bytes(data))
+        self.put_all({key: data})
+
+    def put_all(self, objects: Mapping[str, bytes]) -> None:
+        """Write objects; each folder is flushed once, which takes as long as a file."""
+        files = {self.path(key): data for key, data in objects.items()}
+
+        def put() -> None:
+            for folder in {path.parent for path in files}:
+                make_folder(folder)
+            write_all(files)
+
+        first = next(iter(files))
+        with storing("written", first if len(files) == 1 else first.parent):
+            _retried(put)
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.path(key)
@@ -73,7 +85,15 @@ class FolderStore:
             self.put_file(to, self.path(key))
 
     def put_file(self, key: str, path: Path) -> None:
-        self._put(key, lambda part: shutil.copyfile(path, part))
+        to = self.path(key)
+
+        def put() -> None:
+            make_folder(to.parent)
+            with whole(to) as part:
+                shutil.copyfile(path, part)
+
+        with storing("written", to):
+            _retried(put)
 
     def get_to(self, key: str, path: Path) -> None:
         with storing("read", self.path(key)), whole(path) as part:
@@ -91,17 +111,6 @@ class FolderStore:
 
     def forget_parts(self) -> None:
         remove_parts(self.folder)
-
-    def _put(self, key: str, write: Callable[[Path], object]) -> None:
-        path = self.path(key)
-
-        def put() -> None:
-            make_folder(path.parent)
-            with whole(path) as part:
-                write(part)
-
-        with storing("written", path):
-            _retried(put)
 
     def _remove_empty(self, folder: Path) -> None:
         while folder != self.folder and self.folder in folder.parents:
@@ -129,7 +138,7 @@ def make_folder(folder: Path) -> None:
 
 def _create(path: Path, data: bytes) -> bool:
     make_folder(path.parent)
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    part = part_of(path)
     try:
         part.write_bytes(data)
         flush(part)

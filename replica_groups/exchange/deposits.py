@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hetero_pp.core.errors import MalformedContribution, Suspended
 from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment, Upload
@@ -13,6 +15,7 @@ from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
+from hetero_pp.pseudo_gradient.together import TOGETHER_BYTES_MAX, apart, payload_bytes
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.run_state import RunState
@@ -54,31 +57,47 @@ class Deposits:
         self._shapes: Mapping[str, Shapes] = {}
         self._decodes = True
         self._being_kept: set[tuple[BlobAddress, int]] = set()
+        self._checking = threading.BoundedSemaphore(os.cpu_count() or 1)
+        """Decodes as many blobs at once as there are cores: more threads would only take Python's lock from another."""
 
     def begin(self, shapes: Mapping[str, Shapes], decodes: bool = True) -> None:
         """Take the shapes of all parameters, by block. `decodes`: whether blobs have values, as not in a rehearsal."""
         self._shapes, self._decodes = shapes, decodes
 
     def expect(self, header: BlobHeader, caller: Caller) -> None:
-        """Raise Refused for a blob that is not a member's, or larger than any of its shapes comes to."""
+        """Raise Refused for blobs that are not a member's, or larger than any of their shapes comes to."""
         self._require_begun(caller)
-        address = self._address(header)
-        self._expect_address(caller.name, address)
-        most = most_bytes(address, self._shapes[address.block], self._compression)
-        if header.size > most:
-            reason = f"`{address.block}`: found {header.size} bytes, expected at most {most}"
+        self._expect_size(caller.name, self._address(header), header.size)
+        if not header.following:
+            return
+        if (size := payload_bytes(header)) > TOGETHER_BYTES_MAX:
+            reason = f"found {size} bytes of several blobs, expected at most {TOGETHER_BYTES_MAX}"
             raise self._state.refused(caller.name, reason, Kind.MALFORMED)
+        blocks = [header.block, *(one.block for one in header.following)]
+        if len(blocks) > len(set(blocks)):
+            raise self._state.refused(caller.name, "found a blob named twice in a deposit", Kind.MALFORMED)
+        for one in header.following:
+            self._expect_size(caller.name, replace(self._address(header), block=one.block), one.size)
+
+    def _expect_size(self, member: str, address: BlobAddress, size: int) -> None:
+        self._expect_address(member, address)
+        most = most_bytes(address, self._shapes[address.block], self._compression)
+        if size > most:
+            reason = f"`{address.block}`: found {size} bytes, expected at most {most}"
+            raise self._state.refused(member, reason, Kind.MALFORMED)
 
     def take(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
-        """Take a blob. It is decoded before it is kept, so that no receiver meets a malformed one."""
-        offer = self._offer(header, hashlib.sha256(data).digest(), caller)
+        """Take blobs of a member. All are decoded before any is kept, so that no receiver meets a malformed one."""
+        blobs = [(self._offer(one, hashlib.sha256(part).digest(), caller), part) for one, part in apart(header, data)]
+        parts = {offer.address: part for offer, part in blobs}
 
-        def keep() -> BlobEntry:
-            entry = self._checked(offer, data)
-            self._decisions.patiently(lambda: self._log.write_blob(offer.address, offer.epoch, data))
-            return entry
+        def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
+            own = {offer.address: parts[offer.address] for offer in some}
+            entries = [self._checked(offer, own[offer.address]) for offer in some]
+            self._decisions.patiently(lambda: self._log.write_blobs(own, some[0].epoch))
+            return entries
 
-        self._take(offer, keep)
+        self._take([offer for offer, _ in blobs], keep)
 
     def upload_url(self, request: Upload, caller: Caller) -> str | None:
         """Return where a member may put a blob into the store.
@@ -96,16 +115,16 @@ class Deposits:
         offer = self._offer(request.blob, request.sha256, caller)
         most = most_bytes(offer.address, self._shapes.get(offer.address.block, {}), self._compression)
 
-        def keep() -> BlobEntry:
+        def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
             try:
                 data = self._decisions.patiently(lambda: take_upload(self._log, offer.key, offer.sha256, most))
             except MalformedContribution as error:
                 raise self._state.refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
             except FileNotFoundError:
                 raise self._state.refused(offer.member, f"`{offer.address.block}` was not uploaded") from None
-            return self._checked(offer, data)
+            return [self._checked(offer, data)]
 
-        self._take(offer, keep)
+        self._take([offer], keep)
 
     def _require_begun(self, caller: Caller) -> None:
         self._state.expect_member(caller.name)
@@ -123,9 +142,11 @@ class Deposits:
         own = self._state.term(caller), self._address(header)
         return Offer(caller.name, *own, epoch, sha256, header.steps, header.commitment, caller.holder)
 
-    def _take(self, offer: Offer, keep: Callable[[], BlobEntry]) -> None:
-        """Write a blob, then tell the rules. Only the caller waits for it."""
-        self._expect_own(offer)
+    def _take(self, offers: Sequence[Offer], keep: Callable[[Sequence[Offer]], Sequence[BlobEntry]]) -> None:
+        """Write blobs of one contribution, then tell the rules. Only the caller waits for it."""
+        for offer in offers:
+            self._expect_own(offer)
+        offer = offers[0]
         if (complaint := self._state.coordinator.rules.complaint_of_steps(offer.steps)) is not None:
             raise self._state.refused(offer.member, f"`{offer.address.block}`: {complaint}")
         is_awaited = self._is_awaited(offer)
@@ -135,12 +156,13 @@ class Deposits:
                 raise self._state.refused(offer.member, complaint)
         if not is_awaited:
             self._decisions.tell(_deposited(offer, None))  # what comes late is learnt from: how long to wait next
-        elif self._begins_to_keep(offer):
+        elif some := self._begin_to_keep(offers):
             try:
-                self._count(offer, keep())
+                for one, entry in zip(some, keep(some), strict=True):
+                    self._count(one, entry)
             finally:
                 with self._decisions.changed:
-                    self._being_kept.discard((offer.address, offer.epoch))
+                    self._being_kept.difference_update(map(_kept_as, some))
                     self._decisions.wake(offer.member)
 
     def _expect_own(self, offer: Offer) -> None:
@@ -170,18 +192,17 @@ class Deposits:
             raise Suspended(f"{replica} has a new generation")
         return round_ > last_round
 
-    def _begins_to_keep(self, offer: Offer) -> bool:
-        """Return whether the caller has to keep the blob; False if it is included already.
+    def _begin_to_keep(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+        """Return the blobs that the caller has to keep: those that are not included already.
 
-        Waits for another deposit of the same blob, because the blob is only included if that one succeeds.
+        Waits for other deposits of the same blobs, because a blob is only included if that one succeeds.
         """
-        key = (offer.address, offer.epoch)
+        keys = set(map(_kept_as, offers))
         with self._decisions.changed:
-            self._decisions.wait_until(lambda: key not in self._being_kept, subject=offer.member)
-            if not self._is_counted(offer):
-                self._being_kept.add(key)
-                return True
-        return False
+            self._decisions.wait_until(lambda: self._being_kept.isdisjoint(keys), subject=offers[0].member)
+            some = [offer for offer in offers if not self._is_counted(offer)]
+            self._being_kept.update(map(_kept_as, some))
+        return some
 
     def _is_counted(self, offer: Offer) -> bool:
         """Return whether the blob is included already. Raises Refused if another blob is included in its place."""
@@ -196,9 +217,10 @@ class Deposits:
     def _checked(self, offer: Offer, data: bytes) -> BlobEntry:
         shapes = self._shapes[offer.address.block]
         try:
-            blob = ReceivedBlob(data, offer.address, shapes, self._compression)
-            values = [blob.tensor(name).values for name in shapes] if self._decodes else []
-            return entry_of(offer.address, data, values)
+            with self._checking:
+                blob = ReceivedBlob(data, offer.address, shapes, self._compression)
+                values = [blob.values(name) for name in shapes] if self._decodes else []
+                return entry_of(offer.address, data, values)
         except MalformedContribution as error:
             raise self._state.refused(offer.member, str(error), Kind.MALFORMED) from None
 
@@ -210,6 +232,10 @@ class Deposits:
                     raise Suspended(answer.reason)
                 raise self._state.refused(offer.member, answer.reason)
         self._decisions.require_alive()
+
+
+def _kept_as(offer: Offer) -> tuple[BlobAddress, int]:
+    return offer.address, offer.epoch
 
 
 def _deposited(offer: Offer, entry: BlobEntry | None) -> e.Deposited:

@@ -108,7 +108,7 @@ class Joining:
             state.changed.notify_all()
         self._reports.joined(member, request.address, term)
         self._presence.heard(member)
-        return pb.JoinReply(term=term)
+        return pb.JoinReply(term=term, takes_following=True)
 
     def meet_members(self) -> bool:
         """Wait until all required members have joined, or the run is known to be under way; return the latter."""

@@ -20,7 +20,7 @@ import hashlib
 import re
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
@@ -53,10 +53,13 @@ class ContributionLog:
 
     # ---- contributions ----
 
-    def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
-        """Write one blob of a generation (`epoch`) of a replica."""
-        sha256 = hashlib.sha256(data).digest()
-        self.store.put(blob_key(address.round, address.replica, epoch, address.block, sha256), data)
+    def write_blobs(self, blobs: Mapping[BlobAddress, bytes], epoch: int) -> None:
+        """Write blobs of a generation (`epoch`) of a replica."""
+        keys = {
+            blob_key(own.round, own.replica, epoch, own.block, hashlib.sha256(data).digest()): data
+            for own, data in blobs.items()
+        }
+        self.store.put_all(keys)
 
     def read_blob(self, key: str, sha256: bytes) -> bytes:
         """Return the blob with this digest. Raises DamagedFile if it differs, FileNotFoundError if there is none."""

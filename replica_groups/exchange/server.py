@@ -27,6 +27,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import IsAsked
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
+from hetero_pp.pseudo_gradient.together import payload_bytes
 from hetero_pp.rpc.caller_limits import Pace
 from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
@@ -315,7 +316,7 @@ class _Servicer:
 
         def announced(header: pb.BlobHeader) -> int:
             self.exchange.expect(header, caller)
-            return header.size
+            return payload_bytes(header)
 
         header, data = read_frames(self._moving(frames, context), pb.BlobHeader, announced, MAX_BLOB_BYTES)
         self.exchange.deposit_blob(header, bytes(data), caller)

@@ -160,8 +160,10 @@ class _Echo:
         self._replica, self._replicas = replica, replicas
         self._blobs: dict[str, BlobEntry] = {}
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        self._blobs[address.block] = entry_of(address, data, ())
+    def deposit_together(
+        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    ) -> None:
+        self._blobs.update({address.block: entry_of(address, data, ()) for address, data in blobs.items()})
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())

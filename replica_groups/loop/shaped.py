@@ -17,6 +17,7 @@ from hetero_pp.link.shaping import busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, ForwardedExchange, untold
+from hetero_pp.pseudo_gradient.together import apart
 from replica_groups.loop.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
 
 
@@ -82,7 +83,8 @@ class ShapedExchange(ForwardedExchange):
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         with self._stopping.allowed(header.round):  # the round may be decided by this blob
-            _carry(self._up, self.forward, header.round, len(data))
+            for _, blob in apart(header, data):  # each counts as a message, as it is predicted
+                _carry(self._up, self.forward, header.round, len(blob))
             super().deposit_blob(header, data, caller)
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:

@@ -154,20 +154,25 @@ class OuterRound:
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
         """Compress and deposit every block; return the blobs on the first rank."""
         undecided = self.feedback.begin(round_, epoch)
+        blobs = self._blobs(round_, undecided.blobs)
+        if self.on_compressed is not None:
+            deque(blobs, maxlen=0)
+            self.on_compressed(round_, steps)
+            blobs = iter(undecided.blobs.items())
+        self.calls.deposit(round_, blobs, epoch, steps)
+        undecided.is_sent = True
+        return undecided.blobs
+
+    def _blobs(self, round_: int, kept: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        """Compress one block after the other; on the first rank keep the blobs, and yield them by block."""
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
             if not self.ranks.is_first:
                 deque(selections, maxlen=0)
                 continue
             address = self.calls.address(round_, block)
-            undecided.blobs[block] = encode_blob(address, selections, self.settings.compression)
-            if self.on_compressed is None:
-                self.calls.deposit(round_, {block: undecided.blobs[block]}, epoch, steps)
-        if self.on_compressed is not None:
-            self.on_compressed(round_, steps)
-            self.calls.deposit(round_, undecided.blobs, epoch, steps)
-        undecided.is_sent = True
-        return undecided.blobs
+            kept[block] = encode_blob(address, selections, self.settings.compression)
+            yield block, kept[block]
 
     def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
         """Yield what to send of each parameter, computed lazily: whole on the first rank, else this rank's part."""

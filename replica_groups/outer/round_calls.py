@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
 from hetero_pp.core.errors import ExchangeLost
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.together import batches
 
 
 class Contributions(Protocol):
     """The calls of an outer round to the exchange (`ExchangeService`)."""
 
-    def deposit(
-        self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0
+    def deposit_together(
+        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
     ) -> None: ...
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord: ...
@@ -46,11 +47,12 @@ class RoundCalls:
         """Return the address of one of the replica's blobs."""
         return BlobAddress(self.run, round_, self.replica, block)
 
-    def deposit(self, round_: int, blobs: Mapping[str, bytes], epoch: int | None, steps: int) -> None:
-        """Deposit blobs of this member, by block."""
-        for block, data in blobs.items():
+    def deposit(self, round_: int, blobs: Iterable[tuple[str, bytes]], epoch: int | None, steps: int) -> None:
+        """Deposit blobs of this member, by block, as they are made. Small ones go together."""
+        for batch in batches(blobs):
             with self._blocking():
-                self.exchange.deposit(self.member, self.address(round_, block), data, epoch, steps)
+                own = {self.address(round_, block): data for block, data in batch}
+                self.exchange.deposit_together(self.member, own, epoch, steps)
 
     def record(
         self, round_: int, own: Mapping[str, bytes] | None = None, epoch: int | None = None, steps: int = 0
@@ -64,7 +66,7 @@ class RoundCalls:
                 with self._blocking():
                     return self.exchange.record(round_, self.member)
             except ExchangeLost:
-                self.deposit(round_, own or {}, epoch, steps)
+                self.deposit(round_, (own or {}).items(), epoch, steps)
 
     def entry(self, record: RoundRecord) -> ContributionEntry | None:
         """Return the entry of a record that is this replica's; None if the round excludes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import RoundRecord
@@ -53,14 +53,18 @@ class RehearsedRound(OuterRound):
 
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
         undecided, blobs = self.feedback.begin(round_, epoch), self.blobs(round_, epoch)
+        self.calls.deposit(round_, self._compressed(blobs), epoch, steps)
+        undecided.is_sent = True
+        return blobs
+
+    def _compressed(self, blobs: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        """Yield the blobs by block, each after the time that its compression takes."""
         total = sum(map(self._sizes.__getitem__, self._shapes))
         for block in self._shapes:
             self._pace.begin()
             data = blobs[block]
             self._pace.compute(self._cost.contribute * self._sizes[block] / total)
-            self.calls.deposit(round_, {block: data}, epoch, steps)
-        undecided.is_sent = True
-        return blobs
+            yield block, data
 
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
         """Fetch what a member fetches, and verify it. `own` is None if the round does not include it."""

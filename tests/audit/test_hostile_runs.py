@@ -20,6 +20,7 @@ from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.cli import app
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
@@ -40,6 +41,10 @@ class _Cheats:
     def __init__(self, run: LyingRun, deposit: Callable[..., None]) -> None:
         self._run, self._deposit = run, deposit
         self._sent: dict[tuple[str, int, str], bytes] = {}
+
+    def deposit_all(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        for one, part in apart(header, data):
+            self.deposit(client, one, part, caller)
 
     def deposit(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
         judgements = self._run.exchange.audits
@@ -94,7 +99,7 @@ def cheated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> LyingRun:
     run = LyingRun(_spec(corpus), tmp_path_factory.mktemp("hostile"))
     with run:
         cheats = _Cheats(run, ExchangeClient.deposit_blob)
-        with mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit(*found)):
+        with mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit_all(*found)):
             run.until_over()
         assert run.exchange.decisions.failure is None
     save_config(run.spec.config, run.folder.config)

@@ -82,6 +82,11 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield Served(tmp_path, stack)
 
 
+def _followed_by(block: str, size: int) -> pb.BlobHeader:
+    following = [pb.FollowingBlob(block=block, size=size)]
+    return pb.BlobHeader(round=1, replica="a", block="norm", size=100, following=following)
+
+
 def _code(replies: Iterator[bytes]) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as error:
         next(replies)
@@ -117,6 +122,10 @@ def test_a_member_that_opens_calls_and_sends_nothing_harms_itself_alone(served: 
         (pb.BlobHeader(round=1, replica="a", block="norm", size=1 << 63), Kind.MALFORMED),
         (pb.BlobHeader(round=1, replica="b", block="norm", size=100), Kind.FORBIDDEN),
         (pb.BlobHeader(round=1, replica="a", block="away", size=100), Kind.FORBIDDEN),
+        (_followed_by("layers.0", 1 << 63), Kind.MALFORMED),
+        (_followed_by("layers.0", 1 << 20), Kind.MALFORMED),  # larger than its shapes allow, and than the limit is not
+        (_followed_by("norm", 100), Kind.MALFORMED),
+        (_followed_by("away", 100), Kind.FORBIDDEN),
     ],
 )
 def test_what_is_announced_is_looked_at_before_it_is_read(header: pb.BlobHeader, kind: Kind, served: Served) -> None:

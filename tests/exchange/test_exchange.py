@@ -620,10 +620,11 @@ class _SlowLog(ContributionLog):
         """Whether the next held write fails because the disk is full."""
         self.written: list[BlobAddress] = []
 
-    def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
-        self._wait(address)
-        super().write_blob(address, epoch, data)
-        self.written.append(address)
+    def write_blobs(self, blobs: Mapping[BlobAddress, bytes], epoch: int) -> None:
+        for address in blobs:
+            self._wait(address)
+        super().write_blobs(blobs, epoch)
+        self.written.extend(blobs)
 
     def create_record(self, record: RoundRecord) -> RoundRecord:
         self._wait(record.round)

@@ -175,7 +175,7 @@ class _Disappearing:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self._has_answered = exchange, False
 
-    def deposit(self, *_: object) -> None:
+    def deposit_together(self, *_: object) -> None:
         """Do nothing: the round is closed."""
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:

@@ -39,7 +39,7 @@ from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED
 from hetero_pp.rpc.services import call_path
 
-ROUNDS = 28
+ROUNDS = 32
 AT_ONCE = 8
 """Concurrent false calls beside a member's own calls. A member may have 16 calls open."""
 TEMPLATES_AT_ONCE = 3

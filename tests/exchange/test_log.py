@@ -91,14 +91,14 @@ def test_a_first_record_that_is_damaged_is_named(log: ContributionLog) -> None:
 def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
     """A group that trained the round twice may have either generation included."""
     address = BlobAddress("run", 1, "home", "norm")
-    log.write_blob(address, 2, BLOB)
-    log.write_blob(address, 3, b"another epoch's")
+    log.write_blobs({address: BLOB}, 2)
+    log.write_blobs({address: b"another epoch's"}, 3)
     record = log.create_record(_record(epoch=2))
     read = log.blobs_of(record)
     assert read("home", "norm") == BLOB
     with pytest.raises(FileNotFoundError, match="no `norm` of dc was included in round 1"):
         read("dc", "norm")
-    log.write_blob(address, 2, BLOB[:-1] + b"M")  # for example from a group that another coordinator formed
+    log.write_blobs({address: BLOB[:-1] + b"M"}, 2)  # for example from a group that another coordinator formed
     assert read("home", "norm") == BLOB
     log.store.put(blob_key(1, "home", 2, "norm", hashlib.sha256(BLOB).digest()), BLOB[:-1] + b"M")
     with pytest.raises(
@@ -111,8 +111,8 @@ def test_which_rounds_are_closed(log: ContributionLog) -> None:
     assert (log.records(), log.last_record()) == (set(), 0)
     for round_ in (1, 2, 3):
         log.create_record(_record(round_))
-    log.write_blob(BlobAddress("run", 4, "home", "norm"), 1, BLOB)
-    log.write_blob(BlobAddress("run", 5, "home", "norm"), 1, BLOB)
+    log.write_blobs({BlobAddress("run", 4, "home", "norm"): BLOB}, 1)
+    log.write_blobs({BlobAddress("run", 5, "home", "norm"): BLOB}, 1)
     assert (log.records(), log.last_record()) == ({1, 2, 3}, 3)
     log.forget_after(2)
     assert (log.records(), log.last_record()) == ({1, 2}, 2)

@@ -54,8 +54,10 @@ class _Alone:
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        self.blobs[address.block] = data
+    def deposit_together(
+        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    ) -> None:
+        self.blobs.update({address.block: data for address, data in blobs.items()})
 
     def record(self, round_: int, member: str | None = None) -> pb.RoundRecord:
         record = pb.RoundRecord(round=round_)

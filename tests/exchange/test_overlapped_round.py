@@ -33,8 +33,10 @@ class Far:
         self.is_suspended = False
         self.given_up = 0
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        self.blobs[address.round, address.replica, address.block] = data
+    def deposit_together(
+        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    ) -> None:
+        self.blobs.update({(one.round, one.replica, one.block): data for one, data in blobs.items()})
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         if self.is_suspended:

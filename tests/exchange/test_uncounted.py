@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import Refused, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, RoundRecord
+from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, BlobHeader, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
+from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.pseudo_gradient import together
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.run.snapshot import MOMENTUM
 from replica_groups.exchange.auditor import Auditor
@@ -270,15 +272,16 @@ def test_an_undo_in_the_midst_of_contributing_is_exact_too(run: Run, monkeypatch
     before = a.errors()
     run.assign(1)
     a.train(2)
-    deposit, done = run.exchange.deposit, list[BlobAddress]()
+    deposit, done = run.exchange.deposit_blob, list[BlobHeader]()
 
-    def suspended(member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+    def suspended(header: BlobHeader, data: bytes, caller: Caller) -> None:
         if done:
             raise Suspended("a test says so")
-        done.append(address)
-        deposit(member, address, data, epoch, steps)
+        done.append(header)
+        deposit(header, data, caller)
 
-    monkeypatch.setattr(run.exchange, "deposit", suspended)
+    monkeypatch.setattr(together, "TOGETHER_BYTES_MAX", 1)  # so that each blob goes alone
+    monkeypatch.setattr(run.exchange, "deposit_blob", suspended)
     with pytest.raises(Suspended):
         a.outer.synchronise(2)
     assert any(not a.outer.error[key].equal(before[key]) for key in before)

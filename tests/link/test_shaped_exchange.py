@@ -17,6 +17,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.together import together
 from replica_groups.loop.shaped import ShapedExchange
 
 BLOB = bytes(1000)
@@ -97,6 +98,14 @@ def test_a_deposit_goes_up(shaped: Shaped) -> None:
     assert shaped.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", HEADER, BLOB))]
     assert shaped.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
     assert shaped.counts(4) == [_count(1, UP_SECONDS), NOTHING]
+
+
+def test_blobs_that_go_up_in_one_call_count_one_by_one(shaped: Shaped) -> None:
+    others = {ADDRESS: BLOB, BlobAddress("run", 4, "home", "layers.0"): BLOB}
+    shaped.exchange.deposit_together("home.0", others, 2, 50)
+    header, data = together([(HEADER, BLOB), (pb.BlobHeader(block="layers.0", size=len(BLOB)), BLOB)])
+    assert shaped.far.asked == [(pytest.approx(100 + 2 * (3 + UP_SECONDS)), ("home.0", header, data))]
+    assert shaped.counts(4) == [_count(2, 2 * UP_SECONDS), NOTHING]
 
 
 def test_a_fetched_blob_comes_down(shaped: Shaped) -> None:

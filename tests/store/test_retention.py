@@ -30,7 +30,7 @@ def _round(log: ContributionLog, round_: int) -> None:
     """Write a round that includes the second generation of `home`. Its first generation and `dc` are excluded."""
     for replica, epoch in (("home", 1), ("home", 2), ("dc", 1)):
         for block in ("norm", "lm_head"):
-            log.write_blob(BlobAddress("run", round_, replica, block), epoch, f"{replica} {epoch}".encode())
+            log.write_blobs({BlobAddress("run", round_, replica, block): f"{replica} {epoch}".encode()}, epoch)
     digest = hashlib.sha256(b"home 2").digest()
     blobs = [BlobEntry(block=block, sha256=digest) for block in ("norm", "lm_head")]
     entry = ContributionEntry(replica="home", epoch=2, blobs=blobs)
@@ -54,7 +54,7 @@ def test_what_no_record_names_goes_a_round_later(store: Store) -> None:
 def test_nothing_of_a_round_goes_of_which_nobody_knows_what_counted(store: Store) -> None:
     """The record of the round is missing or damaged, so what it includes is unknown."""
     log = ContributionLog(store)
-    log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, b"a blob")
+    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1)
     Retention(log, 2).audited(2)
     assert len(store.below()) == 1
     store.put("round-000001/record.json", b"{")

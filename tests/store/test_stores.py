@@ -131,6 +131,13 @@ def test_a_large_file_comes_back(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 
+def test_several_objects_are_written_at_once(store: Store) -> None:
+    store.put("folder/a", b"before")
+    objects = {"folder/a": b"first", "folder/b": b"", "folder/deeper/c": b"third", "d": b"fourth"}
+    store.put_all(objects)
+    assert {key: store.get(key) for key in store.below()} == objects
+
+
 def test_files_for_as_long_as_a_block_runs(store: Store) -> None:
     with writing(store, "round/file") as path:
         path.write_bytes(b"content")
@@ -206,7 +213,7 @@ def test_a_flipped_bit_is_noticed_by_who_reads_with_a_digest(store: Store) -> No
     parameters = initial_snapshot(SHAPE, None, seed=1).parameters
     log.write_snapshot(Snapshot(1, parameters, None))
     blob = BlobEntry(block="norm", sha256=hashlib.sha256(b"a blob").digest())
-    log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, b"a blob")
+    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1)
     record = log.create_record(
         RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", epoch=1, blobs=[blob])])
     )

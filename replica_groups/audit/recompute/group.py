@@ -169,8 +169,10 @@ class _Kept:
     def __init__(self, blobs: dict[str, bytes]) -> None:
         self._blobs = blobs
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
-        self._blobs[address.block] = data
+    def deposit_together(
+        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    ) -> None:
+        self._blobs.update({address.block: data for address, data in blobs.items()})
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         self._refuse()

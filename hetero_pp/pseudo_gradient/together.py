@@ -1,0 +1,53 @@
+"""Small blobs of one replica that are deposited in one call, because each call and each flush has its own cost.
+
+The header of the first blob names the others in `following`, and their bytes follow its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from hetero_pp.messages.messages_pb2 import BlobHeader
+
+TOGETHER_BYTES_MAX = 4 << 20
+"""Bytes of blobs in one deposit, at most. A larger blob is deposited alone."""
+
+
+def payload_bytes(header: BlobHeader) -> int:
+    """Return the size of the payload after a header: its blob and those that follow."""
+    return header.size + sum(one.size for one in header.following)
+
+
+def together(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, bytes]:
+    """Return one header, and the bytes of all blobs. They differ in block and size alone."""
+    first, *rest = blobs
+    header = BlobHeader()
+    header.CopyFrom(first[0])
+    for one, _ in rest:
+        header.following.add(block=one.block, size=one.size)
+    return header, b"".join(data for _, data in blobs) if rest else first[1]
+
+
+def apart(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]:
+    """Yield each blob of a deposit with a header of its own."""
+    start = 0
+    for block, size in [(header.block, header.size), *((one.block, one.size) for one in header.following)]:
+        own = BlobHeader()
+        own.CopyFrom(header)
+        own.ClearField("following")
+        own.block, own.size = block, size
+        yield own, data[start : start + size] if header.following else data
+        start += size
+
+
+def batches(blobs: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    """Yield blobs by block as they are made, those together that fit in one deposit."""
+    batch, room = list[tuple[str, bytes]](), TOGETHER_BYTES_MAX
+    for block, data in blobs:
+        if batch and len(data) > room:
+            yield batch
+            batch, room = [], TOGETHER_BYTES_MAX
+        batch.append((block, data))
+        room -= len(data)
+    if batch:
+        yield batch

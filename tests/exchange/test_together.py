@@ -1,0 +1,171 @@
+"""Small blobs of one replica that are deposited in one call: each is checked, and all are kept or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from small_run import Run
+
+from hetero_pp.core.errors import Refused
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.pseudo_gradient import together as limits
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.together import apart, batches, together
+from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from replica_groups.exchange import deposits
+from replica_groups.exchange.server import serve_exchange
+from replica_groups.outer.round_calls import RoundCalls
+
+SECRET = Secret("a secret")
+EPOCH, STEPS = 1, 7
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    run.assign(0)
+    return run
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[ExchangeClient]:
+    """A client of member a, as after it has joined."""
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
+    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
+    client._term, client._takes_following = 1, True
+    yield client
+    client.close()
+    server.stop(None).wait()
+
+
+def _blobs(run: Run, seed: int = 0) -> dict[BlobAddress, bytes]:
+    """Return all blobs of member a for round 1."""
+    addresses = [BlobAddress("run", 1, "a", block) for block in sorted(run.roster.blocks["a"])]
+    return {address: run.blob(address, seed) for address in addresses}
+
+
+def _calls(run: Run) -> list[list[str]]:
+    """Note the blocks of each deposit from now on."""
+    found, deposit = list[list[str]](), run.exchange.deposit_blob
+
+    def noted(header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        found.append([one.block for one, _ in apart(header, data)])
+        deposit(header, data, caller)
+
+    run.exchange.deposit_blob = noted  # type: ignore[method-assign]
+    return found
+
+
+def _noted(run: Run) -> dict[str, bytes]:
+    """Return block -> digest of what is noted of replica a."""
+    opened = run.exchange.coordinator.open
+    assert opened is not None
+    own = opened.deposits.get("a")
+    return {} if own is None else {block: entry.sha256 for block, entry in own.blobs.items()}  # type: ignore[attr-defined]
+
+
+def test_one_header_and_its_blobs_are_the_same_blobs() -> None:
+    blobs = [(pb.BlobHeader(round=3, block=block, size=len(data), steps=2), data) for block, data in _three()]
+    header, data = together(blobs)
+    assert (header.block, header.size) == ("x", 3)
+    assert [(one.block, one.size) for one in header.following] == [("y", 0), ("z", 2)]
+    assert list(apart(header, data)) == blobs
+    assert [list(apart(*together([one]))) for one in blobs] == [[one] for one in blobs]
+
+
+def test_as_many_go_together_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch leaves before the next one is made."""
+    monkeypatch.setattr(limits, "TOGETHER_BYTES_MAX", 5)
+    sizes, made = {"a": 2, "b": 3, "c": 1, "d": 9, "e": 9, "f": 1}, list[str]()
+
+    def blobs() -> Iterator[tuple[str, bytes]]:
+        for block, size in sizes.items():
+            made.append(block)
+            yield block, bytes(size)
+
+    found = [("".join(block for block, _ in batch), "".join(made)) for batch in batches(blobs())]
+    assert found == [("ab", "abc"), ("c", "abcd"), ("d", "abcde"), ("e", "abcdef"), ("f", "abcdef")]
+
+
+def test_a_member_deposits_its_small_blobs_in_one_call(run: Run, served: ExchangeClient) -> None:
+    own, calls = {address.block: data for address, data in _blobs(run).items()}, _calls(run)
+    RoundCalls("run", "a", "a", served).deposit(1, own.items(), EPOCH, STEPS)
+    assert calls == [list(own)]
+    run.deposit(1, "b")
+    record = run.exchange.log.read_record(1)
+    entries = {one.replica: one for one in record.contributions}
+    assert entries["a"].steps == STEPS
+    read = run.exchange.log.blobs_of(record)
+    assert {block: read("a", block) for block in own} == own
+
+
+def test_an_exchange_that_does_not_take_them_together_gets_them_one_by_one(run: Run, served: ExchangeClient) -> None:
+    served._takes_following = False
+    calls = _calls(run)
+    served.deposit_together("a", _blobs(run), EPOCH, STEPS)
+    assert calls == [[block] for block in sorted(run.roster.blocks["a"])]
+    assert _noted(run).keys() == run.roster.blocks["a"]
+
+
+def test_who_joins_hears_that_they_are_taken_together(run: Run, served: ExchangeClient) -> None:
+    run.exchange.died("a", "its slot is taken by another process")
+    served._takes_following = False
+    served.join("a", "")
+    assert served._takes_following
+
+
+def test_if_one_is_malformed_none_is_kept(run: Run) -> None:
+    blobs = _blobs(run)
+    last = list(blobs)[-1]
+    with pytest.raises(Refused, match=f"`?{last.block}"):
+        run.exchange.deposit_together("a", blobs | {last: blobs[last][:-1]}, EPOCH, STEPS)
+    assert not _noted(run)
+    assert not run.log.store.below("round-000001")
+
+
+def test_those_that_are_included_already_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = list[list[str]](), run.log.write_blobs
+
+    def noting(blobs: Mapping[BlobAddress, bytes], epoch: int) -> None:
+        written.append([address.block for address in blobs])
+        write(blobs, epoch)
+
+    monkeypatch.setattr(run.log, "write_blobs", noting)
+    blobs = _blobs(run)
+    first, *rest = blobs
+    run.exchange.deposit("a", first, blobs[first], EPOCH, STEPS)
+    run.exchange.deposit_together("a", blobs, EPOCH, STEPS)
+    run.exchange.deposit_together("a", blobs, EPOCH, STEPS)  # as after a lost answer
+    assert written == [[first.block], [one.block for one in rest]]
+
+
+def test_a_second_different_blob_among_them_is_refused_and_keeps_the_others_out(run: Run) -> None:
+    blobs = _blobs(run)
+    second = list(blobs)[1]
+    run.exchange.deposit("a", second, blobs[second], EPOCH, STEPS)
+    before = _noted(run)
+    with pytest.raises(Refused, match="a second, different"):
+        run.exchange.deposit_together("a", _blobs(run, seed=5), EPOCH, STEPS)
+    assert _noted(run) == before
+    run.exchange.deposit_together("a", blobs, EPOCH, STEPS)  # nobody waits for the refused ones
+    assert _noted(run).keys() == run.roster.blocks["a"]
+
+
+def test_more_bytes_together_than_the_limit_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, _ = together([(pb.BlobHeader(round=1, replica="a", block=b, size=10), bytes(10)) for b in _two(run)])
+    run.exchange.expect(header, Caller("a"))
+    monkeypatch.setattr(deposits, "TOGETHER_BYTES_MAX", 19)
+    with pytest.raises(Refused, match="found 20 bytes of several blobs, expected at most 19"):
+        run.exchange.expect(header, Caller("a"))
+
+
+def _two(run: Run) -> list[str]:
+    return sorted(run.roster.blocks["a"])[:2]
+
+
+def _three() -> list[tuple[str, bytes]]:
+    return [("x", b"123"), ("y", b""), ("z", b"45")]
