@@ -7,8 +7,7 @@ import importlib
 
 from hetero_pp.program.launch.fork_server import importing
 
-MODULES = ("hetero_pp.program.launch.member_process", "torch._dynamo")
-"""The first optimizer would import torch._dynamo in each process."""
+MODULES = ("hetero_pp.program.launch.member_process",)
 
 
 def _preload() -> None:
