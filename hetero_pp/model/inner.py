@@ -168,9 +168,7 @@ class InnerOptimizer:
 
     def _muon(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         rate, momentum = self.settings.learning_rate, self.settings.momentum
-        return Muon(
-            [group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw"
-        )
+        return Muon([group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw")
 
     def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon

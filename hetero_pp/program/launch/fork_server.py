@@ -43,11 +43,12 @@ def fork_server() -> ForkServerContext:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage while the block imports: it would look at all modules many times, in a fifth of the time."""
+    """Collect no garbage while the block imports, nor later among what it imported: a quarter of a second each time."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -26,8 +26,7 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
-from hetero_pp.program.launch.member_process import process_main
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job, start_job
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
@@ -36,7 +35,6 @@ from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
-from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0
 _OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
@@ -217,9 +215,7 @@ class Supervisor:
             ours, theirs = self._context.Pipe()
             resume, device = None if again else self._resume, self._devices.get(member, "cpu")
             job = Job(member, self._folder, resume, again, device, open_files)
-            process = self._context.Process(
-                target=process_main, args=(theirs, job, self.faults_of(member)), name=member
-            )
+            process = self._context.Process(target=start_job, args=(theirs, job, self.faults_of(member)), name=member)
             self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
             with unheard():
                 process.start()
@@ -342,6 +338,8 @@ class Supervisor:
 
         Raises GivenUp if no member is left on this host, else RunFailed if too few replicas are left for a quorum.
         """
+        from replica_groups.exchange.host import rules_of  # hardly any launch needs the exchange's code
+
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
