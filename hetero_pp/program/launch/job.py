@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from hetero_pp.config.changed_keys import Values
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.store.faults import Faults
 
@@ -26,6 +27,10 @@ A member saves its checkpoint and ends; the exchange closes no further round. Th
 `round`: the last closed round. Requests to members have it, too. An exchange that is told this round answers once
 members have applied it.
 """
+
+
+class RankDied(HeteroPPError):
+    """A rank was killed; a restart may help."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 from hetero_pp.program.launch.fork_server import importing
@@ -15,7 +14,6 @@ def _preload() -> None:
     with importing():
         for name in MODULES:
             importlib.import_module(name)
-    gc.freeze()
 
 
 _preload()  # the fork server only imports
