@@ -1,6 +1,7 @@
 """Entry point of `hetero-pp` and `python -m hetero_pp`."""
 
 import os
+import sys
 
 from hetero_pp.program.interrupts import keep_exit_code, leave_when_interrupted
 
@@ -8,6 +9,10 @@ from hetero_pp.program.interrupts import keep_exit_code, leave_when_interrupted
 def main() -> None:
     """Run the command line."""
     leave_when_interrupted()
+    if sys.argv[1:2] == ["launch"]:
+        from hetero_pp.program.launch.fork_server import begin_imports
+
+        begin_imports(sys.argv[2:])
     from hetero_pp.program.cli import app
     from hetero_pp.program.report.encoding import make_printable
 

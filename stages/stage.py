@@ -34,6 +34,22 @@ class _InFlight:
     output: Tensor
 
 
+class _Followed(torch.autograd.Function):
+    """A scalar that stands for the loss after later stages: its gradient at the output [B, L, D] is the one that came.
+
+    `torch.autograd.backward(output, gradient)` would import SymPy to compare two shapes, in half a second.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *of_loss: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
 class Stage:
     """Part of the model that computes one micro-batch at a time."""
 
@@ -95,8 +111,10 @@ class Stage:
         `came` is from the stage after (None on the last); `key` selects the rounding noise of the message.
         """
         kept = self._in_flight.pop(micro_batch)
-        gradient = None if came is None else self.boundary.decode_gradient(came).to(kept.output.dtype)
-        torch.autograd.backward(kept.output, gradient)
+        loss = kept.output
+        if came is not None:
+            loss = _Followed.apply(kept.output, self.boundary.decode_gradient(came).to(kept.output.dtype))
+        loss.backward()
         if kept.received is None or kept.received.grad is None:
             return None
         return self.boundary.encode_gradient(kept.received.grad, key)

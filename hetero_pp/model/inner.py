@@ -19,6 +19,7 @@ from hetero_pp.config.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
+from hetero_pp.model.optimizers import SGD, AdamW, Muon
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
 _FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
@@ -158,7 +159,7 @@ class InnerOptimizer:
     def _build(self) -> list[torch.optim.Optimizer]:
         groups, settings = list(self._groups()), self.settings
         if settings.optimizer == "sgd":
-            return [torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum or 0.0)]
+            return [SGD(groups, lr=settings.learning_rate, momentum=settings.momentum or 0.0)]
         if settings.optimizer == "adamw":
             return self._adamw(groups)
         hidden = [group for group in groups if group.pop("is_hidden", False)]
@@ -167,14 +168,12 @@ class InnerOptimizer:
 
     def _muon(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         rate, momentum = self.settings.learning_rate, self.settings.momentum
-        return torch.optim.Muon(
-            [group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw"
-        )
+        return Muon([group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw")
 
     def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
         is_fused = all(parameter.device.type in _FUSES for parameter in self._parameters)
-        return [torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=is_fused)] if groups else []
+        return [AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=is_fused)] if groups else []
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         """Yield groups of matrices, norms, and the embedding."""

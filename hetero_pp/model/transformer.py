@@ -313,11 +313,22 @@ def build_filled(
     stage = stage or StageSpec(0, 1, range(shape.layers))
     with torch.device("meta"):
         module = build_part(shape, stage, compute_dtype, recomputes)
-    module.to_empty(device=device or "cpu")
+    materialise(module, device or torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(values[name])
     return module
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a module on the meta device memory, without values.
+
+    `Module.to_empty` would import SymPy, in half a second of each process.
+    """
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            room = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            part.register_parameter(name, nn.Parameter(room))
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -25,7 +25,7 @@ from hetero_pp.core.bounded import INTEGER_DIGITS_MAX
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.core.files import whole
 from hetero_pp.core.tensor_files import read_at, save_tensors
-from hetero_pp.model.transformer import ModelShape, Shapes, Transformer, initialise, shapes_of
+from hetero_pp.model.transformer import ModelShape, Shapes, Transformer, initialise, materialise, shapes_of
 from hetero_pp.outer.step import parameter_of, parameter_sha256, parameters_sha256
 from hetero_pp.pipeline.subspace import random_basis
 
@@ -79,7 +79,8 @@ def initial_snapshot(
     if parameters is None:
         with torch.device("meta"):
             model = Transformer(shape)
-        initialise(model.to_empty(device="cpu"), seed)
+        materialise(model, torch.device("cpu"))
+        initialise(model, seed)
         parameters = {name: parameter.detach() for name, parameter in sorted(model.named_parameters())}
     return Snapshot(0, parameters, None if rank is None else random_basis(shape.width, rank, seed))
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -16,11 +16,13 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.judgements import Judgements
-from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
+
+if TYPE_CHECKING:
+    from replica_groups.audit.validator import ValidatorThread
 
 BESIDE_EXCHANGE = "exchange"
 """Name of the validator beside the exchange."""
@@ -100,6 +102,8 @@ def followed(
         return Followers(auditor)
     if spec.config.audit.by != "exchange":
         return Followers(auditor, judgements)
+    from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
+
     run, since = _Beside(exchange, judgements), exchange.state.begun_after
     spec = spec.with_changes(exchange.state.changes)
 

@@ -45,7 +45,6 @@ from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.round_calls import Carrier
-from replica_groups.rehearsal.build import build_rehearsed
 
 
 class Connections(Protocol):
@@ -186,6 +185,8 @@ def _build(
     `tell` is given how long it took to read the checkpoint. In a rehearsal nothing is read.
     """
     if spec.config.rehearsal is not None:
+        from replica_groups.rehearsal.build import build_rehearsed  # a run that trains does not need it
+
         return *build_rehearsed(spec, run, member, exchange, carrier), exchange.newest_snapshot()[0]
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -156,10 +155,10 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"b\.txt: cannot be read \(No such file or directory\), expected a file"):
         next(texts)
 
-    def refuse(path: Path) -> Iterator[Path]:
+    def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)  # because the superuser may list every folder
+    monkeypatch.setattr(os, "scandir", refuse)  # because the superuser may list every folder
     with pytest.raises(
         ConfigError, match=r": cannot be read \(Permission denied\), expected files that the current user"
     ):
@@ -203,13 +202,13 @@ def test_a_corpus_is_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "a.txt").write_text("enough to train on and to validate on")
     (folder / "notes.md").write_text("no")
     walks: list[Path] = []
-    iterdir = Path.iterdir
+    scandir = os.scandir
 
-    def watched(path: Path) -> Iterator[Path]:
-        walks.append(path)
-        return iterdir(path)
+    def watched(path: Path | str | int) -> object:
+        walks.extend([folder] * (path == folder))  # other folders are removed meanwhile
+        return scandir(path)
 
-    monkeypatch.setattr(Path, "iterdir", watched)
+    monkeypatch.setattr(os, "scandir", watched)
     settings = DataSettings(corpus=str(folder), validation_share=0.2)
     for _ in range(2):
         walks.clear()

@@ -21,10 +21,29 @@ from hetero_pp.run.folder import RunFolder
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 AT_THE_SERVERS_START = """
 import multiprocessing.forkserver, sys
-multiprocessing.forkserver.ensure_running = lambda: sys.exit(f"torch: {'torch' in sys.modules}")
+def imported():
+    sys.exit(f"the server starts, after imports of {[name for name in ('typer', 'torch') if name in sys.modules]}")
+multiprocessing.forkserver.ensure_running = imported
 from hetero_pp.__main__ import main
-sys.argv = ["hetero-pp", "launch", sys.argv[1]]
+sys.argv = ["hetero-pp", *sys.argv[1:]]
 main()
+"""
+IN_RUNS = """
+import sys
+from hetero_pp.__main__ import main
+for optimizer in ("adamw", "sgd", "muon"):
+    sys.argv = [*sys.argv, "--set", f"inner.optimizer={optimizer}"]
+    try:
+        main()
+    except SystemExit as error:
+        assert not error.code, error.code
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules], file=sys.stderr)
+"""
+IN_A_LAUNCHER = """
+import sys
+from hetero_pp.program.launch import command
+own = ("stages", "replica_groups.loop.take_part", "replica_groups.exchange.exchange")
+print([name for name in own if name in sys.modules], file=sys.stderr)
 """
 IN_A_FORKED_PROCESS = """
 import resource, sys
@@ -34,7 +53,7 @@ begin_forked(Path(sys.argv[1]), False, (200, 300))
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
-MODULES = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
+MODULES = ["hetero_pp.program.launch.member_process"]
 WHILE_THE_SERVER_IMPORTS = """
 import gc, importlib, sys
 importlib.import_module = lambda name: print(name, gc.isenabled(), file=sys.stderr)
@@ -49,7 +68,36 @@ def _run(code: str, *arguments: str) -> str:
 
 @pytest.mark.starts_processes
 def test_the_fork_server_starts_before_the_launcher_imports() -> None:
-    assert _run(AT_THE_SERVERS_START, str(QUICKSTART)) == "torch: False\n"
+    assert _run(AT_THE_SERVERS_START, "launch", str(QUICKSTART)) == "the server starts, after imports of []\n"
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    "arguments", [["launch", str(QUICKSTART), "--help"], ["launch", "missing"], ["methods", str(QUICKSTART)]]
+)
+def test_no_fork_server_starts_for_a_command_without_members(arguments: list[str]) -> None:
+    assert "the server starts" not in _run(AT_THE_SERVERS_START, *arguments)
+
+
+@pytest.mark.starts_processes
+def test_training_does_not_import_what_only_compiles(corpus: Path, tmp_path: Path) -> None:
+    """Each process of a run would spend a second on these imports before its first step."""
+    small = ["inner.steps=1", "inner.momentum=null", "outer.rounds=1", "model.layers=2", "model.width=32"]
+    small += [
+        "model.feed_forward=48",
+        "data.validation_sequences=4",
+        "replicas.1.stages.count=2",
+        f"data.corpus={corpus}",
+    ]
+    small += ["data.sequence_length=32", "data.validation_share=0.2"]
+    options = [part for one in small for part in ("--set", one)]
+    said = _run(IN_RUNS, "launch", str(QUICKSTART), "--in-process", "--new", "--runs", str(tmp_path), *options)
+    assert said.splitlines()[-1] == "[]"
+
+
+@pytest.mark.starts_processes
+def test_a_launcher_does_not_import_what_only_members_need() -> None:
+    assert _run(IN_A_LAUNCHER) == "[]\n"
 
 
 @pytest.mark.starts_processes

@@ -71,10 +71,8 @@ def launch(
     The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors(log_format):
-        from hetero_pp.program.launch.fork_server import begin_imports, importing
+        from hetero_pp.program.launch.fork_server import importing
 
-        if config.is_file() and not (in_process or commands):
-            begin_imports()
         with importing():
             from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
             from hetero_pp.program.operate.operations import operated

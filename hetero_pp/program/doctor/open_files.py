@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetero_pp.core.units import format_count
 from hetero_pp.program.doctor.finding import Finding, ok
 from hetero_pp.program.doctor.subject import Subject
-from hetero_pp.program.launch.supervisor import require_open_files
+from hetero_pp.program.launch.open_files import require_open_files
 
 
 def check_open_files(subject: Subject) -> Finding:

@@ -25,7 +25,6 @@ from hetero_pp.program.launch.hosts import (
     read_token,
     write_token,
 )
-from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import ResumeHint
 from hetero_pp.program.launch.mode import AS_A_RUN, Mode
@@ -82,7 +81,7 @@ def run_topology(
     resume = mode.resumes and decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     prepared = _prepare(file, runs, None, resume)
     mode.begin(prepared.spec)
-    name, start = prepared.spec.config.name, start or (run_in_process if in_process else launch)
+    name, start = prepared.spec.config.name, start or (_run_in_process if in_process else launch)
     folder = RunFolder(runs.absolute() / name)
     with (
         claim(runs.absolute(), name, prepared.names),
@@ -90,6 +89,12 @@ def run_topology(
         _hint(prepared, runs, typed, mode) as hint,
     ):
         run_and_record(prepared, runs, start, resume, since, hint.print_once, operations, mode)
+
+
+def _run_in_process(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None = None) -> None:
+    from hetero_pp.program.launch.in_process import run_in_process  # with all that members need
+
+    run_in_process(spec, folder, on_report, resume)
 
 
 def run_on_this_host(

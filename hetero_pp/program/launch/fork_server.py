@@ -1,6 +1,6 @@
 """The fork server of a launch: it imports PyTorch once for all processes, and blocks the launcher's signals.
 
-It imports while the launcher does. Otherwise its two seconds would follow the launcher's.
+It imports while the launcher reads its command line and imports. Otherwise its two seconds would follow those.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
@@ -26,6 +26,9 @@ from hetero_pp.rpc.memory import keep_freed_memory
 
 PRELOADED = ["hetero_pp.program.launch.preloaded"]
 """Modules imported once for all processes."""
+
+ALONE = frozenset({"--in-process", "--print-commands", "--help"})
+"""Options of `launch` with which it starts no other process."""
 
 UNHEARD = (signal.SIGINT, signal.SIGUSR1)
 """Signals that a terminal or Slurm sends to every process of a run.
@@ -43,21 +46,24 @@ def fork_server() -> ForkServerContext:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage while the block imports: it would look at all modules many times, in a fifth of the time."""
+    """Collect no garbage while the block imports, nor later among what it imported: a quarter of a second each time."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
-def begin_imports() -> None:
-    """Start the fork server, unless this process has imported PyTorch already and is about to start it.
+def begin_imports(arguments: Sequence[str]) -> None:
+    """Start the fork server of `launch` with these arguments, before the command line is read and torch is imported.
 
-    It is ended with this process. Otherwise it would import to the end after an error in the configuration, and keep
-    the program's output open.
+    Nothing starts for arguments that need no server, or in a process that has imported torch already and is about to
+    start it. The server is ended with this process. Otherwise it would import to the end after an error in the
+    configuration, and keep the program's output open.
     """
-    if "torch" in sys.modules:
+    starts = any(map(os.path.isfile, arguments)) and ALONE.isdisjoint(arguments)
+    if not starts or "torch" in sys.modules:
         return
     fork_server()
     with unheard():

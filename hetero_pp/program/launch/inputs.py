@@ -16,7 +16,6 @@ from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
-from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
@@ -152,6 +151,8 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
                 f"found {replica.nodes}, expected 1 without --only; `launch --print-commands` prints the command for "
                 "each machine",
             )
+        from hetero_pp.program.launch.rendezvous import meeting_place  # with torch's, which few runs need
+
         try:
             meeting_place(replica.rendezvous or "")
         except HeteroPPError as error:

@@ -38,10 +38,8 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.core.files import keep_trying
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.launch.fork_server import begin_forked
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job
-from hetero_pp.program.launch.ranks import RankDied, run_ranks
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job, RankDied
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.memory import giving_freed_memory_back
@@ -74,11 +72,11 @@ def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Fault
     begin_forked(job.folder.output(job.member), job.again, job.open_files)
     code = CRASHED
     try:
+        spec = read_run(job.folder)  # while the launcher waits for the exchange's address
         message = json.loads(launcher.recv_bytes())
         if message.items() >= STOP.items():
             raise EOFError
         lifeline = _Lifeline(launcher)
-        spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
         faults = make_faults()
         if job.member == EXCHANGE:
@@ -209,6 +207,8 @@ def _say(line: str) -> None:
 
 
 def _open_house(spec: RunSpec, job: Job) -> OpenHouse:
+    from hetero_pp.planner.spares import group_spares  # only a run that admits hosts needs the planner
+
     told, lobby = Told(*told_of(spec.config), spec.shape.vocabulary), Lobby(spec.optional_places, group_spares)
     return OpenHouse(Memberships(job.folder.memberships), told, lobby, spec.unnamed_slots)
 
@@ -252,6 +252,7 @@ def _run_ranks(
     lifeline: _Lifeline,
 ) -> None:
     """Run one node of a replica. On failure, report it to the nodes that wait for this one, even if none has joined."""
+    from hetero_pp.program.launch.ranks import run_ranks  # only ranks need torchrun's agent
 
     def on_start(stop: Callable[[int | None], None]) -> None:
         lifeline.stop = stop

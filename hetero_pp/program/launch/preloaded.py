@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 from hetero_pp.program.launch.fork_server import importing
 
-MODULES = ("hetero_pp.program.launch.member_process", "torch._dynamo")
-"""The first optimizer would import torch._dynamo in each process."""
+MODULES = ("hetero_pp.program.launch.member_process",)
 
 
 def _preload() -> None:
@@ -16,7 +14,6 @@ def _preload() -> None:
     with importing():
         for name in MODULES:
             importlib.import_module(name)
-    gc.freeze()
 
 
 _preload()  # the fork server only imports

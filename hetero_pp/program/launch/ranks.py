@@ -18,15 +18,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import HeteroPPError, RunFailed
 from hetero_pp.program.launch.fork_server import share_fork_server
-from hetero_pp.program.launch.job import CONSEQUENCE
+from hetero_pp.program.launch.job import CONSEQUENCE, RankDied
 from hetero_pp.program.launch.rank_process import RankJob, rank_main
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.run.folder import RunFolder
-
-
-class RankDied(HeteroPPError):
-    """A rank was killed; a restart may help."""
 
 
 def run_ranks(

@@ -20,14 +20,14 @@ from multiprocessing.context import ForkServerProcess
 
 from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
-from hetero_pp.core.errors import ConfigError, GivenUp, RunFailed
+from hetero_pp.core.errors import GivenUp, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
-from hetero_pp.program.launch.member_process import process_main
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job, start_job
+from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
@@ -36,11 +36,8 @@ from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
-from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0
-_OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
-"""Least number of files that the launcher, and each member, opens."""
 _SECONDS_TO_END = 3.0
 _SECONDS_TO_ANSWER = 4.0
 """Within which a process answers that it was asked to stop; a frozen one does not."""
@@ -74,29 +71,15 @@ def launch(
     encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
     keys = SecretKeys(Secret(new_secret()), encrypted)
     with (make_supervisor or Supervisor)(spec, folder, on_report, LAUNCHER, keys, resume) as supervisor:
-        supervisor.start([EXCHANGE, *spec.needed])
-        address = supervisor.open_exchange()
+        supervisor.start([EXCHANGE])
+        supervisor.tell_exchange()
+        supervisor.start(list(spec.needed))  # while the exchange opens its log and its port
+        address = supervisor.exchange_address()
         told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
         watcher = Watcher(told, supervisor.on_report)
         supervisor.join_exchange(list(spec.needed), address)
         supervisor.wait()
         watcher.join()
-
-
-def require_open_files(processes: int) -> None:
-    """Raise this process's limit of open files to what its child processes need.
-
-    Raises ConfigError if the system does not allow it.
-    """
-    needed = _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return
-    told = f"found a limit of {soft} open files, expected at least {needed} for {processes} processes"
-    raise ConfigError((), f"{told}; raise it with: ulimit -n {needed}")
 
 
 class Supervisor:
@@ -217,9 +200,7 @@ class Supervisor:
             ours, theirs = self._context.Pipe()
             resume, device = None if again else self._resume, self._devices.get(member, "cpu")
             job = Job(member, self._folder, resume, again, device, open_files)
-            process = self._context.Process(
-                target=process_main, args=(theirs, job, self.faults_of(member)), name=member
-            )
+            process = self._context.Process(target=start_job, args=(theirs, job, self.faults_of(member)), name=member)
             self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
             with unheard():
                 process.start()
@@ -231,18 +212,25 @@ class Supervisor:
         return Faults
 
     def open_exchange(self, listen: str = "") -> str:
-        """Have the exchange listen, at `listen` or else as the configuration says. Return its address.
+        """Have the exchange listen as `tell_exchange` does, and return its address as `exchange_address` does."""
+        self.tell_exchange(listen)
+        return self.exchange_address()
 
-        Raises RunFailed if the exchange ends instead.
-        """
+    def tell_exchange(self, listen: str = "") -> None:
+        """Have the exchange listen, at `listen` or else as the configuration says. Raises RunFailed if it has ended."""
         assert isinstance(self._keys, SecretKeys)
         secret, encrypted = self._keys.secret.text, self._keys.encrypted
         self._send(EXCHANGE, {"secret": secret, "listen": listen, "encrypted": encrypted})
+
+    def exchange_address(self) -> str:
+        """Return the address at which the exchange listens. Raises RunFailed if the exchange ends instead."""
         answer = self._receive(EXCHANGE)
         if "failure" in answer:
             raise RunFailed(self._cause(EXCHANGE, answer))
         self._exchange = {"exchange": answer["address"], "token_file": "", "listen": ""}
         if self._spec.config.audit.by == "validators":
+            assert isinstance(self._keys, SecretKeys)
+            secret, encrypted = self._keys.secret.text, self._keys.encrypted
             told = {"exchange": answer["address"], "secret": secret, "encrypted": encrypted}
             write_whole(self._folder.validators, json.dumps(told).encode(), is_secret=True)
         return answer["address"]
@@ -342,6 +330,8 @@ class Supervisor:
 
         Raises GivenUp if no member is left on this host, else RunFailed if too few replicas are left for a quorum.
         """
+        from replica_groups.exchange.host import rules_of  # hardly any launch needs the exchange's code
+
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}

@@ -21,9 +21,6 @@ class TensorBoard:
     """Writes scalars for TensorBoard."""
 
     def __init__(self, folder: Path, state: RunState) -> None:
-        # Imported now: it takes seconds, for which the first reports of a run would wait unwritten.
-        import torch.utils.tensorboard.summary  # noqa: F401 (which imports tensorboard)
-
         self._folder = folder
         self._state = state
         self._before = list(folder.glob("events.*"))
