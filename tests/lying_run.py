@@ -6,6 +6,7 @@ import hashlib
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -191,8 +192,14 @@ class LyingRun:
         until = time.monotonic() + SECONDS_A_RUN
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-            assert not thread.is_alive(), f"{thread.name} has not ended after {SECONDS_A_RUN:.0f} s"
+            assert not thread.is_alive(), f"after {SECONDS_A_RUN:.0f} s, these threads go on:\n{self._stacks()}"
         watcher.join(TIMEOUT)
+
+    def _stacks(self) -> str:
+        """Return where each thread of a run is that has not ended."""
+        frames = sys._current_frames()
+        alive = [(one.name, frame) for one in self._threads if (frame := frames.get(one.ident or 0)) is not None]
+        return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in alive)
 
     def _watch(self) -> None:
         """Record reports. End a liar's incarnations once rounds exclude its replica repeatedly, so that it returns."""
@@ -232,11 +239,11 @@ class LyingRun:
                 self.errors[name].append(error)
             if name in HONEST:
                 return
-            if self.memberships.held_by(name) is None:
-                self.credentials[name] = self._credentials_of(name)
             tell_died(self.address, launcher, name, "its process has ended", None)
             if self.exchange.coordinator.is_over or self.exchange.decisions.failure:
                 return
+            if self.memberships.held_by(name) is None:
+                self.credentials[name] = self._credentials_of(name)
 
     def _take_part(self, name: str) -> None:
         """Take part as a separate process does."""

@@ -166,7 +166,8 @@ def _has_changed_under(
     audit, title = spec.config.audit, spec.config.name
     if audit.gauntlet is None and audit.recompute is None:
         raise ConfigError((), f"{title}: found a run without audits, expected `audit.gauntlet` or `audit.recompute`")
-    access = access_to(spec, folder, exchange, token)
+    here = folder or RunFolder(runs.absolute() / title)
+    access = access_to(spec, here, exchange, token)
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).strip("-._")[:40] or "validator"
 
     def say(line: str) -> None:
@@ -177,9 +178,8 @@ def _has_changed_under(
 
     followed = FollowedRun(name, spec, log, access, say)
     spec = followed.spec
-    source = open_source(spec.config.data, (folder or RunFolder(runs.absolute() / title)).cache)
-    if folder is not None:
-        require_same_text(folder, source)
+    source = open_source(spec.config.data, here.cache)
+    require_same_text(here, source)
     torch.set_num_threads(spec.config.threads)
     checks = checks_of(spec, log, source, access.secret, resolved(device))
     say(f"{name} judges its rounds for the exchange at {access.address}")
@@ -206,18 +206,17 @@ def require_same_text(folder: RunFolder, source: Source) -> None:
         raise ConfigError(("data", "corpus"), complaint)
 
 
-def access_to(spec: RunSpec, folder: RunFolder | None, exchange: str | None, token: Path | None) -> Access:
+def access_to(spec: RunSpec, folder: RunFolder, exchange: str | None, token: Path | None) -> Access:
     """Return how to reach the exchange: as told, or else as this host's exchange wrote it into the run's folder."""
     if exchange is not None and token is not None:
         return Access(exchange, read_token(token), not spec.config.exchange.insecure)
     if exchange is not None or token is not None:
         raise ConfigError((), "expected --exchange HOST:PORT and --token-file FILE together")
-    if folder is None or not folder.validators.is_file():
-        where = spec.config.name if folder is None else folder.validators
+    if not folder.validators.is_file():
         here = "its exchange writes the file if the YAML has `audit: {by: validators}`"
         raise ConfigError(
             (),
-            f"{where}: found no address of an exchange on this host; {here}; on another host, use "
+            f"{folder.validators}: found no address of an exchange on this host; {here}; on another host, use "
             "--exchange and --token-file",
         )
     try:

@@ -21,12 +21,15 @@ from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
+from hetero_pp.store.store import Store
 from replica_groups.audit.recompute.compare import Comparison
 from replica_groups.audit.recompute.evidence import MOST_OF_JSON, Evidence, read_bounded, read_evidence, read_record
 from replica_groups.audit.recompute.recomputation import Recomputation
@@ -63,14 +66,15 @@ def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float 
 @contextmanager
 def _opened(evidence: str, log: str | None) -> Iterator[tuple[Path, ContributionLog]]:
     """Yield the folder of evidence on this machine, and the run's log. Raises ConfigError if there is none."""
-    head, is_below, name = evidence.rstrip("/").rpartition(f"/{EVIDENCE}/")
     here = folder_of(evidence)
+    path, mark, options = (evidence, "", "") if here is not None else evidence.partition("?")
+    head, is_below, name = path.rstrip("/").rpartition(f"/{EVIDENCE}/")
     if here is not None and here.is_dir():
         if log is None and not is_below:
             raise ConfigError((), f"{evidence}: found no run log around it, expected --log")
         yield here, ContributionLog(open_store(log or head))
         return
-    store = open_store(str(Path(head) / "log") if folder_of(head) is not None else head) if is_below else None
+    store = _store_of(f"{head}{mark}{options}") if is_below else None
     keys = [] if store is None or f"{EVIDENCE}/" not in store.names() else store.below(f"{EVIDENCE}/{name}")
     if store is None or not keys:
         expected = "expected a folder of evidence, such as runs/quickstart/evidence/000007-home"
@@ -81,6 +85,14 @@ def _opened(evidence: str, log: str | None) -> Iterator[tuple[Path, Contribution
             to.parent.mkdir(parents=True, exist_ok=True)
             store.get_to(key, to)
         yield Path(scratch) / EVIDENCE / name, ContributionLog(store if log is None else open_store(log))
+
+
+def _store_of(run: str) -> Store:
+    """Return the store of a run's log, by the run's folder or the log's URL."""
+    if (path := folder_of(run)) is None:
+        return open_store(run)
+    folder = RunFolder(path)
+    return open_run(str(path))[1].store if folder.config.is_file() else open_store(str(folder.log))
 
 
 @dataclass

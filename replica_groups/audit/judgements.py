@@ -35,7 +35,7 @@ from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import draw_key
 
 MOST_VALIDATORS = 16
-"""Number of validators of a run, by name."""
+"""Number of validators, by name, that have judged a recent round."""
 
 JUDGED_ROUNDS = 64
 """Number of recent rounds about which judgements are taken."""
@@ -175,6 +175,7 @@ class Judgements(NoAudits):
         """
         with self._taking:
             self._state.require_begun(validator)
+            self._forget_old(self._state.coordinator.last_round - JUDGED_ROUNDS)
             new = set[tuple[int, str, str]]()
             for one in judgements:
                 why = self._complaint(one, validator, new)
@@ -186,7 +187,6 @@ class Judgements(NoAudits):
                 self._standing(pb.AUDITED, f"{validator} judges the run's rounds again")
             for one in judgements:
                 self._note(one, validator)
-            self._forget_old()
             while (due := self._due()) is not None:
                 for round_ in range(max(self._judged, due - JUDGED_ROUNDS) + 1, due + 1):
                     self._settle(round_)
@@ -253,11 +253,15 @@ class Judgements(NoAudits):
             else:
                 told.copies |= {one.replica: one.copies, one.copies: one.replica}
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, newest: int) -> None:
+        """Forget what is of rounds up to `newest`, and validators that have judged no later one."""
         kept: tuple[dict[int, Any], ...] = (self._arrived, self._differing, self._seen, self._told)
         for by_round in kept:
-            for old in [one for one in list(by_round) if one <= self._heard - JUDGED_ROUNDS]:
+            for old in [one for one in list(by_round) if one <= newest]:
                 by_round.pop(old, None)
+        for judged in (self._validators, self._checkers):
+            for name in [name for name, last in judged.items() if last <= newest]:
+                del judged[name]
 
     # ---- losses and copies ----
 

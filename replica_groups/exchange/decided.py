@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, islice
 
 from hetero_pp.config.links import EXCHANGE
@@ -62,8 +63,8 @@ class DecidedRounds:
     def __init__(self, state: RunState, log: ContributionLog) -> None:
         self._state, self._log = state, log
         self._reading = threading.Lock()
-        self._rounds: OrderedDict[int, Mapping[str, Mapping[str, _Included]]] = OrderedDict()
-        """Round -> block -> replica -> its blob, of the rounds that were read last."""
+        self._blobs_of = lru_cache(_KEPT_ROUNDS)(self._read_blobs_of)
+        """`_read_blobs_of` of the rounds that were asked for last."""
         self._replies: OrderedDict[tuple[int, str, str], Reply] = OrderedDict()
         """(round, block, first replica) -> reply; the newest ones."""
 
@@ -153,19 +154,14 @@ class DecidedRounds:
         reason = f"no `{request.block}` of {request.replica} in a closed round {round_}"
         raise self._state.refused(caller.name, reason)
 
-    def _blobs_of(self, round_: int) -> Mapping[str, Mapping[str, _Included]]:
+    def _read_blobs_of(self, round_: int) -> Mapping[str, Mapping[str, _Included]]:
         """Return block -> replica -> blob of a decided round, in the order of the record."""
-        found = self._rounds.get(round_)
-        if found is None:
-            record = self.record(pb.RecordRequest(round=round_), Caller(EXCHANGE))
-            blobs: dict[str, dict[str, _Included]] = {}
-            for entry in record.contributions:
-                for blob in entry.blobs:
-                    blobs.setdefault(blob.block, {})[entry.replica] = key_of(record, entry, blob), blob
-            found = self._rounds[round_] = blobs
-            while len(self._rounds) > _KEPT_ROUNDS:
-                self._rounds.popitem(last=False)
-        return found
+        record = self.record(pb.RecordRequest(round=round_), Caller(EXCHANGE))
+        blobs: dict[str, dict[str, _Included]] = {}
+        for entry in record.contributions:
+            for blob in entry.blobs:
+                blobs.setdefault(blob.block, {})[entry.replica] = key_of(record, entry, blob), blob
+        return blobs
 
 
 def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:

@@ -90,7 +90,7 @@ def _spec(corpus: Path) -> RunSpec:
     liars = {name: {"kind": "datacenter"} for name in ("copier", "liar", "s1", "s2")}
     # Scores of a round with less text are mostly noise, and could exclude an honest replica.
     inner = {"steps": 8, "learning_rate": 0.01, "final_learning_rate_share": 1}
-    outer = {"rounds": ROUNDS, "compression": {"density": 1 / 8}}
+    outer = {"rounds": ROUNDS, "weights": "scores", "compression": {"density": 1 / 8}}
     return lying_spec(corpus, ROUNDS, liars, audit=AUDIT, inner=inner, outer=outer)
 
 

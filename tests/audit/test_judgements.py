@@ -119,6 +119,18 @@ def test_only_so_many_validators_judge_and_each_once(run: Run) -> None:
         judgements.take(_losses(1, a=GOOD), "one.more")
 
 
+def test_a_validator_that_is_gone_leaves_its_place_to_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JUDGED_ROUNDS", 2)
+    judgements = _audited(run)
+    for number in (1, 2, 3):
+        _round(run, number, *GROUPS)
+        for name in range(module.MOST_VALIDATORS - 1) if number == 1 else ():
+            judgements.take(_losses(1, a=GOOD), f"v{name}")
+        judgements.take(_losses(number, a=GOOD), "stays")
+    judgements.take(_losses(3, a=GOOD), "another")
+    assert judgements._validators.keys() == {"stays", "another"}
+
+
 def test_a_lying_minority_of_validators_changes_nothing(tmp_path: Path) -> None:
     tables = []
     for validators in (["v"], ["v", "w", "liar"]):

@@ -145,3 +145,11 @@ def test_two_replicas_with_large_batches_are_no_copies_of_each_other(small: int)
     assert overlap(sent["a"], sent["b"]) > 0.85 > 0.7 > overlap(sent["a"], sent["s0"])
     assert copies(sent, list(sent), 0.4) == {}
     assert copies({**sent, "late": sent["s0"]}, [*sent, "late"], 0.4) == {"late": "s0"}
+
+
+@pytest.mark.parametrize("honest", [3, 6])
+def test_a_replica_that_sends_the_opposite_makes_no_copies_of_others(honest: int) -> None:
+    sent = _noisy({f"h{number}": 4.0 for number in range(honest)} | {"flips": 4.0})
+    sent["flips"]["w"] = sent["flips"]["w"].scaled(-1.0)
+    assert overlap(sent["h0"], sent["h1"]) > 0.75 > -0.75 > overlap(sent["h0"], sent["flips"])
+    assert copies(sent, [*sent], 0.4) == {}

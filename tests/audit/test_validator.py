@@ -16,10 +16,11 @@ from small_run import SETTINGS, Run
 from torch import Tensor
 from typer.testing import CliRunner
 
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.data.sources import open_source, tokens_digest
 from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
 from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.program import validate as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import settled
@@ -226,8 +227,26 @@ def test_a_validator_that_cannot_reach_the_exchange(corpus: Path, tmp_path: Path
         validate(tmp_path, "t", None, None, "cpu", None)
     with pytest.raises(ConfigError, match="--exchange HOST:PORT and --token-file FILE together"):
         access_to(spec, folder, "127.0.0.1:1", None)
-    with pytest.raises(ConfigError, match="found no address of an exchange on this host"):
+    with pytest.raises(ConfigError, match=r"validators\.json: found no address of an exchange on this host"):
         access_to(spec, folder, None, None)
     folder.validators.write_text('{"exchange": "0.0.0.0:47600"}')
     with pytest.raises(ConfigError, match=r"validators.json: cannot be read \('secret'\)"):
         access_to(spec, folder, None, None)
+
+
+def test_the_url_of_a_log_finds_the_exchange_of_this_host(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, folder, found = lying_spec(corpus, 2, {}, audit=GAUNTLET), RunFolder(tmp_path / "t"), list[Access]()
+    folder.path.mkdir()
+    folder.validators.write_text('{"exchange": "127.0.0.1:1", "secret": "of the run", "encrypted": false}')
+
+    def followed(name: str, spec: Any, log: Any, access: Access, say: Any) -> FollowedRun:
+        found.append(access)
+        raise RunFailed("the test is over")
+
+    monkeypatch.setattr(program, "open_run", lambda run: (spec, None))
+    monkeypatch.setattr(program, "FollowedRun", followed)
+    with pytest.raises(RunFailed):
+        validate(tmp_path, "s3://bucket/t", None, None, "cpu", None)
+    assert found == [Access("127.0.0.1:1", "of the run", encrypted=False)]

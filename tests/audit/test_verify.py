@@ -15,11 +15,14 @@ from audited_run import LIAR, audited_spec, flips, lying
 from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program import verify as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import save_config
+from hetero_pp.store.folder import FolderStore
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,18 @@ def test_a_copy_needs_only_the_log(run: Path, tmp_path: Path) -> None:
     code, output = check(copy, "--log", run / "log", "--tolerance", 3)
     assert code == 1
     assert "nothing is proven" in output
+
+
+def test_evidence_of_a_log_in_a_store(run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, elsewhere = f"000001-{LIAR}", tmp_path / "elsewhere"
+    shutil.copytree(run / "log", elsewhere / "t")
+    (tmp_path / "t").mkdir()
+    save_config(audited_spec(corpus, {"store": {"url": str(elsewhere)}}).config, tmp_path / "t" / "config.yaml")
+    assert check(tmp_path / "t" / "evidence" / name)[0] == 0
+    asked = list[str]()
+    monkeypatch.setattr(program, "open_store", lambda url: asked.append(url) or FolderStore(elsewhere / "t"))
+    assert check(f"s3://bucket/runs/t/evidence/{name}?endpoint=http://127.0.0.1:1")[0] == 0
+    assert asked == ["s3://bucket/runs/t?endpoint=http://127.0.0.1:1"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from members import TIMEOUT, in_thread
@@ -87,6 +88,18 @@ def test_a_slow_store_ends_a_reply(run: Run, served: ExchangeClient, monkeypatch
     for name in ("a", "c"):
         assert served.fetch("b", 1, name, "norm") == run.blob(BlobAddress("run", 1, name, "norm"))
     assert replies == [("a", []), ("c", [])]
+
+
+def test_a_round_that_all_fetch_is_read_once_while_others_catch_up(run: Run) -> None:
+    newest = decided._KEPT_ROUNDS + 2
+    for number in range(2, newest + 1):
+        run.assign(number - 1)
+        run.deposit(number, *NAMES)
+    with mock.patch.object(run.exchange.decided, "record", wraps=run.exchange.decided.record) as record:
+        for number in range(1, newest):
+            run.exchange.fetch("b", number, "a", "norm")
+            run.exchange.fetch("c", newest, "a", "norm")
+    assert [one.args[0].round for one in record.call_args_list].count(newest) == 1
 
 
 def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path) -> None:

@@ -34,9 +34,18 @@ class Contributions:
     """Error feedback of the replicas here, named `names`, and what they send."""
 
     def __init__(
-        self, spec: RunSpec, names: Sequence[str], theta: Mapping[str, Tensor], ranks: Ranks, measured: Measured
+        self,
+        spec: RunSpec,
+        names: Sequence[str],
+        theta: Mapping[str, Tensor],
+        ranks: Ranks,
+        measured: Measured,
+        kept_on: torch.device | None = None,
     ) -> None:
-        self.errors = [{name: torch.zeros_like(tensor) for name, tensor in theta.items()} for _ in names]
+        """`kept_on`: device that holds the error feedback; by default that of theta."""
+        self.errors = [
+            {name: torch.zeros_like(tensor, device=kept_on) for name, tensor in theta.items()} for _ in names
+        ]
         self.missed: frozenset[str] = frozenset()
         """Replicas, on all ranks, that the current round excludes."""
         self._spec, self._names, self._ranks, self._measured = spec, names, ranks, measured

@@ -78,8 +78,7 @@ class HostileContributions(Contributions):
         settings: AttackSettings,
         batches: Sequence[SharedBatches],
     ) -> None:
-        super().__init__(spec, names, theta, ranks, measured)
-        self.errors = [{name: torch.zeros(tensor.shape) for name, tensor in theta.items()} for _ in names]
+        super().__init__(spec, names, theta, ranks, measured, kept_on=CPU)
         self._settings, self._batches, self._trained = settings, batches, theta
         self._theta = {name: tensor.to(CPU) for name, tensor in theta.items()}
         """Parameters at the start of the round."""

@@ -63,7 +63,7 @@ def _usual(one: str, other: str, others: Sequence[str], between: Mapping[tuple[s
     found = [
         between[one, a] * between[one, b] * between[other, a] * between[other, b] / between[a, b] ** 2
         for a, b in combinations(others, 2)
-        if between[a, b] > _LEAST
+        if abs(between[a, b]) > _LEAST
     ]
     return min(1.0, math.sqrt(max(0.0, median(found)))) if found else 0.0
 
