@@ -23,6 +23,7 @@ from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_di
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import Over, read_over
+from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
@@ -230,9 +231,25 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
     say(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
+    trouble = _trouble(folder) if found.state == "running" else []
+    for line in trouble:
+        say(f"{name}: {line}")
     if found.resume:
         say(f"{name}: resume with: {found.resume}")
-    return found.as_json()
+    return found.as_json() | {"trouble": trouble}
+
+
+def _trouble(folder: RunFolder) -> list[str]:
+    """Return lines on members that are away, and on what the run waits for, as its record says."""
+    from hetero_pp.program.view.record import Record
+
+    with closing(Record(folder)) as record:
+        record.start()
+        if not record.wait(SECONDS):
+            return []
+        with record.view.state.lock:
+            lines = status_lines(record.view.state, record.view.now())
+            return [line for line, is_trouble in lines if is_trouble]
 
 
 def _of_ticket(text: str, runs: Path) -> dict[str, object]:
