@@ -1,4 +1,4 @@
-"""What a run, or its rehearsal, measured of the quantities that a prediction of it has."""
+"""Finds what a run or its rehearsal measured of the quantities that a prediction has."""
 
 from __future__ import annotations
 
