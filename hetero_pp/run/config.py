@@ -188,6 +188,11 @@ class RunConfig(Settings):
         """Rounds between member checkpoints (`states`)."""
         return self.states.every or self.snapshots.every
 
+    @property
+    def rehearsal_name(self) -> str:
+        """Name of this run's rehearsal."""
+        return self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX
+
     def require_grouped(self) -> None:
         """Raise ConfigError if some participants belong to no replica yet, because there is nothing to run."""
         if self.plan.participants:
@@ -219,7 +224,7 @@ class RunConfig(Settings):
         real["measured"] = {name: cost for name, cost in self.simulate.measured.items() if name not in absent}
         return self.model_copy(
             update={
-                "name": self.name[: LONGEST_RUN_NAME - len(REHEARSAL_SUFFIX)] + REHEARSAL_SUFFIX,
+                "name": self.rehearsal_name,
                 "rehearsal": own,
                 "replicas": needed,
                 "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds), "weights": weights}),

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from test_run_state import START
+from test_standings import KILLED, back, killed, there
+from test_view_data import recorded, run_folder
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ConfigError, RunOver
@@ -178,6 +181,24 @@ def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().out.startswith("solo: running on this host, after round 6 of 9, at 20")
     status(folder.parent, "solo", None, None)
     assert "ended without a summary" in capsys.readouterr().out
+
+
+def test_a_run_that_a_launch_carries_now_names_members_that_are_away(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locks = folder.parent / LOCKS / "mixed"
+    locks.mkdir(parents=True)
+    run_folder(folder.parent / "mixed", [*recorded([*there(), *killed(START + 1)]), b'"standing" {\n'])
+    with FileLock(locks / EXCHANGE):
+        status(folder.parent, "mixed", None, tmp_path / "found.json")
+    told = f"{KILLED}; its slot is vacant"
+    assert f"mixed: {told}\n" in " ".join(capsys.readouterr().out.split(" "))
+    assert json.loads((tmp_path / "found.json").read_text())["trouble"] == [told]
+    with (folder.parent / "mixed" / "metrics.jsonl").open("ab") as file:
+        file.write(b"".join(recorded([back(START + 2)])))
+    with FileLock(locks / EXCHANGE):
+        status(folder.parent, "mixed", None, None)
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:

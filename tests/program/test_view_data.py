@@ -68,11 +68,11 @@ def read(lines: Sequence[bytes]) -> tuple[list[Report], list[str]]:
     return [*found, *reader.rest()], problems
 
 
-def run_folder(path: Path, lines: Sequence[bytes]) -> RunFolder:
+def run_folder(path: Path, lines: Sequence[bytes], **changes: Any) -> RunFolder:
     """Write the folder of a made-up run."""
     folder = RunFolder(path)
     path.mkdir(exist_ok=True)
-    save_config(made_up_spec(model={"vocabulary": 256}).config, folder.config)
+    save_config(made_up_spec(model={"vocabulary": 256}, **changes).config, folder.config)
     folder.metrics.write_bytes(b"".join(lines))
     return folder
 

@@ -33,13 +33,13 @@ from hetero_pp.program.join.status import Known as KnownRun
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.view import admitted, broadcast, launched, serving, watched
+from hetero_pp.program.view import admitted, broadcast, launched, prediction, serving, watched
 from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
 from hetero_pp.program.view.command import show
 from hetero_pp.program.view.exported import data_of
 from hetero_pp.program.view.launched import on_a_page
-from hetero_pp.program.view.prediction import Predicted
+from hetero_pp.program.view.prediction import Predicted, show_prediction
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.self_contained import self_contained
@@ -342,7 +342,23 @@ def test_an_export_of_a_record_that_was_not_read_to_its_end_says_so(
     assert told in (tmp_path / "x.html").read_text()
 
 
+def test_an_export_of_a_damaged_record_says_so_in_one_line(tmp_path: Path) -> None:
+    run_folder(tmp_path / "x", [b"{\n", *recorded(made_up_reports()), b"[]\n"])
+    words = ["view", "x", "--runs", str(tmp_path), "--export", str(tmp_path / "x.html")]
+    said = " ".join(CliRunner().invoke(app, words).output.split())
+    assert "x: metrics.jsonl: line 1 is damaged and was skipped; the page lists 1 more problem x: the page is" in said
+
+
 # ---- runs elsewhere, and predictions ----
+
+
+@contextmanager
+def started(source: Predicted) -> Iterator[dict[str, Any]]:
+    """Yield a prediction once the record beside it has been read."""
+    source.start()
+    assert source.wait(60)
+    yield source.prediction
+    source.close()
 
 
 class _Exchange:
@@ -404,13 +420,37 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
     steps = [bar for bar in found["members"][1]["bars"] if bar["kind"] == "forward"]
     assert [bar["micro_batch"] for bar in steps] == [0, 1, 2, 3]
     assert {bar["kind"] for link in found["links"] for bar in link["bars"]} == {"there", "back"}
-    assert {one["measured"] for one in found["values"]} == {None}
-    record = Record(run_folder(tmp_path / "x", recorded(made_up_reports())))
-    beside = Predicted(file, spec_of(file), record)
-    beside.start()
-    assert beside.wait(60)
-    assert {one["name"]: one["measured"] for one in beside.prediction["values"]}["round"] == 9.0
-    beside.close()
+    assert {one["measured"] for one in found["values"]} == {None} and found["measured"] == []
+    times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0)
+    reports = [*made_up_reports(), Report(time=START + 9, member="home.1", member_round=times)]
+    record = Record(run_folder(tmp_path / "x", recorded(reports)))
+    with started(Predicted(file, spec_of(file), record)) as beside:
+        assert {one["name"]: one["measured"] for one in beside["values"]}["round"] == 9.0
+        [member] = beside["measured"]
+        bars = [(bar["kind"], bar["start"], bar["end"]) for bar in member["bars"]]
+        assert (member["id"], bars) == ("home.1", [("computed", 0.0, 1.5), ("waited", 1.5, 2.0)])  # two steps a round
+
+
+def test_a_predicted_step_stands_beside_a_rehearsal_if_there_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of a rehearsal are those of the run, and its rounds are shorter."""
+    shown: list[Predicted] = []
+    monkeypatch.setattr(prediction, "show", lambda sources: shown.extend(sources.values()))
+    rehearsed = {"rehearsal": {"rounds": 9, "steps": 2}}
+    folder = run_folder(tmp_path / "mixed-rehearsal", recorded(made_up_reports()), **rehearsed)
+    parts = {"compute": 1.0, "wait_previous": 2.0, "wait_next": 1.0}
+    found = {"measured": {"step_seconds": 2.0, "outer_seconds": 0.5}, "whole_run": {"round_seconds": 4.0}}
+    for text, step in (("{", None), (json.dumps(found | {"steps": 2, "members": {"home.1": parts}}), 2.0)):
+        folder.rehearsal.write_text(text)
+        show_prediction(MIXED, [], tmp_path)
+        with started(shown[-1]) as beside:
+            values = {one["name"]: (one["predicted"], one["measured"]) for one in beside["values"]}
+            assert values["step"][1] == step
+    assert values["round"][1] == 4.0
+    rates, rounds = values["tokens per second"], values["round"]
+    assert rates[1] / rates[0] == pytest.approx(rounds[0] / rounds[1])
+    assert [bar["end"] for bar in beside["measured"][0]["bars"]] == [0.5, 2.0]
 
 
 # ---- launch --view ----

@@ -42,7 +42,7 @@ def simulate(
         typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--view", help="Show a step on a page, beside the run of this name if there is one.")
+        bool, typer.Option("--view", help="Show a step on a page, beside the run or the rehearsal of this name.")
     ] = False,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)

@@ -23,12 +23,15 @@ from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_di
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import Over, read_over
+from hetero_pp.program.report.earlier import who_takes_part
+from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.tickets import Ticket, is_ticket
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import config_of
+from hetero_pp.run.read import config_of, read_run
 from replica_groups.exchange.memberships import LEFT, Memberships
 from replica_groups.exchange.patience import listed
 
@@ -230,9 +233,20 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
     say(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
+    trouble = _trouble(folder) if found.state == "running" else []
+    for line in trouble:
+        say(f"{name}: {line}")
     if found.resume:
         say(f"{name}: resume with: {found.resume}")
-    return found.as_json()
+    return found.as_json() | {"trouble": trouble}
+
+
+def _trouble(folder: RunFolder) -> list[str]:
+    """Return lines on members that are away, and on a pause, as the record says."""
+    state = RunState(read_run(folder))
+    for report in who_takes_part(folder):
+        state.apply(report)
+    return [line for line, is_trouble in status_lines(state, time.time()) if is_trouble]
 
 
 def _of_ticket(text: str, runs: Path) -> dict[str, object]:

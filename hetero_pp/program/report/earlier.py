@@ -43,6 +43,8 @@ The pieces of a longer line are not valid JSON, so they are skipped.
 _KEPT_UNTIL = ("joined", "computes", "activity", "standing")
 """Events without a round that a resumed run reports again, up to the close of the last round that is kept."""
 
+_TAKING_PART = ("joined", "standing", "finished")
+
 
 def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
     """Return the earlier reports of a run up to a round, in order of time.
@@ -86,13 +88,21 @@ def last_closed(folder: RunFolder) -> int:
     return before_gap({0, *known})[-1]
 
 
-def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
-    """Yield the parsed lines that contain a text; nothing if the file does not exist."""
+def who_takes_part(folder: RunFolder) -> Iterator[Report]:
+    """Yield the recorded reports on members that come, leave or pause. Damaged lines are left out."""
+    for line in _lines(folder.metrics, *(f'"{event}"' for event in _TAKING_PART)):
+        with suppress(AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            if line["event"] in _TAKING_PART:
+                yield report_of(line)
+
+
+def _lines(metrics: Path, *having: str) -> Iterator[Any]:
+    """Yield the parsed lines that contain one of some texts, or all; nothing if the file does not exist."""
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as file:
         while line := file.readline(_LINE_CHARACTERS_MAX):
-            if having in line:
+            if not having or any(one in line for one in having):
                 with suppress(ValueError):  # the last line may be cut off if the run was killed
                     yield parse_json(line)
 

@@ -20,6 +20,8 @@ class Spent:
     def __init__(self) -> None:
         self.last_round = 0
         """Last finished round; 0 if there is none."""
+        self.rounds = 0
+        """Number of finished rounds."""
         self._recent: dict[int, dict[str, float]] = {}
         self._settled: Counter[str] = Counter()
 
@@ -28,6 +30,7 @@ class Spent:
         if told.round <= self.last_round - STILL_TOLD:
             return
         self.last_round = max(self.last_round, told.round)
+        self.rounds += told.round not in self._recent
         self._recent[told.round] = split(told) | _by_neighbour(told)
         for round_ in [one for one in self._recent if one <= self.last_round - STILL_TOLD]:
             self._settled.update(self._recent.pop(round_))

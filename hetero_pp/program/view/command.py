@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.status import Known, known_run, run_folder, runs_at
 from hetero_pp.program.report.output import standard_output, tell
@@ -52,12 +53,20 @@ def show(
                 if not source.wait(_SECONDS_TO_READ) and source.view is not None:
                     minutes = f"{_SECONDS_TO_READ / 60:.0f} minutes"
                     source.view.complain(f"the record was read for {minutes}, not to its end: the rest is missing")
-                    tell(standard_output(), f"{name}: {source.view.problems[-1]}")
+                if source.view is not None:
+                    _tell_problems(name, source.view.problems)
             export_page(sources, export)
             tell(standard_output(), f"{', '.join(sources)}: the page is in {export}")
         elif served is not None:
             tell(standard_output(), f"{', '.join(sources)}: {served.url} (Ctrl-C ends the page)")
             served.run()
+
+
+def _tell_problems(name: str, problems: Sequence[str]) -> None:
+    """Print what is missing or damaged in one line. The page lists all of it."""
+    if problems:
+        more = f"; the page lists {format_count(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
+        tell(standard_output(), f"{name}: {problems[0]}{more}")
 
 
 def sources_of(folders: Sequence[RunFolder]) -> dict[str, Source]:

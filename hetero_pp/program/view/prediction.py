@@ -1,16 +1,16 @@
-"""Predicted step of a run for the page: bars of members and links, and numbers beside the measured ones."""
+"""Predicted step of a run for the page: bars of members and links, beside what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from hetero_pp.config.links import stage_link_name
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.view.command import show
+from hetero_pp.program.view.measured import measured
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.changes import Given
@@ -26,16 +26,16 @@ _ENOUGH = 1e-9
 
 
 def show_prediction(path: Path, overrides: Sequence[Given], runs: Path) -> None:
-    """Serve the page of a YAML's prediction until an interrupt, with the run of its name if there is one."""
+    """Serve the page of a YAML's prediction until an interrupt, with the run of its name or else its rehearsal."""
     file = ConfigFile(path, overrides)
     spec = spec_of(file)
-    folder = RunFolder(runs / spec.config.name)
-    record = Record(folder) if folder.config.is_file() else None
+    folders = [RunFolder(runs / name) for name in (spec.config.name, spec.config.rehearsal_name)]
+    record = next((Record(folder) for folder in folders if folder.config.is_file()), None)
     show({spec.config.name: Predicted(file, spec, record)})
 
 
 class Predicted:
-    """A predicted step, beside the run of the same name if it was measured. Implements Source."""
+    """A predicted step, beside the run or its rehearsal if there is one. Implements Source."""
 
     def __init__(self, file: ConfigFile, spec: RunSpec, record: Record | None) -> None:
         """Raises ConfigError for a topology that cannot be predicted."""
@@ -54,10 +54,14 @@ class Predicted:
     @property
     def prediction(self) -> dict[str, Any]:
         bubbles = [replica.bubble for replica in self._found.replicas]
-        head = {"step_seconds": self._found.step_seconds, "utilization": self._found.utilization["absolute"]}
-        return (
-            head | {"bubble": max(bubbles, default=0.0), "values": list(values_of(self._found, self.view))} | self._step
-        )
+        beside = measured(self._record, self._found)
+        return {
+            "step_seconds": self._found.step_seconds,
+            "utilization": self._found.utilization["absolute"],
+            "bubble": max(bubbles, default=0.0),
+            "values": list(values_of(self._found, beside.values)),
+            "measured": beside.members,
+        } | self._step
 
     def start(self) -> None:
         if self._record is not None:
@@ -117,40 +121,12 @@ def _with_waits(track: Sequence[Span], start: float, end: float) -> Iterator[dic
         yield {"start": before - start, "end": end - start, "kind": "wait", "micro_batch": None}
 
 
-def values_of(found: Prediction, view: RunView | None) -> Iterator[dict[str, Any]]:
+def values_of(found: Prediction, measured: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     """Yield predicted numbers with the measured ones; None if nothing was measured."""
-    measured = {} if view is None else _measured(view)
     for name, unit, predicted in (
         ("step", "s", found.step_seconds),
         ("round", "s", found.round_seconds),
         ("outer round", "s", found.outer_seconds),
-        ("tokens per second", "1/s", found.tokens_per_second),
+        ("tokens per second", "", found.tokens_per_second),
     ):
         yield {"name": name, "unit": unit, "predicted": predicted, "measured": measured.get(name)}
-
-
-def _measured(view: RunView) -> dict[str, float]:
-    """Return what a run took so far: the means over its closed rounds, of the slowest replica.
-
-    The outer round is that of the replica which waits least in it, because all others also wait for their steps.
-    """
-    with view.state.lock:
-        state = view.state
-        if not state.closed:
-            return {}
-        times = [[view.times.of(round_, name) for round_ in state.closed] for name in state.replicas]
-        found = {"round": fmean(state.round_seconds(one) for one in state.closed)}
-        found["tokens per second"] = state.tokens_per_second()
-        steps = [_mean(of, "compute", "wait") for of in times]
-        outer = [_mean(of, "outer", "blocked") for of in times]
-        if state.inner_steps is not None and any(steps):
-            found["step"] = max(steps) / state.inner_steps
-        if any(outer):
-            found["outer round"] = min(filter(None, outer))
-        return found
-
-
-def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
-    """Return the mean over the rounds of the sum of some times, in seconds; 0 if they are unknown."""
-    known = [sum(one[name] or 0.0 for name in names) for one in rounds if one[names[0]] is not None]
-    return fmean(known) if known else 0.0

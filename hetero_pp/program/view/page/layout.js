@@ -3,9 +3,9 @@
 const SIZES = {
   full: {
     name: "full",
-    width: 160,
+    width: 152,
     height: 96,
-    gap: 110,
+    gap: 122,
     between: 46,
     pad: 14,
     title: 50,

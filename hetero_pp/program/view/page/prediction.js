@@ -1,4 +1,5 @@
-// One predicted step as a Gantt chart: what each member computes, and what each link carries.
+// One predicted step as a Gantt chart: what each member computes, and what each link carries. Below each member is its
+// mean step as it was measured, if there was a run or a rehearsal.
 
 import { attribute, behind, cut, el, say, show, svg, table } from "./dom.js";
 import { bytes, count, number, percent, seconds, signed } from "./format.js";
@@ -13,6 +14,8 @@ const WORDS = {
   outer: "outer round",
   there: "activations",
   back: "gradients",
+  computed: "measured: computing",
+  waited: "measured: waiting",
 };
 const CLASSES = {
   forward: "bar-forward",
@@ -21,6 +24,8 @@ const CLASSES = {
   outer: "bar-outer",
   there: "bar-there",
   back: "bar-back",
+  computed: "bar-computed",
+  waited: "bar-wait",
 };
 
 const classOf = (kind) => (Object.hasOwn(CLASSES, kind) ? CLASSES[kind] : "bar-other");
@@ -76,12 +81,12 @@ export class PredictionView {
     show(this.body, Boolean(prediction));
     if (!prediction || prediction === this.prediction) return;
     this.prediction = prediction;
-    const rows = [...prediction.members, ...prediction.links];
+    const rows = [...prediction.members, ...prediction.links, ...(prediction.measured ?? [])];
     this.length = Math.max(1e-9, ...rows.flatMap((row) => row.bars.map((bar) => bar.end)));
     [this.from, this.to, this.at] = [0, this.length, null];
     say(
       this.facts,
-      `A step takes ${seconds(prediction.step_seconds)}. Members compute for ${percent(prediction.utilization)} of it; ${percent(prediction.bubble)} is the bubble of the pipeline.`,
+      `A step takes ${seconds(prediction.step_seconds)}. Members compute for ${percent(prediction.utilization)} of a round. Even with free links, stages would wait for each other for ${percent(prediction.bubble)} of a step (the bubble).`,
     );
     const kinds = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.kind)))];
     this.legend.replaceChildren(
@@ -187,7 +192,7 @@ export class PredictionView {
       const name = svg(
         "text",
         { x: 0, y: y + ROW / 2 + 2, class: row.isLink ? "small muted" : "strong" },
-        cut(row.id, left < NAMES ? 12 : 22),
+        cut(row.label ?? row.id, left < NAMES ? 12 : 22),
       );
       return svg(
         "g",
@@ -226,11 +231,13 @@ export class PredictionView {
   }
 }
 
-// Members in their order, each followed by the link to the next one.
-function interleaved({ members, links }) {
+// Members in their order, each followed by what was measured of it and by the link to the next one.
+function interleaved({ members, links, measured = [] }) {
   const rows = [];
   members.forEach((member, n) => {
     rows.push({ ...member, isLink: false });
+    const own = measured.find(({ id }) => id === member.id);
+    if (own) rows.push({ ...own, label: "measured", isLink: true });
     if (links[n]) rows.push({ ...links[n], isLink: true });
   });
   return [...rows, ...links.slice(members.length).map((link) => ({ ...link, isLink: true }))];
@@ -267,8 +274,8 @@ function barOf(bar, row, x, y, left, width) {
   );
 }
 
-function barsTable({ members, links }) {
-  const rows = [...members, ...links].flatMap((row) =>
+function barsTable({ members, links, measured = [] }) {
+  const rows = [...members, ...measured, ...links].flatMap((row) =>
     row.bars.map((bar) => [
       row.id,
       WORDS[bar.kind] ?? bar.kind,

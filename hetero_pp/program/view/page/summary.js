@@ -81,7 +81,8 @@ export function drawTiles(root, { history, frame, time }) {
       ? `${last.validation_loss <= before.validation_loss ? "−" : "+"}${loss(Math.abs(last.validation_loss - before.validation_loss))} in the last round`
       : "";
   const isOld = last && last.round < closed; // a replica that is away evaluates nothing
-  fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
+  if (history.rehearsal) fillTile(root, "Validation loss", "–", "nothing is trained");
+  else fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
   fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${open ? ` · ${open} optional replicas without any` : ""}`);
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));

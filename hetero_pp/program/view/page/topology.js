@@ -231,7 +231,7 @@ function card(member, picture, history, updates) {
   });
   const shortName = size === "small" ? member.id.slice(member.replica.length) || member.id : member.id;
   const isOwn = history.own?.includes(member.id);
-  const shown = isOwn && size === "full" ? `${cut(shortName, 9)} (this host)` : cut(shortName, WORD[size]);
+  const shown = isOwn && size === "full" ? `${cut(shortName, 8)} (this host)` : cut(shortName, WORD[size]);
   const name = text(box.x + (size === "small" ? 26 : 11), box.y + nameY, "strong", shown);
   const state = text(box.x + 27, box.y + stateY, "");
   const layers = text(box.x + 11, box.y + 60, "small muted");
