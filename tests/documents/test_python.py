@@ -62,7 +62,7 @@ def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
 @pytest.mark.parametrize("page", PATCHED, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folder: Path) -> None:
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, folder / package)  # with bytecode, which Python compiles again where patched
     elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
     shown = [line for block in _blocks(page, "bash") for line in block.splitlines()]
     commands = [line for line in shown if line.split()[:2] == ["git", "apply"]]
