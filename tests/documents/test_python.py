@@ -66,7 +66,12 @@ def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("page", PATCHED, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folder: Path) -> None:
+def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folder: Path, corpus: Path) -> None:
+    """They train on a small corpus."""
+    quickstart = (ROOT / "configs" / "quickstart.yaml").read_text()
+    (folder / "configs").unlink()
+    (folder / "configs").mkdir()
+    (folder / "configs" / "quickstart.yaml").write_text(quickstart.replace("standard-library", str(corpus)))
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package)  # with bytecode, which Python compiles again where patched
     path = os.pathsep.join(map(str, (folder, ROOT / "tests")))
