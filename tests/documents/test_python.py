@@ -30,6 +30,12 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 PYTHON = [page for page in sorted((ROOT / "docs").glob("*.md")) if _blocks(page, "python")]
 PATCHED = [page for page in PYTHON if "git apply" in "".join(_blocks(page, "bash"))]
+NO_RENDERING = """
+import rendering
+from hetero_pp.program.report import pictures
+
+pictures.save_figure = rendering.save_placeholder
+"""
 TUTORIAL = ROOT / "docs" / "tutorial_researcher.md"
 
 
@@ -60,10 +66,16 @@ def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("page", PATCHED, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folder: Path) -> None:
+def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folder: Path, corpus: Path) -> None:
+    """They train on a small corpus."""
+    quickstart = (ROOT / "configs" / "quickstart.yaml").read_text()
+    (folder / "configs").unlink()
+    (folder / "configs").mkdir()
+    (folder / "configs" / "quickstart.yaml").write_text(quickstart.replace("standard-library", str(corpus)))
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
+        shutil.copytree(ROOT / package, folder / package)  # with bytecode, which Python compiles again where patched
+    path = os.pathsep.join(map(str, (folder, ROOT / "tests")))
+    elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": path}
     shown = [line for block in _blocks(page, "bash") for line in block.splitlines()]
     commands = [line for line in shown if line.split()[:2] == ["git", "apply"]]
     shutil.copytree(ROOT / "docs" / "patches", folder / "docs" / "patches")
@@ -72,7 +84,7 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
         for line in (command, f"{back[0]} --check"):
             done = subprocess.run(line, shell=True, cwd=folder, env=elsewhere, capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
-    (folder / "page.py").write_text("\n".join(_blocks(page, "python")))
+    (folder / "page.py").write_text("\n".join([NO_RENDERING, *_blocks(page, "python")]))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=folder, env=elsewhere, capture_output=True, text=True, timeout=240
     )

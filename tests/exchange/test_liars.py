@@ -96,14 +96,20 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
     return tell
 
 
+NAMES = ("first", LIAR, "second")
+SOON = {"quorum": 0.6, "grace": {"factor": 1, "least": "1 ms", "most": "1 ms"}}
+
+
+@pytest.fixture(scope="module")
+def without(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Return the result of a run in which the liar is late in every round."""
+    return _run(corpus, tmp_path_factory.mktemp("run"), NAMES, SOON, missed={LIAR: frozenset(range(1, ROUNDS + 1))})
+
+
 @pytest.mark.parametrize("steps", [STEPS - 1, 2**32])
 def test_who_claims_other_steps_is_refused_and_changes_nothing(
-    steps: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, without: Outcome, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result has the bits of a run in which that member is late in every round."""
-    names = ("first", LIAR, "second")
-    soon = {"quorum": 0.6, "grace": {"factor": 1, "least": "1 ms", "most": "1 ms"}}
-    without = _run(corpus, tmp_path / "0", names, soon, missed={LIAR: frozenset(range(1, ROUNDS + 1))})
     deposit, refusals = Exchange.deposit_blob, list[str]()
 
     def lies(exchange: Exchange, header: BlobHeader, data: bytes, caller: Caller) -> None:
@@ -116,7 +122,7 @@ def test_who_claims_other_steps_is_refused_and_changes_nothing(
             refusals.append(str(refused.value))
 
     monkeypatch.setattr(Exchange, "deposit_blob", lies)
-    found = _run(corpus, tmp_path / "1", names, soon)
+    found = _run(corpus, tmp_path, NAMES, SOON)
     assert refusals
     assert set(found.refused) == {LIAR}
     assert found.digest == without.digest

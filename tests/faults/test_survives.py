@@ -1,4 +1,4 @@
-"""A run continues whatever dies, freezes or breaks: real processes and connections, one kind of fault per test.
+"""A run continues whatever dies, freezes or breaks: real processes and connections, one or two faults per test.
 
 In every case, rounds are consecutive, and all replicas hold the same weights. A replay of the log gives them too.
 """
@@ -47,6 +47,7 @@ class Survived:
     def __init__(
         self, config: Path, faults: str, corpus: Path, runs: Path, settings: Sequence[str], rounds: int
     ) -> None:
+        self._faults = faults.count("at: ")
         path = runs / "faults.yaml"
         path.write_text(f"faults: [{faults}]")
         command = [str(config), "--runs", str(runs), "--faults", str(path)]
@@ -67,7 +68,7 @@ class Survived:
     def assert_sound(self) -> None:
         """Require that the run reached its last round with one set of weights, which replay gives too."""
         assert self.code == 0, self.errors
-        assert len(self.happened(INJECTED)) == 1
+        assert len(self.happened(INJECTED)) == self._faults
         assert self.summary["rounds"] == self.rounds
         numbers = sorted(int(path.parent.name.removeprefix("round-")) for path in self.folder.glob("log/*/record.json"))
         assert numbers == list(range(1, self.rounds + 1))
@@ -94,11 +95,10 @@ def test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_a
     assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]}["home"] > 3  # a new incarnation
 
 
-@pytest.mark.parametrize("phase", ["training", "waiting"])
-def test_a_stage_killed_while_its_group_trains_ahead_has_lost_that(phase: str, survive: Any) -> None:
+def test_a_stage_killed_while_its_group_trains_ahead_has_lost_that(survive: Any) -> None:
     """No saved state has it, so the whole group starts the next round where the others do."""
     run = survive(
-        f"{{kill: home.1, at: {{round: 3, phase: {phase}}}}}",
+        "{kill: home.1, at: {round: 2, phase: training}}, {kill: home.1, at: {round: 4, phase: waiting}}",
         "outer.overlap=1",
         "states.every=100",
         "snapshots.every=100",
@@ -110,17 +110,14 @@ def test_a_stage_killed_while_its_group_trains_ahead_has_lost_that(phase: str, s
         assert {one["replica"] for one in record["contributions"]} == {"dc", "home"}
 
 
-def test_a_datacenter_killed_while_it_contributes_is_replaced(survive: Any) -> None:
-    run = survive("{kill: dc, at: {round: 3, phase: contributing}}")
+def test_a_datacenter_killed_while_it_contributes_and_the_exchange_with_contributions_in_it_are_replaced(
+    survive: Any,
+) -> None:
+    """The exchange takes over from its log."""
+    run = survive("{kill: dc, at: {round: 2, phase: contributing}}, {kill: exchange, at: {round: 4, phase: waiting}}")
     run.assert_sound()
-    assert run.happened(RESTARTED, "dc")
+    assert [one.partition(":")[0] for one in run.happened(RESTARTED)] == ["dc", "exchange"]
     assert run.happened(TERM_OVER, "dc")
-
-
-def test_the_exchange_killed_with_contributions_in_it_takes_over_from_its_log(survive: Any) -> None:
-    run = survive("{kill: exchange, at: {round: 3, phase: waiting}}")
-    run.assert_sound()
-    assert run.happened(RESTARTED) == run.happened(RESTARTED, "exchange")
 
 
 def test_a_stage_that_was_frozen_for_less_than_three_leases_continues_its_round(survive: Any) -> None:
@@ -148,9 +145,8 @@ def test_a_killed_rank_has_its_replica_started_again(survive: Any, tmp_path: Pat
     assert any("killed by SIGKILL" in one for one in run.happened(RESTARTED, "zero"))
 
 
-@pytest.mark.parametrize("link", ["home.0-1", "dc-exchange"])
-def test_a_link_that_was_cut_is_there_again(survive: Any, link: str) -> None:
-    run = survive(f"{{cut: {link}, lasts: 2 s, at: {{round: 3}}}}")
+def test_links_that_were_cut_are_there_again(survive: Any) -> None:
+    run = survive("{cut: home.0-1, lasts: 2 s, at: {round: 2}}, {cut: dc-exchange, lasts: 2 s, at: {round: 4}}")
     run.assert_sound()
     assert not run.happened(RESTARTED)
 
@@ -194,19 +190,19 @@ class _OnASmallDisk:
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds. Fail if the launch ends before."""
-        for _ in range(6000):
+        for _ in range(2400):
             if condition():
                 return
             assert "code " not in self.said, self.said
-            time.sleep(0.02)
+            time.sleep(0.05)
         pytest.fail(self.said)
 
     def wait_for_end(self) -> None:
         """Wait until the launch has ended. Its disk still exists."""
-        for _ in range(6000):
+        for _ in range(2400):
             if "code " in self.said:
                 return
-            time.sleep(0.02)
+            time.sleep(0.05)
         pytest.fail(self.said)
 
     def fill(self) -> None:

@@ -290,7 +290,7 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
     assert _record(tmp_path / "undisturbed") == []
     expected = (tmp_path / "undisturbed" / "metrics.jsonl").read_bytes()
     with failing_disk(tmp_path / "disk") as disk:
-        for n in each_operation(disk):
+        for n in each_operation(disk, 3):
             folder = tmp_path / "disk" / str(n)
             folder.mkdir(parents=True)
             told = _record(folder, disk, n, lasts)
@@ -470,7 +470,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
     }
     for name, command in commands.items():
         with failing_disk(folder) as disk:
-            for n in each_operation(disk, 5 if name == "simulate" else 1):  # most are writes of one picture
+            for n in each_operation(disk, 7 if name == "simulate" else 3):  # most are writes of one file
                 folder.mkdir(exist_ok=True)
                 (folder / "snapshot").unlink(missing_ok=True)  # `replay` never replaces it
                 before = {} if name == "export" else _contents(folder)

@@ -9,15 +9,28 @@ from simulation.world import History, play
 
 ROUNDS = 50
 """Rounds of a history."""
-HISTORIES = 60
+HISTORIES = 40
 COUNTED = 0.9
 """Least share of present replicas that rounds must include, in histories with few faults."""
 
 
-def _first_violation(histories: int) -> str | None:
+SOONEST = {
+    "accepts an old epoch's blob": 9,
+    "overwrites a record": 8,
+    "heals nobody": 9,
+    "does not write a record again": 8,
+    "does not say again what to train": 16,
+    "does not learn of later terms": 8,
+}
+"""Seeds of histories that find a bug which the first ones do not. They are played first, which saves seconds."""
+
+
+def _is_found(name: str) -> bool:
+    """Return whether a planted bug is found within a thousand rounds."""
     kinds = (None, HARSH, HANGS, IDLES)
-    found = (play(seed, ROUNDS, faults=kinds[seed % 4]).violation for seed in range(histories))
-    return next((violation for violation in found if violation is not None), None)
+    seeds = sorted(range(1000 // ROUNDS), key=lambda seed: seed != SOONEST.get(name))
+    with planted(name):
+        return any(play(seed, ROUNDS, faults=kinds[seed % 4]).violation is not None for seed in seeds)
 
 
 @pytest.fixture(scope="module")
@@ -55,5 +68,4 @@ def test_a_seed_has_one_history() -> None:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_is_found_within_a_thousand_rounds(name: str) -> None:
-    with planted(name):
-        assert _first_violation(1000 // ROUNDS) is not None
+    assert _is_found(name)
