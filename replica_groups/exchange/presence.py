@@ -21,7 +21,7 @@ class Presence:
         self.here: set[str] = set()
         """Members whose connection is open."""
         self._hearing = threading.Lock()
-        """Of its own: with the state's lock, each frame of each member would wait for all others."""
+        """A lock of its own, because with the state's lock each frame of a member would wait for all other members."""
         self._heard: dict[str, float] = {}
 
     @property
