@@ -58,7 +58,7 @@ class Deposits:
         self._decodes = True
         self._being_kept: set[tuple[BlobAddress, int]] = set()
         self._checking = threading.BoundedSemaphore(os.cpu_count() or 1)
-        """Decodes as many blobs at once as there are cores: more threads would only take Python's lock from another."""
+        """As many blobs are decoded at once as there are cores: decoding takes several times a blob's memory."""
 
     def begin(self, shapes: Mapping[str, Shapes], decodes: bool = True) -> None:
         """Take the shapes of all parameters, by block. `decodes`: whether blobs have values, as not in a rehearsal."""

@@ -14,7 +14,7 @@ and mixes came to .80 of the first at most, and to 2.4 times the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median, median_low
 
 from hetero_pp.config.topology import MagnitudeSettings
@@ -63,10 +63,14 @@ def bound(
         earlier = [_as_in(record.round, past, limits) for past in earlier]
     largest = {} if limits is None else limits.of(record.round)
     beyond = {one.replica: _beyond(one, largest) for one in measured.contributions}
-    excess = {one.replica: _excess(one, measured, earlier, limits is not None) for one in measured.contributions}
+    own, lower = _own(earlier), _lower_medians(measured)
+    excess = {
+        one.replica: _excess(one, own.get(one.replica, []), lower(one), len(measured.contributions), limits is not None)
+        for one in measured.contributions
+    }
     left_out = [replica for replica, ratio in excess.items() if ratio > settings.leave_out]
     if len(record.contributions) < _LEAST_REPLICAS:
-        left_out = [replica for replica in left_out if len(_own(replica, earlier)) >= _LEAST_ROUNDS]
+        left_out = [replica for replica in left_out if len(own.get(replica, [])) >= _LEAST_ROUNDS]
     left_out = [one for one in excess if one in left_out or beyond[one] > settings.leave_out / settings.scale]
     if len(left_out) == len(record.contributions):
         left_out = []
@@ -113,15 +117,19 @@ def _beyond(one: ContributionEntry, largest: Sizes) -> float:
     return max((size / largest[what] for what, size in _sizes(one).items() if largest.get(what, 0.0) > 0), default=0.0)
 
 
-def _excess(one: ContributionEntry, record: RoundRecord, earlier: Sequence[RoundRecord], has_limits: bool) -> float:
-    """Return how many times as large as others, or its own before, a contribution is, where that is most."""
-    own = [_sizes(past, one) for past in _own(one.replica, earlier)]
-    around = [_sizes(other, one) for other in record.contributions]
-    has_history, is_crowd = len(own) >= _LEAST_ROUNDS, len(around) >= _LEAST_REPLICAS
+def _excess(
+    one: ContributionEntry, earlier: Sequence[ContributionEntry], lower: Sizes, count: int, has_limits: bool
+) -> float:
+    """Return how many times as large as others, or its own before, a contribution is, where that is most.
+
+    `earlier`: its replica's own. `lower`: the lower medians of the round's, of which there are `count`.
+    """
+    own = [_sizes(past, one) for past in earlier]
+    has_history, is_crowd = len(own) >= _LEAST_ROUNDS, count >= _LEAST_REPLICAS
     ratios = [0.0]
     for what, size in _sizes(one).items():
         references = [median(sizes[what] for sizes in own[-RECENT_ROUNDS:])] if has_history else []
-        smaller = median_low([sizes[what] for sizes in around])
+        smaller = lower[what]
         if is_crowd or not (has_history or has_limits):
             references.append(smaller)
         if has_history and not is_crowd:
@@ -136,10 +144,31 @@ def _lowest_level(sizes: Sequence[float]) -> float:
     return min(median(sizes[start : start + RECENT_ROUNDS]) for start in starts)
 
 
-def _own(replica: str, earlier: Iterable[RoundRecord]) -> list[ContributionEntry]:
-    """Return a replica's contributions that were counted unscaled and whose sizes are known, oldest first."""
-    found = (one for record in earlier for one in record.contributions if one.replica == replica)
-    return [one for one in found if scale_of(one) == 1 and any(blob.norm for blob in one.blobs)]
+def _lower_medians(record: RoundRecord) -> Callable[[ContributionEntry], Sizes]:
+    """Return the lower medians of a round's sizes, as they would be with the steps and the batch of a contribution.
+
+    Contributions with the same steps and tokens share them: to compare each with each would take longest in large runs.
+    """
+    known: dict[tuple[int, int], Sizes] = {}
+
+    def lower(like: ContributionEntry) -> Sizes:
+        key = like.steps, like.tokens
+        if key not in known:
+            around = [_sizes(other, like) for other in record.contributions]
+            known[key] = {what: median_low([sizes[what] for sizes in around]) for what in around[0]}
+        return known[key]
+
+    return lower
+
+
+def _own(earlier: Iterable[RoundRecord]) -> dict[str, list[ContributionEntry]]:
+    """Return each replica's contributions that were counted unscaled and whose sizes are known, oldest first."""
+    found: dict[str, list[ContributionEntry]] = {}
+    for record in earlier:
+        for one in record.contributions:
+            if scale_of(one) == 1 and any(blob.norm for blob in one.blobs):
+                found.setdefault(one.replica, []).append(one)
+    return found
 
 
 def _sizes(one: ContributionEntry, like: ContributionEntry | None = None) -> Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
@@ -19,12 +20,14 @@ class Presence:
         self._terms_before = {slot.name: slot.term for slot in state.coordinator.view().slots if slot.term}
         self.here: set[str] = set()
         """Members whose connection is open."""
+        self._hearing = threading.Lock()
+        """A lock of its own, because with the state's lock each frame of a member would wait for all other members."""
         self._heard: dict[str, float] = {}
 
     @property
     def last_heard(self) -> Mapping[str, float]:
         """Member -> time of its last sign of life, by the monotonic clock."""
-        with self._state.changed:
+        with self._hearing:
             return dict(self._heard)
 
     def heard(self, member: str, term: int | None = None) -> None:
@@ -35,11 +38,13 @@ class Presence:
         state = self._state
         if member not in state.roster.members:
             return
-        with state.changed:
+        with self._hearing:
             self._heard[member] = time.monotonic()
-            is_from_before = term is not None and term == self._terms_before.get(member)
+        if term is None or term != self._terms_before.get(member) or state.goes_on or state.has_begun:
+            return
+        with state.changed:
             is_current = term == state.coordinator.slot(member).term
-            if is_from_before and is_current and not state.goes_on and not state.has_begun:
+            if is_current and not state.goes_on and not state.has_begun:
                 state.goes_on = True
                 state.decisions.presume()
 

@@ -129,3 +129,10 @@ class _Counted(Waits):
             self.looks[subject] = self.looks.get(subject, 0) + 1
             self.changed.notify_all()
         super().pause(subject, seconds)
+
+
+def test_a_sign_of_life_does_not_wait_for_the_state_of_the_run(run: Run) -> None:
+    """Each frame is one, and with a thousand members the lock of the state would be asked for by all at once."""
+    with run.exchange.decisions.changed:
+        in_thread(lambda: run.exchange.heard("a", 1)).result(TIMEOUT)
+        assert "a" in in_thread(lambda: run.exchange.presence.last_heard).result(TIMEOUT)
