@@ -1,4 +1,4 @@
-"""What a launcher names for its processes to run, without importing what they need: the fork server has done that."""
+"""The launcher names this function for its processes. It imports nothing of what they need: the fork server has it."""
 
 from __future__ import annotations
 
