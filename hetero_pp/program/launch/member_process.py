@@ -72,11 +72,11 @@ def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Fault
     begin_forked(job.folder.output(job.member), job.again, job.open_files)
     code = CRASHED
     try:
-        spec = read_run(job.folder)  # while the launcher waits for the exchange's address
         message = json.loads(launcher.recv_bytes())
         if message.items() >= STOP.items():
             raise EOFError
         lifeline = _Lifeline(launcher)
+        spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
         faults = make_faults()
         if job.member == EXCHANGE:

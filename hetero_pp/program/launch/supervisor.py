@@ -26,9 +26,10 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job, start_job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.restarts import Restarts
+from hetero_pp.program.launch.start_job import start_job
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
