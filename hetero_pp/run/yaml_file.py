@@ -85,7 +85,7 @@ class ConfigFile:
         if not is_kept or not str(error).startswith(str(self.path)):
             return error
         why = "hetero-pp wrote this file at the start of the run, and it has been truncated or edited since"
-        return ConfigError((), f"{error}; {why}: restore it from a copy")
+        return ConfigError((), f"{error}; {why}: restore it from a copy. If another version wrote it, use that version")
 
     @property
     def given(self) -> list[Key]:

@@ -92,6 +92,14 @@ class Text:
         self._told = now
 
 
+def shown_digest(path: Path) -> str:
+    """Return the digits that messages show of the digest in a file; empty if the file is missing or damaged."""
+    try:
+        return _read(path).tokens[:_SHOWN]
+    except (OSError, DamagedFile):
+        return ""
+
+
 def _kept(path: Path) -> _Told | None:
     """Return what the file says; None if it is missing or damaged, because members name the text again."""
     try:

@@ -172,3 +172,17 @@ def test_a_prediction_without_a_run_is_shown(tmp_path: Path, opened: OpenPage) -
     chart.focus()
     page.keyboard.press("+")  # fewer bars fit
     assert 0 < chart.locator("rect").count() < bars
+
+
+def test_a_prediction_stands_beside_a_rehearsal_whose_losses_mean_nothing(tmp_path: Path, opened: OpenPage) -> None:
+    data = two_kinds().data()
+    data["runs"][0]["has_prediction"], data["histories"]["faulty"]["rehearsal"] = True, True
+    bars = [("computed", 0.0, 0.7), ("waited", 0.7, 1.9)]
+    measured = [{"kind": kind, "start": start, "end": end, "micro_batch": None} for kind, start, end in bars]
+    data["predictions"] = {"faulty": prediction(3) | {"measured": [{"id": "home1.0", "bars": measured}]}}
+    page = opened(as_file(self_contained(data), tmp_path) + "#view=prediction")
+    chart = page.locator("#prediction .gantt")
+    expect(chart.get_by_text("measured", exact=True)).to_have_count(1)
+    expect(chart).to_contain_text("home1.0: measured: waiting, 0.7 s to 1.9 s")  # the axis is long enough for it
+    expect(page.locator("#rehearsal")).to_be_visible()
+    expect(page.locator('[data-tile="Validation loss"]')).to_contain_text("nothing is trained")

@@ -241,7 +241,7 @@ def test_a_round_that_no_other_leads_to_is_named_and_not_counted_up_to(run: Path
         (
             "config.yaml",
             None,
-            "hetero-pp wrote this file at the start of the run, and it has been truncated or edited since: ",
+            "truncated or edited since: restore it from a copy. If another version wrote it, use that version",
         ),
         ("changes.yaml", "a.b: {1: 5}", "changes of the run: a.b: found a key that cannot change during a run"),
         ("changes.yaml", "replicas: {1: 5}", "changes of the run: a value does not fit"),

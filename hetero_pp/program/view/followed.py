@@ -29,6 +29,8 @@ class Followed:
         self.state = state
         self.own: tuple[str, ...] = ()
         """Members on this host, if it has joined a run of another host."""
+        self.text = ""
+        """First digits of the digest of the run's text; empty if unknown."""
         self.is_live = True
         self.outcome: str | None = None
         """How the run ended: `over`, or `failed: ` and the cause; None while it is not known to have ended."""

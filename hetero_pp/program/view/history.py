@@ -31,7 +31,8 @@ def history_of(view: Followed) -> dict[str, Any]:
         "rounds_planned": state.rounds_planned,
         "inner_steps": state.inner_steps,
         "topology": topology_of(spec),
-        "settings": dict(leaves(spec.latest.model_dump(mode="json", exclude={"name"}))),
+        "settings": dict(leaves(spec.latest.model_dump(mode="json", exclude={"name"})))
+        | {"data: sha256": view.text or None},
         "rounds": [round_of(view, one) for one in shown],
         "steps": {name: curve.points for name, curve in view.curves.items()},
         "marks": view.marks(),

@@ -87,8 +87,8 @@ def _members_of_run(view: RunView) -> Iterator[dict[str, Any]]:
 
 def _step_of(member: str, compute: float, wait: float) -> dict[str, Any]:
     """Return a mean step as bars. It is not known when in a step a member waits, so the waits stand together."""
+    parts = (("computed", 0.0, compute), ("waited", compute, compute + wait))
     bars = [
-        {"start": 0.0, "end": compute, "kind": "computed", "micro_batch": None},
-        {"start": compute, "end": compute + wait, "kind": "waited", "micro_batch": None},
+        {"start": start, "end": end, "kind": kind, "micro_batch": None} for kind, start, end in parts if end > start
     ]
-    return {"id": member, "bars": [bar for bar in bars if bar["end"] > bar["start"]]}
+    return {"id": member, "bars": bars}
