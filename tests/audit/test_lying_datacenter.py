@@ -20,7 +20,7 @@ from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.showing import DRAWS, EVIDENCE
 from replica_groups.loop.commitments import Commitments
 
-ROUNDS = 5
+ROUNDS = 4
 CAUSES = {
     "skips": "differs by",
     "invents": "differs by",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.plots import draw
@@ -22,6 +24,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 
 MICRO = SHIPPED.scale("micro")
+TABLES = Path(__file__).parents[2] / "configs" / "experiments"
 
 
 def _swept(*sweeps: str, experiment: str = "het-pp/table3") -> Setting:
@@ -160,11 +163,13 @@ def test_a_sweep_that_means_nothing_is_one_line(sweeps: list[str], words: str) -
     assert "\n" not in str(error.value)
 
 
-def test_of_all_tables_those_that_a_sweep_does_not_change_are_told() -> None:
-    settings, broken = Request(SHIPPED, sweeps=["rank=4,16"]).settings()
-    assert {"het-pp/table7-sweep-rank=4,16", "het-pp/table1-sweep-rank=4,16"} <= {
-        one.experiment.name for one in settings
-    }
+def test_of_all_tables_those_that_a_sweep_does_not_change_are_told(tmp_path: Path) -> None:
+    for name in ("het-pp/table7", "beyond/sign_codes", "scales/micro"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(TABLES / f"{name}.yaml", tmp_path / f"{name}.yaml")
+    settings, broken = Request(Catalog(tmp_path), sweeps=["rank=4,16"]).settings()
+    assert [one.experiment.name for one in settings] == ["het-pp/table7-sweep-rank=4,16"]
+    assert broken.keys() == {"beyond/sign_codes"}
     assert "changes no row of beyond/sign_codes" in str(broken["beyond/sign_codes"])
 
 

@@ -158,9 +158,8 @@ def runs(tmp_path: Path, corpus: Path) -> Iterator[list[Run]]:
     made: list[Run] = []
     yield made
     for run in made:
-        for process in run.processes.values():
-            process.terminate()
-        for host in run.processes:
+        for host, process in run.processes.items():
+            process.kill()  # members whose exchange has ended would try for a while to save their states
             run.wait(host)
 
 
