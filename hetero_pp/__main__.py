@@ -9,6 +9,8 @@ from hetero_pp.program.interrupts import keep_exit_code, leave_when_interrupted
 def main() -> None:
     """Run the command line."""
     leave_when_interrupted()
+    # Otherwise gRPC prints a line for every client that connects without a certificate, at an unlimited rate.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if sys.argv[1:2] == ["launch"]:
         from hetero_pp.program.launch.fork_server import begin_imports
 
@@ -16,8 +18,6 @@ def main() -> None:
     from hetero_pp.program.cli import app
     from hetero_pp.program.report.encoding import make_printable
 
-    # Otherwise gRPC prints a line for every client that connects without a certificate, at an unlimited rate.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     make_printable()
     try:
         app()
