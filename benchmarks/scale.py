@@ -169,12 +169,16 @@ class Parts:
     def do(self, step: str, round_: int = 0) -> Step:
         """Carry out a step by all members."""
         before, began = self._cpu(), time.monotonic()
-        for pipe in self.pipes:
-            pipe.send((step, round_))
-        answers = [_answer(pipe) for pipe in self.pipes]
+        answers = self.tell(step, round_)
         seconds, fetched = time.monotonic() - began, sum(answers) - self.n_bytes
         self.n_bytes += fetched
         return Step(seconds, self._cpu() - before, fetched)
+
+    def tell(self, step: str, round_: int = 0) -> list[int]:
+        """Carry out a step without measuring it: after the last one, the exchange is gone."""
+        for pipe in self.pipes:
+            pipe.send((step, round_))
+        return [_answer(pipe) for pipe in self.pipes]
 
     def _cpu(self) -> float:
         used = self.exchange.cpu_times()
@@ -228,8 +232,8 @@ def measure(members: int, rounds: int, folder: Path, model: str = SMALL) -> dict
                 steps[step].append(parts.do(step, round_))
         memory = exchange.memory_info().rss
         threads = exchange.num_threads()
-        parts.do("finish")
-        parts.do("close")
+        parts.tell("finish")
+        parts.tell("close")
         for pipe in pipes:
             pipe.send(None)
         watcher.wait()

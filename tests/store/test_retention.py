@@ -111,7 +111,7 @@ def test_members_wait_for_a_store_that_is_gone(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """They wait while they send their contributions, and while they fetch those of others."""
-    left = {"put": 3, "get": 3}
+    left = {"put_all": 3, "get": 3}
     for name in left:
         real = getattr(FolderStore, name)
 
@@ -124,7 +124,7 @@ def test_members_wait_for_a_store_that_is_gone(
         monkeypatch.setattr(FolderStore, name, call)
     monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
     log = _train(corpus, tmp_path)
-    assert left == {"put": 0, "get": 0}
+    assert left == {"put_all": 0, "get": 0}
     assert [sorted(one.replica for one in log.read_record(t).contributions) for t in (1, 4)] == [["dc", "home"]] * 2
     assert "exchange: the store: cannot be reached; retrying" in capfd.readouterr().err
 
