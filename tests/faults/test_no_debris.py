@@ -129,7 +129,8 @@ def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.
     said, errors = launched.process.communicate()
     assert launched.process.returncode == 130
     assert shlex.join(launched.command) in said.splitlines()[-1]
-    assert errors.strip().splitlines() == ["hetero-pp: interrupted; all processes of this command have ended"]
+    told = [line for line in errors.strip().splitlines() if "to save the state after" not in line]  # on a slow disk
+    assert told == ["hetero-pp: interrupted; all processes of this command have ended"]
 
 
 @pytest.mark.parametrize("launched", [FORKED], indirect=True)
