@@ -47,7 +47,7 @@ class Listing:
 def list_files(
     root: Path, suffixes: Collection[str], skipped_folders: Collection[str] = (), hard_links_are_copies: bool = False
 ) -> Listing:
-    """List the regular files below `root` whose names end in one of `suffixes`.
+    """List the regular files below `root` with names that end in one of `suffixes`.
 
     Links to files and folders are followed. A file or folder with several names is read under one of them, and so is a
     file with several hard links, unless `hard_links_are_copies` is set. A link to a folder that contains the link is a

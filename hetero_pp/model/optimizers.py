@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class _Eager(Optimizer):
-    """Optimizer whose methods are those below the wrappers."""
+    """Optimizer with the methods below the wrappers."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     state_dict = inspect.unwrap(Optimizer.state_dict)

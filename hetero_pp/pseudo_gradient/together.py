@@ -30,11 +30,12 @@ def together(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, byt
 
 def apart(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]:
     """Yield each blob of a deposit with a header of its own."""
-    start = 0
+    common, start = BlobHeader(), 0
+    common.CopyFrom(header)
+    common.ClearField("following")
     for block, size in [(header.block, header.size), *((one.block, one.size) for one in header.following)]:
         own = BlobHeader()
-        own.CopyFrom(header)
-        own.ClearField("following")
+        own.CopyFrom(common)
         own.block, own.size = block, size
         yield own, data[start : start + size] if header.following else data
         start += size

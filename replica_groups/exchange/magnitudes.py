@@ -37,7 +37,7 @@ _LEAST_REPLICAS = 3
 
 
 def remembered_before(round_: int) -> list[int]:
-    """Return the rounds whose records `bound` reads for a round, in order."""
+    """Return the rounds of the records that `bound` reads for a round, in order."""
     recent = range(max(1, round_ - REMEMBERED_ROUNDS), round_)
     return [*range(1, min(RECENT_ROUNDS + 1, recent.start)), *recent]
 

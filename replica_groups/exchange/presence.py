@@ -62,7 +62,7 @@ class Presence:
         return reply
 
     def died(self, request: pb.DiedRequest, caller: Caller) -> pb.DiedReply:
-        """End the incarnation of a member whose process has ended."""
+        """End the incarnation of a member after its process has ended."""
         self.end(request.member, request.cause, request.term if request.HasField("term") else None)
         return pb.DiedReply()
 

@@ -68,8 +68,9 @@ def _run(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.starts_processes
-def test_the_fork_server_starts_before_the_launcher_imports() -> None:
-    said = _run(AT_THE_SERVERS_START, "launch", str(QUICKSTART)).splitlines()
+@pytest.mark.parametrize("config", [str(QUICKSTART), "quickstart"])
+def test_the_fork_server_starts_before_the_launcher_imports(config: str) -> None:
+    said = _run(AT_THE_SERVERS_START, "launch", config).splitlines()
     assert said == ["gRPC says NONE", "the server starts, after imports of []"]
 
 

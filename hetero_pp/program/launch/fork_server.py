@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.core.shipped import is_config
 from hetero_pp.core.sockets import place_sockets_of_multiprocessing
 from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.memory import keep_freed_memory
@@ -62,7 +63,7 @@ def begin_imports(arguments: Sequence[str]) -> None:
     start it. The server is ended with this process. Otherwise it would import to the end after an error in the
     configuration, and keep the program's output open.
     """
-    starts = any(map(os.path.isfile, arguments)) and ALONE.isdisjoint(arguments)
+    starts = any(map(is_config, arguments)) and ALONE.isdisjoint(arguments)
     if not starts or "torch" in sys.modules:
         return
     fork_server()
