@@ -14,8 +14,8 @@ from test_ended_early import MIXED, ROUNDS
 from test_run_state import made_up_spec
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
-from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunOver
-from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Over, Report
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunFailed, RunOver
+from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Finished, Joined, Over, Report
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.hosts import no_answer
@@ -203,3 +203,29 @@ def test_members_that_have_nothing_left_to_train_are_ended_well(
         supervisor.on_report(over)
         supervisor.wait()
     assert reports == [over]
+
+
+class KilledAtEachRestart(Supervisor):
+    """A supervisor of processes that are killed as soon as they are restarted."""
+
+    def start(self, members: Sequence[str], again: bool = False) -> None:
+        super().start(members, again)
+        for member in members:
+            self._processes[member].kill()
+            self._processes[member].join()
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("member", [EXCHANGE, "home.0"])
+def test_a_process_that_is_killed_while_it_restarts_is_restarted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
+) -> None:
+    monkeypatch.setattr(Supervisor, "_say_died", lambda *_: None)  # no exchange listens
+    reports: list[Report] = []
+    keys = SecretKeys(SECRET, encrypted=False)
+    with KilledAtEachRestart(made_up_spec(), RunFolder(tmp_path), reports.append, "home", keys) as supervisor:
+        supervisor.start([member])
+        supervisor.join_exchange([], "127.0.0.1:1")
+        with pytest.raises(RunFailed, match=f"{member} was killed by SIGKILL"):
+            supervisor.wait()
+    assert [report.standing.what for report in reports] == [RESTARTED] * made_up_spec().config.restarts.count

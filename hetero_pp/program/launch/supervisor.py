@@ -320,10 +320,15 @@ class Supervisor:
         if number is None:
             return set()
         self.start([member], again=True)
-        if member == EXCHANGE:
-            self.open_exchange(self._exchange["exchange"])
-        else:
-            self._send_exchange(member)
+        try:
+            if member == EXCHANGE:
+                self.open_exchange(self._exchange["exchange"])
+            else:
+                self._send_exchange(member)
+        except RunFailed:
+            if self._exit_code(member) >= 0:
+                raise
+            # It was killed while it started. `wait` restarts it once more, or gives it up.
         return {member}
 
     def _give_up(self, member: str, cause: str, restarts: str) -> None:
