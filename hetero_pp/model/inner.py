@@ -105,13 +105,6 @@ class InnerSettings(Settings):
             raise ConfigError(("inner", "seconds"), f"found {self.seconds:g} s, expected `steps`: {why}")
         return self.steps
 
-    def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """Return the learning rate of a step, counted from 0: linear warm-up, then a cosine to the final share.
-
-        It reaches the final share at `total_steps`.
-        """
-        return self.rates(total_steps).at(step)
-
     def rates(self, total_steps: int) -> LearningRates:
         """Return the learning rates of a run of `total_steps` steps."""
         assert self.warmup_steps is not None, "a round has a fixed duration"

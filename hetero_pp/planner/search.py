@@ -268,7 +268,7 @@ def _replica_choices(
             yield Choice(label, f"layers {layers}", describe(replica, config, vocabulary, index))
             yield Choice(label, *_schedule_choice(replica))
         if found.rung is not None:
-            yield _boundary_choice(config, vocabulary, label, found, outer, free, share)
+            yield _boundary_choice(label, found, outer, free, share)
 
 
 def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
@@ -277,15 +277,7 @@ def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
     return chosen, "smallest bubble, with the fewest micro-batches in flight that hide the links as far as required"
 
 
-def _boundary_choice(
-    config: RunConfig,
-    vocabulary: int | None,
-    label: str,
-    found: Boundary,
-    outer: OuterChoice,
-    free: float,
-    share: float,
-) -> Choice:
+def _boundary_choice(label: str, found: Boundary, outer: OuterChoice, free: float, share: float) -> Choice:
     assert found.rung is not None
     slowest = found.schedule.slowest(found.rung)
     if slowest is None:

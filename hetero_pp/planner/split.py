@@ -67,7 +67,7 @@ def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layer
     """Return the part of a stage with that number of layers."""
     first, last = stage == 0, stage == load.stages - 1
     parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
-    return Part(layers, first, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
+    return Part(layers, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
 
 
 def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int, hardware: Hardware) -> float:

@@ -337,7 +337,7 @@ def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, in
     return round(positions / 8), round(values / 8) + magnitudes
 
 
-def most_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
+def most_bytes(shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
     """Return an upper bound of a blob's size for tensors of these shapes; longer blobs are refused unread."""
     return _HEADER_ROOM + sum(
         _TENSOR_ROOM + len(name) + _BYTES_A_VALUE * kept_values(shape, settings) for name, shape in shapes.items()

@@ -100,15 +100,6 @@ def save_snapshot(snapshot: Snapshot, path: Path) -> None:
         save_tensors(tensors, part, metadata)
 
 
-def load_snapshot(path: Path, called: str = "") -> Snapshot:
-    """Read a snapshot. Errors call it `called`, by default its path.
-
-    Raises DamagedFile if it is not as written, StoreError if the disk cannot read it.
-    """
-    with open_snapshot(path, called) as file:
-        return file.snapshot()
-
-
 class OpenSnapshot:
     """A snapshot in a file, of which one tensor at a time is read. It stays readable after the file was removed."""
 
@@ -205,7 +196,8 @@ def _round_of(metadata: Mapping[str, str], called: str) -> int:
 def open_snapshot(path: Path, called: str = "") -> OpenSnapshot:
     """Open a snapshot to read tensors one at a time, after comparing all with the digest.
 
-    Raises the errors of `load_snapshot`.
+    Errors call it `called`, by default its path. Raises DamagedFile if it is not as written, StoreError if the disk
+    cannot read it.
     """
     called = called or str(path)
     try:

@@ -98,38 +98,11 @@ class Groups:
 
     def columns(self, of: slice, times: int) -> Groups:
         """Return the columns `of` the groups, repeated `times` times side by side: [S, times * G]."""
-        return Groups(
-            self.micro_batches,
-            self.extra_in_flight,
-            np.tile(self.forward[:, of], times),
-            np.tile(self.backward[:, of], times),
-            np.tile(self.update[:, of], times),
-            self.activations.columns(of, times),
-            self.gradients.columns(of, times),
-            self.capacities,
+        forward, backward, update = (np.tile(rows[:, of], times) for rows in (self.forward, self.backward, self.update))
+        activations, gradients = self.activations.columns(of, times), self.gradients.columns(of, times)
+        return replace(
+            self, forward=forward, backward=backward, update=update, activations=activations, gradients=gradients
         )
-
-
-@dataclass
-class StepTimes:
-    """Times of some inner steps that began at time 0."""
-
-    ends: Array
-    """Time when each stage completed its last optimizer step, [S, G]."""
-    steps: list[Array]
-    """Times when the first stage completed each optimizer step, [G] each."""
-
-
-def time_steps(
-    groups: Groups, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
-) -> StepTimes:
-    """Time `steps` inner steps and the flush.
-
-    `random` draws jitter (none without it); `on_span` receives every span.
-    """
-    clock = GroupClock(groups, random, on_span)
-    ends = clock.inner_loop(steps)
-    return StepTimes(clock.free, ends)
 
 
 @lru_cache(maxsize=64)

@@ -346,7 +346,7 @@ class Served:
     def joined(self, ticket: str, runs: Path) -> Membership:
         """Take a slot as `join` does, up to the start of the member."""
         found = take_place(Ticket.from_text(ticket), runs.absolute(), lambda _: None)
-        config = own_configuration(found.configuration, found.place, str(self.corpus), None, None)
+        config = own_configuration(found.configuration, found.place, str(self.corpus), None)
         save_config(config, runs.absolute() / "homes" / f"config-{found.place}.yaml")
         return found
 
