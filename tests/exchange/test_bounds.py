@@ -24,7 +24,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
+from hetero_pp.pseudo_gradient.contribution import most_bytes
 from hetero_pp.rpc.caller_limits import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate, Pace
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
@@ -146,7 +146,6 @@ def test_what_is_announced_is_looked_at_before_it_is_read(header: pb.BlobHeader,
 
 
 def test_the_largest_that_is_let_in_is_that_of_the_shapes(served: Served) -> None:
-    address = BlobAddress("run", 1, "a", "norm")
     shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
     most = most_bytes(shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=most)
