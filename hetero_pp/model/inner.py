@@ -8,18 +8,19 @@ function of (round, step) in every process (hetero_pp/model/learning_rates.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hetero_pp.config.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
-from hetero_pp.model.optimizers import SGD, AdamW, Muon
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
 _FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
@@ -121,6 +122,31 @@ class InnerSettings(Settings):
         return self.rates_in(1, 1, 0, None) if total_steps is None else self.rates(total_steps)
 
 
+class _Eager(Optimizer):
+    """Base of AdamW, SGD and Muon of torch.optim, without what only torch.compile needs: no optimizer is compiled here.
+
+    torch wraps their methods for torch.compile. The first call of a wrapper imports torch._dynamo and SymPy, which
+    takes more than a second of CPU time in each process. The arithmetic is torch's.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+
+
+class AdamW(_Eager, torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class SGD(_Eager, torch.optim.SGD):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+class Muon(_Eager, torch.optim.Muon):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Muon.step))
+
+
 class InnerOptimizer:
     """Optimizer of the parameters of one replica, or of one stage of it.
 
@@ -149,7 +175,7 @@ class InnerOptimizer:
         self._perpendicular: Tensor | None = None
         self.optimizers = self._build()
 
-    def _build(self) -> list[torch.optim.Optimizer]:
+    def _build(self) -> list[Optimizer]:
         groups, settings = list(self._groups()), self.settings
         if settings.optimizer == "sgd":
             return [SGD(groups, lr=settings.learning_rate, momentum=settings.momentum or 0.0)]
@@ -159,11 +185,11 @@ class InnerOptimizer:
         others = self._adamw([group for group in groups if group not in hidden])
         return [*map(self._muon, hidden), *others]
 
-    def _muon(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+    def _muon(self, group: dict[str, Any]) -> Optimizer:
         rate, momentum = self.settings.learning_rate, self.settings.momentum
         return Muon([group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw")
 
-    def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+    def _adamw(self, groups: list[dict[str, Any]]) -> list[Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
         is_fused = all(parameter.device.type in _FUSES for parameter in self._parameters)
         return [AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=is_fused)] if groups else []

@@ -22,10 +22,10 @@ from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_second
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
+from hetero_pp.simulator.inner_loops import round_lengths
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import hardware_of
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
-from hetero_pp.simulator.round_steps import round_lengths
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
 NUMBERS_OF_MICRO_BATCHES = 3
@@ -224,7 +224,7 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
     spec = RunSpec(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
     [fleet] = fleets_of(spec, np.random.default_rng(simulate.seed))
     [length] = round_lengths(spec, [fleet], [GroupClock(fleet.without_communication())])
-    return Schedule(replica, spec, fleet, int(length.within(np.zeros(fleet.count)).counts.max()))
+    return Schedule(replica, spec, fleet, int(length(np.zeros(fleet.count)).counts.max()))
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:

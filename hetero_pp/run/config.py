@@ -11,7 +11,6 @@ from pydantic.json_schema import SkipJsonSchema
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import LineSettings, SiteSettings
 from hetero_pp.config.links import LinkSettings
-from hetero_pp.config.rehearsal import Rehearsal
 from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.config.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
@@ -19,8 +18,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.run.check_audit import check_audit
-from hetero_pp.run.check_recomputed import check_recomputed
+from hetero_pp.run.check_audit import check_audit, check_recomputed
 from hetero_pp.run.check_topology import check_exchange, check_lines, check_topology
 from hetero_pp.run.counted import counted
 from hetero_pp.run.plan_section import PlanSettings, check_participants
@@ -83,6 +81,18 @@ class RestartSettings(Settings):
         3, ge=0, description="restarts per process within `within`; afterwards the run continues without it"
     )
     within: Duration = Field(600.0, gt=0)
+
+
+class Rehearsal(Settings):
+    """Mark of a rehearsal: a run with real links, messages and rounds, and with timed waits in place of compute.
+
+    `hetero-pp rehearse` sets it; no YAML may set it. `outer.rounds` and `inner.steps` of its configuration are those
+    that are rehearsed. This section holds those of the run that it stands for. Costs of compute and hardware are those
+    of the section `simulate`.
+    """
+
+    rounds: int = Field(ge=1, description="outer rounds of the run that is rehearsed")
+    steps: int | None = Field(ge=1, description="inner steps a round of that run; null with `inner.seconds`")
 
 
 class RunConfig(Settings):
