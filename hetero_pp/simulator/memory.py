@@ -242,7 +242,7 @@ def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iter
 
 
 BAND_BYTES = 7
-"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`two_level.find`)."""
+"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`find_largest`)."""
 SELECTED_BYTES = 32
 """Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
 

@@ -38,7 +38,7 @@ from hetero_pp.pseudo_gradient.contribution import (
 )
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.quantise import Quantised
-from hetero_pp.pseudo_gradient.random_k import random_positions
+from hetero_pp.pseudo_gradient.selection import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 
 unhurried = settings(deadline=None, max_examples=60)

@@ -19,8 +19,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.model.compiler import can_compile, compile_layers
 from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.outer.overlap import start_before_mean
-from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.outer.step import OuterOptimizer, start_before_mean
 from hetero_pp.research.ablations import AblatedBoundary, grassmann_step
 from hetero_pp.research.outer import PretrainedOptimizer, RenewedWarmup, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
