@@ -177,11 +177,12 @@ def stage_costs(spec: RunSpec, index: int, load: Load) -> list[Array]:
 
 def load_of(config: RunConfig, replica: ParticipantsReplica) -> Load:
     """Return the load that the replica's settings give."""
-    sequences = replica.batch_size // replica.micro_batches
-    length = config.data.sequence_length
-    return Load(
-        replica.stage_count, replica.micro_batches, sequences, length, replica.extra_in_flight, replica.boundary
-    )
+    return _load(config, replica, replica.micro_batches, replica.extra_in_flight)
+
+
+def _load(config: RunConfig, replica: ParticipantsReplica, micro_batches: int, extra: int) -> Load:
+    sequences, length = replica.batch_size // micro_batches, config.data.sequence_length
+    return Load(replica.stage_count, micro_batches, sequences, length, extra, replica.boundary)
 
 
 def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
@@ -189,8 +190,7 @@ def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
     numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
     for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]:
         for extra in EXTRA_IN_FLIGHT:
-            length, rows = config.data.sequence_length, batch // micro_batches
-            yield Load(replica.stage_count, micro_batches, rows, length, extra, replica.boundary)
+            yield _load(config, replica, micro_batches, extra)
             if (replica.stage_count - 1) * (1 + extra) >= micro_batches:
                 break  # more cannot be in flight
 
@@ -205,7 +205,6 @@ def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> Pa
         "stages": stages,
         "micro_batches": load.micro_batches,
         "extra_in_flight": load.extra_in_flight,
-        "boundary": replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"}).model_dump(),
     }
     return ParticipantsReplica.model_validate(replica.model_dump() | changes)
 

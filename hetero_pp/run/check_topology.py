@@ -61,7 +61,7 @@ def check_topology(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, Link
                 (*here, "micro_batches"),
                 f"found {replica.micro_batches}, expected a divisor of batch_size {replica.batch_size}",
             )
-        _check_kind(replica.uplink, kinds, (*here, "uplink"))
+        check_kind(replica.uplink, kinds, (*here, "uplink"), "links")
         if isinstance(replica, ParticipantsReplica):
             _check_group(replica, here, kinds, shape.width, shape.layers)
         else:
@@ -127,12 +127,6 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
             )
 
 
-def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:
-    if kind is not None and kind not in kinds:
-        known = ", ".join(kinds) or "none are defined"
-        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `links` ({known})")
-
-
 def _check_group(
     replica: ParticipantsReplica,
     here: tuple[str | int, ...],
@@ -159,11 +153,11 @@ def _check_group(
     if isinstance(replica.link, list) and len(hops) != count - 1:
         raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")
     for hop, kind in enumerate(hops):
-        _check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"))
+        check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"), "links")
     for stage in range(count):
         own = replica.stage_settings(stage)
         if own is not None:
-            _check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"))
+            check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"), "links")
 
 
 def check_exchange(exchange: ExchangeSettings) -> None:

@@ -141,16 +141,11 @@ class Prediction:
 
     def as_point(self) -> dict[str, Any]:
         """Return the object that a sweep writes; `utilization` is the relative one."""
+        times = ("step_seconds", "round_seconds", "tokens_per_second", "days", "outer_seconds")
         return {
             "utilization": self.utilization["relative"],
             "absolute_utilization": self.utilization["absolute"],
-            "step_seconds": self.step_seconds,
-            "round_seconds": self.round_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "days": self.days,
-            "outer_seconds": self.outer_seconds,
-            "sent_bytes": self.sent_bytes,
-            "received_bytes": self.received_bytes,
+            **{name: getattr(self, name) for name in (*times, "sent_bytes", "received_bytes")},
             "published": [one.as_json() for one in self.published],
         }
 
@@ -218,7 +213,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     )
     if not simulate.published:
         return found
-    return replace(found, published=compared(spec.config, found.as_json()))
+    return replace(found, published=list(compared(spec.config, found.as_json())))
 
 
 def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
