@@ -130,7 +130,7 @@ Seconds = Annotated[
         }
     ),
 ]
-"""Seconds, for a key whose name has the unit."""
+"""Seconds. The key names the unit, so a plain number is allowed."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
 Beta = Annotated[float, Field(ge=0, lt=1)]

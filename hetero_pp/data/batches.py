@@ -110,12 +110,8 @@ class StoreBatches:
             shard = self.shard(int(epoch))
             key = seed_of(self.seed, "data", shard, epoch)
             shuffled = permute(positions[epochs == epoch], self.shard_size, key)
-            positions[epochs == epoch] = self._windows_at(shuffled, shard)
+            positions[epochs == epoch] = shuffled * self.replicas + shard
         return positions
-
-    def _windows_at(self, positions: np.ndarray, shard: int) -> np.ndarray:
-        """Return the numbers of the windows at the given positions of a shard."""
-        return positions * self.replicas + shard
 
     def train(self, step: int) -> torch.Tensor:
         return self.rows(self.windows(step))
@@ -139,10 +135,6 @@ class StoreBatches:
                 f"found tokens whose sha256 begins with {self.store.digest[:12]}, expected "
                 f"{state['tokens'][:12]}, the tokens that the run has trained on so far",
             )
-
-    def epochs(self, steps: int) -> float:
-        """Return how many times `steps` steps read this replica's shard."""
-        return steps * self.batch_size / self.shard_size
 
     def require_one_epoch(self, steps: int) -> None:
         """Raise ConfigError if `steps` steps read any token twice (for `data.repeat: false`)."""

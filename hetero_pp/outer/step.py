@@ -94,13 +94,14 @@ class RoundOptimizer(Protocol):
         """Begin a round; the calls below are about it. `weights` are those of the included replicas, by name."""
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """Return the shapes of the tensors whose mean is needed in a round, by name; whole layer blocks."""
+        """Return the shapes of the tensors of which a round needs the mean, by name; whole layer blocks."""
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
         """Return the rows of a tensor's mean that are needed: all, except on several ranks."""
+        return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Apply the mean of one tensor's rows, whose memory may be overwritten; may change theta in place."""
+        """Apply the mean of one tensor's rows. May change theta in place, and may overwrite the mean."""
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Finish the round after every mean was taken; theta is then that after the round."""
@@ -120,11 +121,11 @@ COEFFICIENTS = ".coefficients-"
 
 
 def parameter_of(state: str) -> str:
-    """Return the parameter whose state of the outer optimizer has this name."""
+    """Return the parameter of a state of the outer optimizer, from the state's name."""
     return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG).split(COEFFICIENTS)[0]
 
 
-class OuterOptimizer:
+class OuterOptimizer(RoundOptimizer):
     """SGD with momentum, or Adam, over named parameters: torch.optim's arithmetic, one elementwise operation at a time.
 
     Each round takes one step.
@@ -146,10 +147,6 @@ class OuterOptimizer:
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of theta's tensors."""
         return {name: tuple(tensor.shape) for name, tensor in theta.items()}
-
-    def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """Return all rows."""
-        return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """Change one tensor of theta to theta - eta direction, by SGD or Adam; the direction is from mean or signs."""

@@ -193,7 +193,7 @@ def _append(
 ) -> np.uint64:
     """Append the values of the word's ones to those found; return their new number.
 
-    The word is of the bits from `start`, whose places begin at `first`.
+    The word compares the bits from `start` on. The place of the first of them is `first`.
     """
     ones = _ones(word)
     for index in range(USUAL):

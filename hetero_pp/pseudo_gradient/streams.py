@@ -29,7 +29,7 @@ class Writer:
         self._parts.append(struct.pack(f"<{layout}", *values))
 
     def put_bytes(self, data: bytes) -> None:
-        """Write bytes whose number the reader knows."""
+        """Write bytes without their number, which the reader knows."""
         self._parts.append(data)
 
     def put_text(self, text: str) -> None:

@@ -70,7 +70,7 @@ class ConfigFile:
             raise self.located(ConfigError(("rehearsal",), _NOT_A_RUN))
 
     def as_rehearsal(self, rounds: int, steps: int) -> ConfigFile:
-        """Return the file of the rehearsal, whose errors have the lines of this file (RunConfig.as_rehearsal)."""
+        """Return the file of this run's rehearsal (RunConfig.as_rehearsal). Its errors name the lines of this file."""
         found = copy(self)
         try:
             found.config = self.config.as_rehearsal(rounds, steps)

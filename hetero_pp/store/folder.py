@@ -58,14 +58,16 @@ class FolderStore:
         top = self.path(folder) if folder else self.folder
         with storing("listed", top):
             found = (Path(here) / name for here, _, names in os.walk(top, onerror=_raise) for name in names)
-            return sorted(path.relative_to(self.folder).as_posix() for path in found if _is_whole(path.name))
+            return sorted(path.relative_to(self.folder).as_posix() for path in found if not is_part(path.name))
 
     def names(self, folder: str = "") -> list[str]:
         top = self.path(folder) if folder else self.folder
         with storing("listed", top):
             try:
                 with os.scandir(top) as found:
-                    return sorted(f"{one.name}/" if one.is_dir() else one.name for one in found if _is_whole(one.name))
+                    return sorted(
+                        f"{one.name}/" if one.is_dir() else one.name for one in found if not is_part(one.name)
+                    )
             except FileNotFoundError:
                 return []
 
@@ -159,10 +161,6 @@ def _retried(write: Callable[[], T]) -> T:
         with suppress(FileNotFoundError):
             return write()
     return write()
-
-
-def _is_whole(name: str) -> bool:
-    return not is_part(name)
 
 
 def _raise(error: OSError) -> None:

@@ -28,7 +28,7 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
-from hetero_pp.planner.spares import group_spares
+from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
