@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from hetero_pp.model.transformer import Shapes
+from hetero_pp.model.transformer import Shapes, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.cosines import restored
@@ -146,7 +146,7 @@ class OuterOptimizer(RoundOptimizer):
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of theta's tensors."""
-        return {name: tuple(tensor.shape) for name, tensor in theta.items()}
+        return shapes_of(theta)
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """Change one tensor of theta to theta - eta direction, by SGD or Adam; the direction is from mean or signs."""
