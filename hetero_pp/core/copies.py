@@ -84,7 +84,7 @@ def _pinned(like: Tensor) -> Tensor:
 
 
 class BesideCompute:
-    """Copies through pinned memory on two streams beside that of the computation. Implements Copies."""
+    """Copies through pinned memory, on two streams of its own beside the computation. Implements Copies."""
 
     overlaps = True
 

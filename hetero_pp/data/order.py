@@ -84,7 +84,7 @@ class Position(NamedTuple):
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Position:
-        """Return the position of which `as_json` returned this state. Former states also have an empty `read`."""
+        """Return the position from the result of `as_json`. Former states also have an empty `read`."""
         known = {key: value for key, value in state.items() if key != "read"}
         return cls(**{**known, "parts": tuple(Part(*part) for part in state["parts"])})
 

@@ -91,7 +91,7 @@ class ExchangeService(ABC):
 
     @abstractmethod
     def call(self, request: Message, caller: Caller) -> Any:
-        """Return the reply to a request. Its type is the one that messages.proto gives for the request's type."""
+        """Return the reply to a request, of the type that messages.proto gives for it."""
 
     @abstractmethod
     def read_snapshot(

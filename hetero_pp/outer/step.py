@@ -94,7 +94,7 @@ class RoundOptimizer(Protocol):
         """Begin a round; the calls below are about it. `weights` are those of the included replicas, by name."""
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """Return the shapes of the tensors of which a round needs the mean, by name; whole layer blocks."""
+        """Return the shapes of the tensors to average in a round, by name; whole layer blocks."""
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
         """Return the rows of a tensor's mean that are needed: all, except on several ranks."""

@@ -12,9 +12,8 @@ from hetero_pp.config.settings import NotPartOf, meaning
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
-
-Key = tuple[str | int, ...]
 
 _OPTIONAL = "optional"
 """Key of a known replica that may change later."""

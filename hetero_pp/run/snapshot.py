@@ -142,7 +142,7 @@ def save_snapshot(snapshot: Snapshot, path: Path) -> None:
 
 
 class OpenSnapshot:
-    """A snapshot in a file, of which one tensor at a time is read. It stays readable after the file was removed."""
+    """A snapshot in a file, read one tensor at a time. It stays readable after the file was removed."""
 
     def __init__(self, path: Path, called: str) -> None:
         """Errors call it `called`. Raises OSError, or the errors of safetensors; the digest is not compared."""

@@ -44,7 +44,7 @@ class ConfigFile:
 
         `overrides` are values of `--set` such as `outer.rounds=20`, or of other options. `changes` are the same as
         mappings: {"outer": {"rounds": 20}}. `kept`: this program wrote the file into the folder of a run, so it may
-        be that of a rehearsal.
+        be the file of a rehearsal.
 
         Raises ConfigError with file, line and key, or with the override that is at fault.
         """

@@ -67,7 +67,7 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
 
 
 def wanted_blocks(spec: RunSpec, member: MemberSpec) -> set[str]:
-    """Return the blocks of which a member needs the mean."""
+    """Return the blocks that a member fetches from all replicas, to average them."""
     if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
         return {block_of(name) for name in spec.parameter_shapes}
     return {block_of(name) for name in (*member.owned, *([EMBEDDING] if member.follows_embedding else ()))}

@@ -31,7 +31,7 @@ from hetero_pp.simulator.costs import Part, checkpointing_of, part_of
 from hetero_pp.simulator.loads import blob_sizes
 
 Place = Literal["host", "device"]
-"""The memory of the machine, or that of the accelerator on which a member computes."""
+"""The machine's memory, or the memory of the accelerator on which a member computes."""
 
 
 class Phase(StrEnum):
