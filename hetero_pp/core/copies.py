@@ -37,7 +37,6 @@ class Copies(Protocol):
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Return the copies between the host and a device."""
     if device.type in ("cuda", "xpu"):
         return BesideCompute(device, torch.get_device_module(device))
     return Blocking(device)

@@ -106,7 +106,6 @@ class Order:
     """Documents at the start of shard 0 that no replica trains on."""
 
     def start(self, epoch: int) -> Position:
-        """Return the start position of an epoch."""
         parts = deal(epoch_of(self.shards.count, epoch, self.seed, self.held_out), self.replicas, self.replica)
         return Position(epoch, 0, parts)
 

@@ -107,7 +107,6 @@ class InnerSettings(Settings):
         return self.steps
 
     def rates(self, total_steps: int) -> LearningRates:
-        """Return the learning rates of a run of `total_steps` steps."""
         assert self.warmup_steps is not None, "a round has a fixed duration"
         return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
 

@@ -81,11 +81,9 @@ class RobustMean:
         self._shape, self._settings = shape, settings
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
-        """Add one contribution."""
         self.weighted.append((weight, decoded))
 
     def finish(self) -> Tensor:
-        """Return the mean."""
         return robust_mean(self._shape, self.weighted, self._settings)
 
 

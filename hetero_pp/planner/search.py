@@ -204,7 +204,6 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
 
 
 def _compressed_share(config: RunConfig) -> float:
-    """Return the share of replicas that compress."""
     compressed = total = 0
     for replica in config.replicas:
         count = fleet.count if (fleet := config.simulate.fleets.get(replica.name)) else 1

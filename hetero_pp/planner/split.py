@@ -63,7 +63,6 @@ class Sizes:
 
 
 def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> Part:
-    """Return the part of a stage with that number of layers."""
     first, last = stage == 0, stage == load.stages - 1
     parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
     return Part(layers, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)

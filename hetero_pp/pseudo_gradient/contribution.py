@@ -128,7 +128,6 @@ def _put_settings(writer: Writer, settings: CompressionSettings) -> None:
 
 
 def encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
-    """Encode the selection of one tensor."""
     writer = Writer()
     groups, quantised = list(groups_of(shape, settings.tile)), selection.quantised
     values = quantised.values if quantised.codes is None else quantised.codes
@@ -264,7 +263,6 @@ def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str,
 
 
 def _read_values(reader: Reader, count: int, kept: Kept, settings: CompressionSettings) -> Tensor:
-    """Read the values [count] of chunks."""
     width = settings.value_bits
     if width == 32:
         return _floats(reader, reader.take_stream(4 * count, 4 * count))

@@ -46,7 +46,6 @@ class Writer:
         self._parts.append(coded if is_smaller else data)
 
     def take(self) -> bytes:
-        """Return everything that was written."""
         return b"".join(self._parts)
 
 
@@ -92,7 +91,6 @@ class Reader:
             raise self.error(f"found {len(self._rest)} bytes after the end")
 
     def error(self, reason: str) -> MalformedContribution:
-        """Return the exception for a reason."""
         return MalformedContribution(f"{self._what}: {reason}")
 
     def _size_of_frame(self, coding: int, coded: memoryview) -> int:

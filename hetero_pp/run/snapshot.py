@@ -62,21 +62,18 @@ class Snapshot:
     momentum: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
         basis = {} if self.basis is None else {BASIS: self.basis}
         momentum = {MOMENTUM + name: tensor for name, tensor in self.momentum.items()}
         return {**self.parameters, **basis, **momentum}
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of all tensors by name."""
         return shapes_of(self.tensors())
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors()[name]
 
     def pieces(self, name: str) -> Iterator[memoryview | bytes]:
-        """Yield the bytes of a tensor."""
         yield self.tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

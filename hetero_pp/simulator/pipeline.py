@@ -54,7 +54,6 @@ class Hops:
         return replace(self, seconds=seconds, latency=latency, jitter=jitter)
 
     def path(self, hop: int, column: int) -> Path:
-        """Return the path of one hop of one group."""
         seconds = float(self.seconds[hop, column])
         return Path(
             self.bits / seconds if seconds else INFINITY,
@@ -112,7 +111,6 @@ def step_order(stages: int, micro_batches: int, extra_in_flight: int) -> Sequenc
 
 
 def step_programs(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[Sequence[Event]]:
-    """Return the events of one step for each stage."""
     return [one_forward_one_backward(s, stages, micro_batches, extra_in_flight) for s in range(stages)]
 
 
@@ -255,7 +253,6 @@ class GroupClock:
                 self._receive("gradient", stage, stage, event.micro_batch)
 
     def _update(self, stage: int) -> None:
-        """Run the optimizer step of a stage."""
         self._compute(stage, "update", 0, self.groups.update[stage])
 
     def shift(self, seconds: Array) -> None:
@@ -316,7 +313,6 @@ class Timed:
     """Index of each of its lines among the lines of all groups; None if there is no other group."""
 
     def path(self, kind: str, hop: int) -> Path:
-        """Return the path of a hop."""
         path = self.hops[kind].path(hop, self.column)
         return path if self.lines is None else replace(path, lines=tuple(self.lines[place] for place in path.lines))
 
