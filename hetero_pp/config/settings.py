@@ -122,13 +122,7 @@ Seconds = Annotated[
     float,
     BeforeValidator(_seconds),
     PlainSerializer(lambda value: f"{value!r} s", return_type=str),
-    WithJsonSchema(
-        {
-            "type": ["number", "string"],
-            "examples": ["5 min"],
-            "description": "seconds, or such as `5 min`",
-        }
-    ),
+    WithJsonSchema({"type": ["number", "string"], "examples": ["5 min"], "description": "seconds, or such as `5 min`"}),
 ]
 """Seconds. The key names the unit, so a plain number is allowed."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
@@ -139,11 +133,5 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[
     float,
     BeforeValidator(parse_fraction),
-    WithJsonSchema(
-        {
-            "type": ["number", "string"],
-            "examples": ["1/8"],
-            "description": "a number or a ratio",
-        }
-    ),
+    WithJsonSchema({"type": ["number", "string"], "examples": ["1/8"], "description": "a number or a ratio"}),
 ]

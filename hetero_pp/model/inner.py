@@ -157,10 +157,7 @@ class InnerOptimizer:
     """Number of dimensions of every parameter before those of the model."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        settings: InnerSettings,
-        total_steps: int | None,
+        self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, total_steps: int | None
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps

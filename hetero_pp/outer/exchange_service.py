@@ -175,12 +175,7 @@ class ExchangeService(ABC):
         return self.call(request, _caller(member))
 
     def beat(
-        self,
-        member: str | Caller,
-        round_: int | None = None,
-        epoch: int = 0,
-        progress: int = 0,
-        computes: bool = False,
+        self, member: str | Caller, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
     ) -> pb.BeatReply:
         """Send a heartbeat: the member is alive, what it trains, and its progress (another `progress` if it moved).
 

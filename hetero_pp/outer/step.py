@@ -22,9 +22,7 @@ DividesBy = Literal["replicas", "senders"]
 
 
 def mean_of(
-    shape: tuple[int, ...],
-    weighted: Iterable[tuple[float, DecodedTensor]],
-    divides_by: DividesBy = "replicas",
+    shape: tuple[int, ...], weighted: Iterable[tuple[float, DecodedTensor]], divides_by: DividesBy = "replicas"
 ) -> Tensor:
     """Return the weighted mean of at least one contribution to one tensor, in the order given, as a dense fp32 tensor.
 

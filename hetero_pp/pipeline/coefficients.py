@@ -186,6 +186,7 @@ WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def format_of(settings: BoundarySettings) -> CoefficientFormat:
+    """Return the format that the settings select."""
     return Floats(WIRE_DTYPES[settings.dtype]) if settings.bits is None else Bits(settings.bits)
 
 

@@ -200,11 +200,7 @@ def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> Pa
         | ({} if (old := replica.stage_settings(stage)) is None else old.model_dump(exclude={"layers", "line"}))
         for stage, count in enumerate(counts)
     ]
-    changes = {
-        "stages": stages,
-        "micro_batches": load.micro_batches,
-        "extra_in_flight": load.extra_in_flight,
-    }
+    changes = {"stages": stages, "micro_batches": load.micro_batches, "extra_in_flight": load.extra_in_flight}
     return ParticipantsReplica.model_validate(replica.model_dump() | changes)
 
 

@@ -99,8 +99,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
         )
     if replica.nodes > 1 and replica.rendezvous is None:
         raise ConfigError(
-            (*here, "rendezvous"),
-            f"found nothing, expected HOST:PORT for the rendezvous of the {replica.nodes} nodes",
+            (*here, "rendezvous"), f"found nothing, expected HOST:PORT for the rendezvous of the {replica.nodes} nodes"
         )
     titan = replica.torchtitan
     if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
@@ -129,10 +128,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
         )
     for key in DEEPSPEED_OWNED:
         if key in replica.deepspeed:
-            raise ConfigError(
-                (*here, "deepspeed", key),
-                "found a key that hetero-pp sets itself, expected no such key",
-            )
+            raise ConfigError((*here, "deepspeed", key), "found a key that hetero-pp sets itself, expected no such key")
 
 
 def _check_group(

@@ -142,7 +142,7 @@ class RunConfig(Settings):
         NotPartOf.OUTCOME,
     ] = Field(
         description=f"name of the run's folder under runs/: at most {LONGEST_RUN_NAME} letters, "
-        "digits, `-`, `_` and `.`",
+        "digits, `-`, `_` and `.`"
     )
     seed: int = Field(0, ge=0)
     threads: Annotated[int, NotPartOf.EITHER] = Field(

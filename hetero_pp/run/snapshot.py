@@ -27,15 +27,7 @@ from hetero_pp.core.files import whole
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.core.tensor_files import read_at, save_tensors
 from hetero_pp.hugging_face.reading import read_parameters, require_checkpoint
-from hetero_pp.model.transformer import (
-    EMBEDDING,
-    ModelShape,
-    Shapes,
-    Transformer,
-    initialise,
-    materialise,
-    shapes_of,
-)
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, Shapes, Transformer, initialise, materialise, shapes_of
 from hetero_pp.outer.step import parameter_of, parameter_sha256, parameters_sha256
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.run.spec import RunSpec

@@ -34,11 +34,7 @@ class ConfigFile:
     """YAML file with a RunConfig, and the line of each key."""
 
     def __init__(
-        self,
-        path: Path,
-        overrides: Sequence[Given] = (),
-        changes: Mapping[str, Any] | None = None,
-        kept: bool = False,
+        self, path: Path, overrides: Sequence[Given] = (), changes: Mapping[str, Any] | None = None, kept: bool = False
     ) -> None:
         """Load a file and apply changes.
 

@@ -121,8 +121,7 @@ def _check_ring(spec: RunSpec) -> None:
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
     if simulate.sites or shared or simulate.exchange_bandwidth is not None:
         raise ConfigError(
-            key,
-            f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it",
+            key, f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it"
         )
 
 
