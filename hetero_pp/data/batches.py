@@ -157,9 +157,8 @@ def validation_batches(store: TokenStore, sequence_length: int, sequences: int, 
     if size < needed:
         raise ConfigError(
             _KEY,
-            f"found {size} tokens to validate on, expected at least {needed}: {sequences} sequences "
-            f"x {sequence_length + 1} tokens; use a larger corpus or "
-            "validation_share, or fewer validation_sequences",
+            f"found {size} tokens to validate on, expected at least {needed}: {sequences} sequences x "
+            f"{sequence_length + 1} tokens; use a larger corpus or validation_share, or fewer validation_sequences",
         )
     starts = np.arange(sequences) * size // sequences
     return list(_rows(store.validation, starts, sequence_length).split(batch_size))

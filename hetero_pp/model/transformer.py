@@ -74,9 +74,8 @@ class ModelSettings(Settings):
     norm_epsilon: float = Field(1e-5, gt=0)
     weights: Annotated[str | None, NotPartOf.RUN] = Field(
         None,
-        description="folder of a LLaMA checkpoint (config.json and .safetensors) to start from. Its "
-        "shape, and its tokenizer if it has one, replace values that are not set. By "
-        "default, weights are drawn at random",
+        description="folder of a LLaMA checkpoint (config.json and .safetensors) to start from. Its shape, and its "
+        "tokenizer if it has one, replace values that are not set. By default, weights are drawn at random",
     )
 
     def filled_from(self, shape: ModelShape) -> ModelSettings:

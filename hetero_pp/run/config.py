@@ -104,10 +104,9 @@ class StateSettings(Settings):
     )
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
         True,
-        description="copy Adam's moments at the start of each round (8 bytes per parameter, in a "
-        "file without a name in the run's folder), so that a replica can repeat the "
-        "round. Without it, a replica that repeats a round continues with its current "
-        "moments, and a datacenter replica may send twice the difference",
+        description="copy Adam's moments at the start of each round (8 bytes per parameter, in a file without a name "
+        "in the run's folder), so that a replica can repeat the round. Without it, a replica that repeats a round "
+        "continues with its current moments, and a datacenter replica may send twice the difference",
     )
 
 

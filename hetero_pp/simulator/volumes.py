@@ -114,9 +114,8 @@ def _check_ring(spec: RunSpec) -> None:
     if simulate.exchange == "ring_all_reduce" and spec.config.outer.compression.density < 1:
         raise ConfigError(
             key,
-            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: "
-            "sums of sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` "
-            "forwards them unchanged",
+            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: sums of "
+            "sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` forwards them unchanged",
         )
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
     if simulate.sites or shared or simulate.exchange_bandwidth is not None:
