@@ -39,7 +39,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_bl
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scans_columns, write_positions
 from hetero_pp.pseudo_gradient.quantise import quantise_as
-from hetero_pp.pseudo_gradient.random_k import random_positions
+from hetero_pp.pseudo_gradient.selection import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.experiments.provenance import commit, machine

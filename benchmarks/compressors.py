@@ -39,7 +39,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
-from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.pseudo_gradient.selection import top_k_positions
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.memory import keep_freed_memory
 

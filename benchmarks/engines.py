@@ -274,7 +274,7 @@ def _mfu(case: Case, step_seconds: float, device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device).lower()
     known = next((entry for key, entry in CATALOG.items() if key in name.replace(" ", "-")), None)
     shape = case.shape
-    part = Part(shape.layers, True, True, 0)
+    part = Part(shape.layers, True, 0)
     flops = 3 * forward_flops(shape, part, case.batch_size, case.length)
     return None if known is None else flops / step_seconds / known.flops / case.ranks
 

@@ -32,7 +32,7 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import difference
 from replica_groups.audit.recompute.group import ReplicaHere, RoundStart

@@ -12,7 +12,7 @@ Path of the data, and the module of each step:
       -> inner optimizer step                     hetero_pp.model.inner
     after H inner steps, per parameter tensor:
       theta_start - theta_local                   replica_groups.outer.outer_round
-      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .two_level, .chunks
+      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
       -> validate as it arrives                   replica_groups.exchange.deposits

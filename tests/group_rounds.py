@@ -17,7 +17,7 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.statements import IdentitySigner
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.group import ReplicaHere, RoundStart
 from replica_groups.audit.recompute.hops import Blame, blame

@@ -27,7 +27,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.planner.spares import group_spares
+from hetero_pp.planner.grouping import group_spares
 from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died

@@ -18,7 +18,7 @@ from hetero_pp.messages.messages_pb2 import InnerStep, RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.participants import StageMember

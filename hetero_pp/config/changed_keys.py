@@ -45,7 +45,7 @@ class Changes:
     """Dotted key -> first round -> value; for every changed key, from round 1 on."""
 
     def newest(self, round_: int) -> int:
-        """Return the first round whose configuration is that of this round."""
+        """Return the round from which the configuration of this round applies."""
         return max((first for values in self.history.values() for first in values if first <= round_), default=1)
 
     def at(self, config: Config, round_: int) -> Config:

@@ -8,7 +8,7 @@ except between members of one site, which reach each other without a line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,8 +110,8 @@ def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds
             seen |= found
 
 
-def check_kind(kind: str | None, kinds: Mapping[str, LineSettings], key: tuple[str | int, ...]) -> None:
-    """Raise ConfigError at `key` for an unknown kind of line."""
+def check_kind(kind: str | None, kinds: Collection[str], key: tuple[str | int, ...], section: str = "lines") -> None:
+    """Raise ConfigError at `key` for an unknown kind of line, or of link if the kinds are those of `links`."""
     if kind is not None and kind not in kinds:
         known = ", ".join(kinds) or "none are defined"
-        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `lines` ({known})")
+        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `{section}` ({known})")

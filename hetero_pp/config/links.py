@@ -101,7 +101,6 @@ class LinkSpec:
 
 
 def stage_link_name(replica: str, hop: int) -> str:
-    """Return the name of the link between stages `hop` and `hop + 1` of a group."""
     return f"{replica}.{hop}-{hop + 1}"
 
 

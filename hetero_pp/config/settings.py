@@ -122,15 +122,9 @@ Seconds = Annotated[
     float,
     BeforeValidator(_seconds),
     PlainSerializer(lambda value: f"{value!r} s", return_type=str),
-    WithJsonSchema(
-        {
-            "type": ["number", "string"],
-            "examples": ["5 min"],
-            "description": "seconds, or such as `5 min`",
-        }
-    ),
+    WithJsonSchema({"type": ["number", "string"], "examples": ["5 min"], "description": "seconds, or such as `5 min`"}),
 ]
-"""Seconds, for a key whose name has the unit."""
+"""Seconds. The key names the unit, so a plain number is allowed."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -139,11 +133,5 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[
     float,
     BeforeValidator(parse_fraction),
-    WithJsonSchema(
-        {
-            "type": ["number", "string"],
-            "examples": ["1/8"],
-            "description": "a number or a ratio",
-        }
-    ),
+    WithJsonSchema({"type": ["number", "string"], "examples": ["1/8"], "description": "a number or a ratio"}),
 ]

@@ -222,15 +222,6 @@ class _Replica(Settings):
         False, description="start and continue the run without this replica; include it while all of its slots are held"
     )
 
-    @property
-    def members(self) -> list[str]:
-        raise NotImplementedError
-
-    @property
-    def accelerators_of_member(self) -> int:
-        """Number of accelerators that compute as one member."""
-        raise NotImplementedError
-
 
 class DatacenterReplica(_Replica):
     """Replica that holds the whole model at one well-connected site."""
@@ -263,7 +254,7 @@ class DatacenterReplica(_Replica):
 
     @property
     def accelerators_of_member(self) -> int:
-        """Number in the YAML, or one per rank."""
+        """Number of accelerators that compute as one member: the number in the YAML, or one per rank."""
         return self.world if self.accelerators is None else self.accelerators
 
     @property

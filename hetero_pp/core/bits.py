@@ -41,7 +41,7 @@ def unpack(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.inte
 
 
 def _pack_few(values: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    """Pack values of 1, 2 or 4 bits, a whole number of which fits into a byte."""
+    """Pack values of 1, 2 or 4 bits, so that a byte holds a whole number of them."""
     if width == 1:
         return np.packbits(values)
     each = 8 // width

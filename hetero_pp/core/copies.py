@@ -37,9 +37,6 @@ class Copies(Protocol):
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Return the copies between the host and a device."""
-    if device.type == "cpu":
-        return OneMemory()
     if device.type in ("cuda", "xpu"):
         return BesideCompute(device, torch.get_device_module(device))
     return Blocking(device)
@@ -55,20 +52,8 @@ class Here:
         return self.tensors
 
 
-class OneMemory:
-    """Copies nothing, because the CPU computes. Implements Copies."""
-
-    overlaps = False
-
-    def to_host(self, tensors: Tensors) -> Arriving:
-        return Here(tensors)
-
-    def to_device(self, tensors: Tensors) -> Tensors:
-        return tensors
-
-
 class Blocking:
-    """Copies at once, on a device without streams such as `mps`. Implements Copies."""
+    """Copies at once, on a device without streams such as `mps`, or nothing if the CPU computes. Implements Copies."""
 
     overlaps = False
 
@@ -98,7 +83,7 @@ def _pinned(like: Tensor) -> Tensor:
 
 
 class BesideCompute:
-    """Copies through pinned memory on two streams beside that of the computation. Implements Copies."""
+    """Copies through pinned memory, on two streams of its own beside the computation. Implements Copies."""
 
     overlaps = True
 

@@ -76,18 +76,20 @@ def format_bits_per_second(value: float | None) -> str:
     """Format bits per second: 1e8 -> "100 Mbit/s"; None -> "unlimited"."""
     if value is None:
         return "unlimited"
-    for factor, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if value >= 0.99995 * factor:
-            return f"{format_number(value / factor, 4).replace(',', '')} {unit}"
-    return f"{format_number(value, 4)} bit/s"
+    return _in_units(value, "bit/s", 4) or f"{format_number(value, 4)} bit/s"
 
 
 def format_bytes(value: float) -> str:
     """Format bytes: 1536 -> "1.54 kB"."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= 0.9995 * factor:
-            return f"{format_number(value / factor).replace(',', '')} {unit}"
-    return f"{value:.0f} B"
+    return _in_units(value, "B", 3) or f"{value:.0f} B"
+
+
+def _in_units(value: float, unit: str, digits: int) -> str:
+    """Format a value with the largest prefix from k to T that leaves at least 1, rounded; empty below that."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= (1 - 0.5 * 10.0**-digits) * factor:
+            return f"{format_number(value / factor, digits).replace(',', '')} {prefix}{unit}"
+    return ""
 
 
 def format_flops(value: float) -> str:

@@ -140,10 +140,6 @@ class StoreBatches:
                 f"{state['tokens'][:12]}, the tokens that the run has trained on so far",
             )
 
-    def epochs(self, steps: int) -> float:
-        """Return how many times `steps` steps read this replica's shard."""
-        return steps * self.batch_size / self.shard_size
-
     def require_one_epoch(self, steps: int) -> None:
         """Raise ConfigError if `steps` steps read any token twice (for `data.repeat: false`)."""
         if steps * self.batch_size > self.shard_size:
@@ -165,9 +161,8 @@ def validation_batches(store: TokenStore, sequence_length: int, sequences: int, 
     if size < needed:
         raise ConfigError(
             _KEY,
-            f"found {size} tokens to validate on, expected at least {needed}: {sequences} sequences "
-            f"x {sequence_length + 1} tokens; use a larger corpus or "
-            "validation_share, or fewer validation_sequences",
+            f"found {size} tokens to validate on, expected at least {needed}: {sequences} sequences x "
+            f"{sequence_length + 1} tokens; use a larger corpus or validation_share, or fewer validation_sequences",
         )
     starts = np.arange(sequences) * size // sequences
     return list(_rows(store.validation, starts, sequence_length).split(batch_size))

@@ -39,10 +39,7 @@ class Rows:
 
 
 def documents(
-    settings: DataSettings,
-    on_share: OnShare = lambda _: None,
-    rows: Rows | None = None,
-    listing: Listing | None = None,
+    settings: DataSettings, on_share: OnShare = lambda _: None, rows: Rows | None = None, listing: Listing | None = None
 ) -> Iterator[str]:
     """Yield every document of the corpus that is not blank, file by file in the order of their names.
 

@@ -1,4 +1,9 @@
-"""Shuffled order in which a replica reads the documents of a streamed corpus, with exact resumption.
+"""Shuffled order in which a replica reads its documents of a streamed corpus, with exact resumption.
+
+A shard is a file of documents that can only be read from its start. A part is every `step`-th document of a shard,
+beginning at `start`. Whole shards are dealt as long as each replica gets the same number. Each of the remaining shards
+is split among all replicas. With many shards, one replica reads each; with fewer shards than replicas, all replicas
+read each.
 
 Documents are read in blocks of `shuffle_buffer`. A block is permuted by a key and consumed completely before the next
 one is read. The content of a buffer that is refilled one document at a time would depend on everything read before. A
@@ -7,7 +12,7 @@ block depends only on its start, so a position is a few numbers, and resuming co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -16,10 +21,39 @@ import numpy as np
 
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import permute
-from hetero_pp.data.parts import Part, deal, epoch_of
 
 Document = tuple[int, int, int]
 """(epoch, shard, number in the shard)."""
+
+
+class Part(NamedTuple):
+    """Documents start, start + step, start + 2 step, ... of a shard, to be read in an epoch."""
+
+    epoch: int
+    shard: int
+    start: int
+    step: int
+
+    def split(self, count: int) -> list[Part]:
+        """Return `count` parts that together contain each document of this part once."""
+        return [self._replace(start=self.start + i * self.step, step=self.step * count) for i in range(count)]
+
+    def holds(self, epoch: int, shard: int, document: int) -> bool:
+        """Return whether the part contains the document."""
+        offset = document - self.start
+        return (epoch, shard) == (self.epoch, self.shard) and offset >= 0 and offset % self.step == 0
+
+
+def deal(parts: Sequence[Part], replicas: int, replica: int) -> tuple[Part, ...]:
+    """Return the parts of one replica: every `replicas`-th part, and its share of each part that is left over."""
+    split = len(parts) % replicas
+    return (*(part.split(replicas)[replica] for part in parts[:split]), *parts[split + replica :: replicas])
+
+
+def epoch_of(shards: int, epoch: int, seed: int, held_out: int) -> list[Part]:
+    """Return all shards in the order of an epoch, without the first `held_out` documents of shard 0."""
+    order = permute(np.arange(shards), shards, seed_of(seed, "shards", epoch))
+    return [Part(epoch, int(shard), held_out if shard == 0 else 0, 1) for shard in order]
 
 
 class ShardReader(Protocol):
@@ -50,7 +84,7 @@ class Position(NamedTuple):
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Position:
-        """Return the position of which `as_json` returned this state. Former states also have an empty `read`."""
+        """Return the position from the result of `as_json`. Former states also have an empty `read`."""
         known = {key: value for key, value in state.items() if key != "read"}
         return cls(**{**known, "parts": tuple(Part(*part) for part in state["parts"])})
 
@@ -72,7 +106,6 @@ class Order:
     """Documents at the start of shard 0 that no replica trains on."""
 
     def start(self, epoch: int) -> Position:
-        """Return the start position of an epoch."""
         parts = deal(epoch_of(self.shards.count, epoch, self.seed, self.held_out), self.replicas, self.replica)
         return Position(epoch, 0, parts)
 

@@ -55,10 +55,9 @@ class DataSettings(Settings):
 
     corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",
-        description="`standard-library` (Python's source code), `docstrings` (its docstrings), "
-        "`prose` (sentences from the docstrings of torch, numpy, scipy, sympy, networkx "
-        "and matplotlib), or the path of a file or folder with .txt, .jsonl and "
-        ".parquet. `hf:` streams a dataset of the Hugging Face Hub, a folder in the "
+        description="`standard-library` (Python's source code), `docstrings` (its docstrings), `prose` (sentences "
+        "from the docstrings of torch, numpy, scipy, sympy, networkx and matplotlib), or the path of a file or "
+        "folder with .txt, .jsonl and .parquet. `hf:` streams a dataset of the Hugging Face Hub, a folder in the "
         "Hub's layout, or a pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files",
     )
     stream: Annotated[StreamSettings, NotPartOf.OUTCOME] = Field(

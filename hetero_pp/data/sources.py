@@ -50,7 +50,6 @@ class StreamedCorpus:
         return f"{wanted}a stream of {format_count(self._training.count, 'shard')}"
 
     def batches(self, sequence_length: int, seed: int, replica: int, replicas: int, batch_size: int) -> StreamBatches:
-        """Return the batches of replica number `replica` of `replicas`."""
         stream = self.settings.stream
         order = Order(
             shards=self._training,

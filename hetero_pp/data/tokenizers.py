@@ -186,7 +186,6 @@ def _configured_ends(path: Path) -> list[str]:
 
 
 def load_tokenizer(settings: DataSettings) -> Tokenizer:
-    """Return the tokenizer of `data.tokenizer`."""
     return ByteTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(tokenizer_path(settings))
 
 

@@ -36,11 +36,7 @@ MOST_STEPS = 1 << 30
 
 _SECONDS = (0.0, MOST_SECONDS)
 _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "inner_step": {
-        "loss": (0.0, MOST_LOSS),
-        "gradient_norm": (0.0, MOST_NORM),
-        "learning_rate": (0.0, MOST_RATE),
-    },
+    "inner_step": {"loss": (0.0, MOST_LOSS), "gradient_norm": (0.0, MOST_NORM), "learning_rate": (0.0, MOST_RATE)},
     "evaluation": {"loss": (0.0, MOST_LOSS), "tokens": (0, MOST_TOKENS)},
     "link_use": {
         "payload_bytes": (0, MOST_BYTES),

@@ -8,18 +8,19 @@ function of (round, step) in every process (hetero_pp/model/learning_rates.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hetero_pp.config.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
-from hetero_pp.model.optimizers import SGD, AdamW, Muon
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
 _FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
@@ -105,15 +106,7 @@ class InnerSettings(Settings):
             raise ConfigError(("inner", "seconds"), f"found {self.seconds:g} s, expected `steps`: {why}")
         return self.steps
 
-    def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """Return the learning rate of a step, counted from 0: linear warm-up, then a cosine to the final share.
-
-        It reaches the final share at `total_steps`.
-        """
-        return self.rates(total_steps).at(step)
-
     def rates(self, total_steps: int) -> LearningRates:
-        """Return the learning rates of a run of `total_steps` steps."""
         assert self.warmup_steps is not None, "a round has a fixed duration"
         return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
 
@@ -128,6 +121,31 @@ class InnerSettings(Settings):
         return self.rates_in(1, 1, 0, None) if total_steps is None else self.rates(total_steps)
 
 
+class _Eager(Optimizer):
+    """Base of AdamW, SGD and Muon of torch.optim, without what only torch.compile needs: no optimizer is compiled here.
+
+    torch wraps their methods for torch.compile. The first call of a wrapper imports torch._dynamo and SymPy, which
+    takes more than a second of CPU time in each process. The arithmetic is torch's.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+
+
+class AdamW(_Eager, torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class SGD(_Eager, torch.optim.SGD):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+class Muon(_Eager, torch.optim.Muon):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Muon.step))
+
+
 class InnerOptimizer:
     """Optimizer of the parameters of one replica, or of one stage of it.
 
@@ -139,10 +157,7 @@ class InnerOptimizer:
     """Number of dimensions of every parameter before those of the model."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        settings: InnerSettings,
-        total_steps: int | None,
+        self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, total_steps: int | None
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps
@@ -156,7 +171,7 @@ class InnerOptimizer:
         self._perpendicular: Tensor | None = None
         self.optimizers = self._build()
 
-    def _build(self) -> list[torch.optim.Optimizer]:
+    def _build(self) -> list[Optimizer]:
         groups, settings = list(self._groups()), self.settings
         if settings.optimizer == "sgd":
             return [SGD(groups, lr=settings.learning_rate, momentum=settings.momentum or 0.0)]
@@ -166,11 +181,11 @@ class InnerOptimizer:
         others = self._adamw([group for group in groups if group not in hidden])
         return [*map(self._muon, hidden), *others]
 
-    def _muon(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+    def _muon(self, group: dict[str, Any]) -> Optimizer:
         rate, momentum = self.settings.learning_rate, self.settings.momentum
         return Muon([group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw")
 
-    def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+    def _adamw(self, groups: list[dict[str, Any]]) -> list[Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
         is_fused = all(parameter.device.type in _FUSES for parameter in self._parameters)
         return [AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=is_fused)] if groups else []

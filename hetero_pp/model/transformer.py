@@ -74,9 +74,8 @@ class ModelSettings(Settings):
     norm_epsilon: float = Field(1e-5, gt=0)
     weights: Annotated[str | None, NotPartOf.RUN] = Field(
         None,
-        description="folder of a LLaMA checkpoint (config.json and .safetensors) to start from. Its "
-        "shape, and its tokenizer if it has one, replace values that are not set. By "
-        "default, weights are drawn at random",
+        description="folder of a LLaMA checkpoint (config.json and .safetensors) to start from. Its shape, and its "
+        "tokenizer if it has one, replace values that are not set. By default, weights are drawn at random",
     )
 
     def filled_from(self, shape: ModelShape) -> ModelSettings:
@@ -106,8 +105,7 @@ class ModelSettings(Settings):
             )
         if vocabulary is not None and size < vocabulary:
             raise ConfigError(
-                ("model", "vocabulary"),
-                f"found {size}, expected at least the tokenizer's {vocabulary} tokens",
+                ("model", "vocabulary"), f"found {size}, expected at least the tokenizer's {vocabulary} tokens"
             )
         shape = ModelShape(
             **values,
@@ -337,11 +335,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rope_table(
-    length: int,
-    head_width: int,
-    theta: float,
-    device: torch.device | None = None,
-    scaling: RopeScaling | None = None,
+    length: int, head_width: int, theta: float, device: torch.device | None = None, scaling: RopeScaling | None = None
 ) -> Tensor:
     """Return cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
     steps = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu")  # some devices lack fp64

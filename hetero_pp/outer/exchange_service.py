@@ -91,7 +91,7 @@ class ExchangeService(ABC):
 
     @abstractmethod
     def call(self, request: Message, caller: Caller) -> Any:
-        """Return the reply to a request. Its type is the one that messages.proto gives for the request's type."""
+        """Return the reply to a request, of the type that messages.proto gives for it."""
 
     @abstractmethod
     def read_snapshot(
@@ -175,12 +175,7 @@ class ExchangeService(ABC):
         return self.call(request, _caller(member))
 
     def beat(
-        self,
-        member: str | Caller,
-        round_: int | None = None,
-        epoch: int = 0,
-        progress: int = 0,
-        computes: bool = False,
+        self, member: str | Caller, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
     ) -> pb.BeatReply:
         """Send a heartbeat: the member is alive, what it trains, and its progress (another `progress` if it moved).
 

@@ -18,7 +18,7 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING, Shapes
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import COEFFICIENTS
+from hetero_pp.outer.step import COEFFICIENTS, RoundOptimizer
 from hetero_pp.pipeline.subspace import perpendicular
 
 
@@ -31,7 +31,7 @@ class Compressed:
     """`free` or `coefficients`."""
 
 
-class GradientOptimizer:
+class GradientOptimizer(RoundOptimizer):
     """AdamW on theta by averaged gradients; the counterpart of OuterOptimizer.
 
     `shapes` are those of the whole model. The result is the mean of the steps that the replicas of the round would take
@@ -74,12 +74,8 @@ class GradientOptimizer:
             self._rates = self._schedule(round_)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """Return the shapes of the tensors whose mean is needed in a round, by name."""
+        """Return the shapes of all tensors of the model, because clipping needs the whole gradient."""
         return self._shapes
-
-    def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """Return all rows, because clipping needs the whole gradient."""
-        return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """Take the averaged gradient of one tensor."""

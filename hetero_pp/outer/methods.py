@@ -157,8 +157,7 @@ class OuterSettings(Settings):
         "applies only to contributions that were excluded as too large",
     )
     overlap: Literal[0, 1] = Field(
-        0,
-        description="1: a replica trains the next round while its contribution is in flight",
+        0, description="1: a replica trains the next round while its contribution is in flight"
     )
     presumed: Ratio | None = Field(
         None,
@@ -217,10 +216,7 @@ class OuterSettings(Settings):
                 f"`{varied}` with averaged gradients, expected `source: difference`: the inner AdamW applies the "
                 "averages as they are",
             ),
-            (
-                sums and self.weights != "equal",
-                f"weights `{self.weights}` with averaged gradients, expected `equal`",
-            ),
+            (sums and self.weights != "equal", f"weights `{self.weights}` with averaged gradients, expected `equal`"),
             (
                 self.is_robust and self.divides_by != "replicas",
                 f"`divides_by: {self.divides_by}` with `aggregation: {self.aggregation}`, expected `replicas`",

@@ -81,11 +81,9 @@ class RobustMean:
         self._shape, self._settings = shape, settings
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
-        """Add one contribution."""
         self.weighted.append((weight, decoded))
 
     def finish(self) -> Tensor:
-        """Return the mean."""
         return robust_mean(self._shape, self.weighted, self._settings)
 
 
@@ -238,7 +236,8 @@ def _columns(sent: Sequence[DecodedTensor], where: Tensor, size: int) -> Iterato
         return
     slots = torch.full((size,), -1, dtype=torch.int32, device=where.device)
     slots[where] = torch.arange(len(where), dtype=torch.int32, device=where.device)
-    ordered = [_in_order(one) for one in sent]
+    sorts = [one.indices.sort() for one in sent]
+    ordered = [DecodedTensor(indices, one.values[order]) for one, (indices, order) in zip(sent, sorts, strict=True)]
     for part, columns in enumerate(where.split(length)):
         bounds = torch.stack([columns[0], columns[-1] + 1])
         dense = sent[0].values.new_full((len(sent), len(columns)), math.inf)
@@ -248,11 +247,6 @@ def _columns(sent: Sequence[DecodedTensor], where: Tensor, size: int) -> Iterato
             is_in = slot >= 0
             row[slot[is_in]] = one.values[own][is_in]
         yield columns, dense
-
-
-def _in_order(one: DecodedTensor) -> DecodedTensor:
-    indices, order = one.indices.sort()
-    return DecodedTensor(indices, one.values[order])
 
 
 def _sorted(rows: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from hetero_pp.model.transformer import Shapes
+from hetero_pp.model.transformer import Shapes, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.cosines import restored
@@ -22,9 +22,7 @@ DividesBy = Literal["replicas", "senders"]
 
 
 def mean_of(
-    shape: tuple[int, ...],
-    weighted: Iterable[tuple[float, DecodedTensor]],
-    divides_by: DividesBy = "replicas",
+    shape: tuple[int, ...], weighted: Iterable[tuple[float, DecodedTensor]], divides_by: DividesBy = "replicas"
 ) -> Tensor:
     """Return the weighted mean of at least one contribution to one tensor, in the order given, as a dense fp32 tensor.
 
@@ -70,6 +68,21 @@ def outer_step(theta: Tensor, direction: Tensor, learning_rate: float) -> None:
     theta.sub_(direction if learning_rate == 1 else direction.mul_(learning_rate))
 
 
+def start_before_mean(theta: Tensor, sent: DecodedTensor, settings: OuterSettings) -> Tensor:
+    """Return a replica's start of a round before the previous mean is known: theta - presumes * sent.
+
+    With `overlap` a replica trains the next round while its contribution is on its way to the others. It starts that
+    round from the theta that it knows, minus a part of its own contribution, and its next contribution is measured from
+    there. So theta after a round includes the contributions of that round and of all before, as without overlap. But
+    each was made without knowing those of the round before. Source: eager updates (Kale et al. 2025), which apply all
+    of a replica's own share of the mean, and the others' of the round before in place of theirs. Here contributions are
+    sparse, and error feedback keeps the rest.
+    """
+    start = theta.clone()
+    sent.add_to(start, -settings.presumes)
+    return start
+
+
 class RoundOptimizer(Protocol):
     """Computes theta after a round from theta before it and the means of the contributions."""
 
@@ -79,13 +92,14 @@ class RoundOptimizer(Protocol):
         """Begin a round; the calls below are about it. `weights` are those of the included replicas, by name."""
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
-        """Return the shapes of the tensors whose mean is needed in a round, by name; whole layer blocks."""
+        """Return the shapes of the tensors to average in a round, by name; whole layer blocks."""
 
     def rows(self, name: str, shape: tuple[int, ...]) -> range:
         """Return the rows of a tensor's mean that are needed: all, except on several ranks."""
+        return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Apply the mean of one tensor's rows, whose memory may be overwritten; may change theta in place."""
+        """Apply the mean of one tensor's rows. May change theta in place, and may overwrite the mean."""
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Finish the round after every mean was taken; theta is then that after the round."""
@@ -105,11 +119,11 @@ COEFFICIENTS = ".coefficients-"
 
 
 def parameter_of(state: str) -> str:
-    """Return the parameter whose state of the outer optimizer has this name."""
+    """Return the parameter of a state of the outer optimizer, from the state's name."""
     return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG).split(COEFFICIENTS)[0]
 
 
-class OuterOptimizer:
+class OuterOptimizer(RoundOptimizer):
     """SGD with momentum, or Adam, over named parameters: torch.optim's arithmetic, one elementwise operation at a time.
 
     Each round takes one step.
@@ -130,11 +144,7 @@ class OuterOptimizer:
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of theta's tensors."""
-        return {name: tuple(tensor.shape) for name, tensor in theta.items()}
-
-    def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """Return all rows."""
-        return range(shape[0])
+        return shapes_of(theta)
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """Change one tensor of theta to theta - eta direction, by SGD or Adam; the direction is from mean or signs."""

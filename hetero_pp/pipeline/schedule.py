@@ -57,18 +57,12 @@ def forward_events(stage: int, stages: int, index: int) -> list[Event]:
 
     The first stage receives nothing, the last sends nothing.
     """
-    events = [Event(Action.FORWARD, index)]
-    if stage > 0:
-        events.insert(0, Event(Action.RECEIVE_ACTIVATION, index))
-    if stage < stages - 1:
-        events.append(Event(Action.SEND_ACTIVATION, index))
-    return events
+    received = [Action.RECEIVE_ACTIVATION] if stage > 0 else []
+    sent = [Action.SEND_ACTIVATION] if stage < stages - 1 else []
+    return [Event(action, index) for action in (*received, Action.FORWARD, *sent)]
 
 
 def _backward_events(stage: int, stages: int, index: int) -> list[Event]:
-    events = [Event(Action.BACKWARD, index)]
-    if stage < stages - 1:
-        events.insert(0, Event(Action.RECEIVE_GRADIENT, index))
-    if stage > 0:
-        events.append(Event(Action.SEND_GRADIENT, index))
-    return events
+    received = [Action.RECEIVE_GRADIENT] if stage < stages - 1 else []
+    sent = [Action.SEND_GRADIENT] if stage > 0 else []
+    return [Event(action, index) for action in (*received, Action.BACKWARD, *sent)]

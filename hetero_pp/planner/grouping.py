@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -38,6 +39,8 @@ SAMPLES = (1000, 4000)
 """Numbers of columns that are tried before all of them."""
 LARGEST_LINK = 1e13
 """Bits per second that stand for an unlimited link."""
+SPARES_SECONDS = 1.0
+"""Longest search for groups of waiting machines, which need an answer meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,29 @@ class Grouping:
     """Whether no better choice exists. False if the time or the number of paths was limited."""
     considered: int
     """Number of paths that were considered."""
+
+
+class Line(Protocol):
+    """Line of a waiting machine, in bits per second."""
+
+    @property
+    def up(self) -> float: ...
+
+    @property
+    def down(self) -> float: ...
+
+
+def group_spares(lines: Sequence[Line], stages: int) -> list[list[int]]:
+    """Return groups of `stages` waiting machines, each in the order of its stages, fastest links first.
+
+    All machines count as equal, because only their lines are known.
+    """
+    up, down = (np.array([getattr(line, way) for line in lines]) for way in ("up", "down"))
+    seconds = np.broadcast_to(np.arange(stages + 1.0), (len(lines), stages, stages + 1))
+    found = group(Pool(seconds, np.minimum(up[:, None], down[None, :]), balance=1.0), SPARES_SECONDS)
+    assert found is not None
+    best = sorted(range(len(found.groups)), key=lambda one: -found.links[one])
+    return [found.groups[one] for one in best]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hetero_pp.planner.grouping import Grouping, Pool, group
 from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
-from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
+from hetero_pp.run.plan_section import LooseParticipant, PlanSettings
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import SHOWN, assumption
 
@@ -82,7 +82,9 @@ def link_between(config: RunConfig, a: LooseParticipant, b: LooseParticipant) ->
     """
     best: tuple[int, LinkSettings] | None = None
     for pair in config.plan.pairs:
-        for ends, settings in ((pair.between, _link(pair)), (pair.between[::-1], _turned(_link(pair)))):
+        link = LinkSettings.model_construct(**{name: getattr(pair, name) for name in LinkSettings.model_fields})
+        turned = link.model_copy(update={"forward": link.backward, "backward": link.forward})
+        for ends, settings in ((pair.between, link), (pair.between[::-1], turned)):
             if ends[0] in (a.name, a.site) and ends[1] in (b.name, b.site):
                 named = (ends[0] == a.name) + (ends[1] == b.name)
                 if best is None or named > best[0]:
@@ -90,14 +92,6 @@ def link_between(config: RunConfig, a: LooseParticipant, b: LooseParticipant) ->
     if best is not None:
         return best[1]
     return config.plan.default or _through_uplinks(config, a, b)
-
-
-def _link(pair: PairSettings) -> LinkSettings:
-    return LinkSettings.model_construct(**{name: getattr(pair, name) for name in LinkSettings.model_fields})
-
-
-def _turned(link: LinkSettings) -> LinkSettings:
-    return link.model_copy(update={"forward": link.backward, "backward": link.forward})
 
 
 def _through_uplinks(config: RunConfig, a: LooseParticipant, b: LooseParticipant) -> LinkSettings:

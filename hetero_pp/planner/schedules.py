@@ -15,17 +15,16 @@ from hetero_pp.config.lines import LineSpec, Way
 from hetero_pp.config.links import LinkSpec, stage_link_name
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_seconds
-from hetero_pp.planner.no_split import no_split
+from hetero_pp.core.units import format_bytes, format_count, format_names, format_seconds
 from hetero_pp.planner.penalty import Rung
-from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
+from hetero_pp.planner.split import Array, Load, Sizes, best_split, part_of_stage, stage_bytes, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
+from hetero_pp.simulator.inner_loops import round_lengths
 from hetero_pp.simulator.loads import stage_link_loads
-from hetero_pp.simulator.machines import hardware_of
+from hetero_pp.simulator.machines import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
-from hetero_pp.simulator.round_steps import round_lengths
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
 NUMBERS_OF_MICRO_BATCHES = 3
@@ -155,7 +154,7 @@ def _schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequ
         if np.isfinite(seconds):
             found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
     if not found:
-        raise no_split(spec, index, list(_loads(config, replica)))
+        raise _no_split(spec, index, list(_loads(config, replica)))
     most = max(one.steps for one in found)
     return [replace(one, steps=most) for one in found]
 
@@ -177,11 +176,12 @@ def stage_costs(spec: RunSpec, index: int, load: Load) -> list[Array]:
 
 def load_of(config: RunConfig, replica: ParticipantsReplica) -> Load:
     """Return the load that the replica's settings give."""
-    sequences = replica.batch_size // replica.micro_batches
-    length = config.data.sequence_length
-    return Load(
-        replica.stage_count, replica.micro_batches, sequences, length, replica.extra_in_flight, replica.boundary
-    )
+    return _load(config, replica, replica.micro_batches, replica.extra_in_flight)
+
+
+def _load(config: RunConfig, replica: ParticipantsReplica, micro_batches: int, extra: int) -> Load:
+    sequences, length = replica.batch_size // micro_batches, config.data.sequence_length
+    return Load(replica.stage_count, micro_batches, sequences, length, extra, replica.boundary)
 
 
 def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
@@ -189,8 +189,7 @@ def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
     numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
     for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]:
         for extra in EXTRA_IN_FLIGHT:
-            length, rows = config.data.sequence_length, batch // micro_batches
-            yield Load(replica.stage_count, micro_batches, rows, length, extra, replica.boundary)
+            yield _load(config, replica, micro_batches, extra)
             if (replica.stage_count - 1) * (1 + extra) >= micro_batches:
                 break  # more cannot be in flight
 
@@ -201,12 +200,7 @@ def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> Pa
         | ({} if (old := replica.stage_settings(stage)) is None else old.model_dump(exclude={"layers", "line"}))
         for stage, count in enumerate(counts)
     ]
-    changes = {
-        "stages": stages,
-        "micro_batches": load.micro_batches,
-        "extra_in_flight": load.extra_in_flight,
-        "boundary": replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"}).model_dump(),
-    }
+    changes = {"stages": stages, "micro_batches": load.micro_batches, "extra_in_flight": load.extra_in_flight}
     return ParticipantsReplica.model_validate(replica.model_dump() | changes)
 
 
@@ -224,7 +218,7 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
     spec = RunSpec(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
     [fleet] = fleets_of(spec, np.random.default_rng(simulate.seed))
     [length] = round_lengths(spec, [fleet], [GroupClock(fleet.without_communication())])
-    return Schedule(replica, spec, fleet, int(length.within(np.zeros(fleet.count)).counts.max()))
+    return Schedule(replica, spec, fleet, int(length(np.zeros(fleet.count)).counts.max()))
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:
@@ -244,3 +238,73 @@ def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | 
     return f"{said}; {shown} " + (
         f"would take {format_seconds(even_seconds)}" if np.isfinite(even_seconds) else "would not fit into memory"
     )
+
+
+# ---- the error for a group that cannot hold the model ----
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Number of layers that fit the memory of a stage's machine."""
+
+    member: str
+    capacity: float
+    """Memory of the machine, in bytes."""
+    layers: int
+    next_bytes: float
+    """Bytes that one more layer would need."""
+
+
+def _no_split(spec: RunSpec, index: int, loads: Sequence[Load]) -> ConfigError:
+    """Return the error for a group whose machines have too little memory for every split, with each of `loads`.
+
+    It describes the load with which the stages hold the most layers.
+    """
+    replica = spec.config.replicas[index]
+    assert isinstance(replica, ParticipantsReplica)
+    rooms = [_rooms(spec, replica, load) for load in loads]
+    best = max(range(len(loads)), key=lambda one: sum(room.layers for room in rooms[one]))
+    load, found = loads[best], rooms[best]
+    machines = format_names([_described(room) for room in found], SHOWN, "; ")
+    members = [one for one in spec.members.values() if one.replica is replica]
+    told = (
+        f"found {format_count(len(found), 'stage')} of {replica.name} with memory for "
+        f"{sum(room.layers for room in found)} layers, expected {spec.shape.layers} with at least 1 "
+        f"each: {machines} (with {format_count(load.sequences, 'sequence')} per micro-batch)"
+    )
+    sentences = [told, _remedy(spec, replica, load), assumption(spec.config.simulate, unnamed(members))]
+    return ConfigError(("replicas", index, "stages"), "; ".join(filter(None, sentences)))
+
+
+def _rooms(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> list[_Room]:
+    """Return the room of every stage. Stages beyond those of the group are assumed to have its last machine."""
+    shape, sizes, found = spec.shape, Sizes.of(spec.parameter_shapes), list[_Room]()
+    for stage in range(load.stages):
+        member = spec.members[replica.members[min(stage, replica.stage_count - 1)]]
+        hardware = hardware_of(spec, member)
+        capacity = hardware.memory * replica.accelerators_of_member
+        needed = [
+            stage_bytes(shape, part_of_stage(shape, sizes, stage, load, layers), load, stage, hardware)
+            for layers in range(1, shape.layers + 1)
+        ]
+        layers = sum(size <= capacity for size in needed)
+        found.append(_Room(member.name, capacity, layers, needed[min(layers, shape.layers - 1)]))
+    return found
+
+
+def _described(room: _Room) -> str:
+    number = "no layer" if room.layers == 0 else format_count(room.layers, "layer")
+    more = f"needs {format_bytes(room.next_bytes)} for {room.layers + 1}"
+    return f"{room.member} has {format_bytes(room.capacity)} for {number} and {more}"
+
+
+def _remedy(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> str:
+    """Return the smallest number of stages that would hold the model on such machines, or what else would help."""
+    larger = f"use machines with more memory (`hardware` of {replica.name})"
+    if isinstance(replica.stages, list):
+        return f"add entries under `stages`, or {larger}"
+    for count in range(replica.stage_count + 1, spec.shape.layers + 1):
+        rooms = _rooms(spec, replica, replace(load, stages=count))
+        if all(room.layers for room in rooms) and sum(room.layers for room in rooms) >= spec.shape.layers:
+            return f"use --set replicas.{replica.name}.stages={count}, or {larger}"
+    return f"no number of stages on these machines is sufficient: {larger}"

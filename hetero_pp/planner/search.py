@@ -74,7 +74,7 @@ class Result:
     limit: str
     """Largest remaining cost, in words."""
     slowest: str
-    """Label of the replicas whose round takes longest; `what` of their choices."""
+    """Label of the slowest replicas, which is `what` of their choices."""
     choices: list[Choice]
     groups: dict[str, list[str]]
     """Participants of each new replica, stage by stage."""
@@ -101,6 +101,7 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
     prediction = predict(RunSpec(planned, vocabulary))
     utilization = _utilization(prediction, outer)
     share = _compressed_share(planned)
+    slowest = max(range(len(boundaries)), key=lambda one: boundaries[one].seconds)
     worst = min(one.rung.equivalent for one in boundaries if one.rung is not None) if share else 1.0
     return Result(
         config=planned,
@@ -109,7 +110,7 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
         utilization=utilization,
         reached=utilization >= target,
         limit=_limit(boundaries, outer, free),
-        slowest=label_of([planned.replicas[one] for one in classes[_slowest_class(boundaries)]]),
+        slowest=label_of([planned.replicas[one] for one in classes[slowest]]),
         choices=[
             *(_grouping_choices(grouped) if grouped is not None else ()),
             *_outer_choices(config, planned, vocabulary, outer, own_outer),
@@ -203,17 +204,13 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
 
 
 def _compressed_share(config: RunConfig) -> float:
-    """Return the share of replicas that compress."""
-    counts = {
-        replica.name: fleet.count if (fleet := config.simulate.fleets.get(replica.name)) else 1
-        for replica in config.replicas
-    }
-    compressed = [
-        replica.name
-        for replica in config.replicas
-        if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full"
-    ]
-    return sum(counts[name] for name in compressed) / sum(counts.values())
+    compressed = total = 0
+    for replica in config.replicas:
+        count = fleet.count if (fleet := config.simulate.fleets.get(replica.name)) else 1
+        total += count
+        if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
+            compressed += count
+    return compressed / total
 
 
 def _grouping_choices(grouped: Grouped) -> Iterator[Choice]:
@@ -266,26 +263,15 @@ def _replica_choices(
             yield Choice(label, f"layers {layers}", "unchanged: its costs were measured for this split")
         else:
             yield Choice(label, f"layers {layers}", describe(replica, config, vocabulary, index))
-            yield Choice(label, *_schedule_choice(replica))
+            rows = replica.batch_size // replica.micro_batches
+            chosen = f"{replica.micro_batches} micro-batches of {rows}, {replica.extra_in_flight} extra in flight"
+            why = "smallest bubble, with the fewest micro-batches in flight that hide the links as far as required"
+            yield Choice(label, chosen, why)
         if found.rung is not None:
-            yield _boundary_choice(config, vocabulary, label, found, outer, free, share)
+            yield _boundary_choice(label, found, outer, free, share)
 
 
-def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
-    rows = replica.batch_size // replica.micro_batches
-    chosen = f"{replica.micro_batches} micro-batches of {rows}, {replica.extra_in_flight} extra in flight"
-    return chosen, "smallest bubble, with the fewest micro-batches in flight that hide the links as far as required"
-
-
-def _boundary_choice(
-    config: RunConfig,
-    vocabulary: int | None,
-    label: str,
-    found: Boundary,
-    outer: OuterChoice,
-    free: float,
-    share: float,
-) -> Choice:
+def _boundary_choice(label: str, found: Boundary, outer: OuterChoice, free: float, share: float) -> Choice:
     assert found.rung is not None
     slowest = found.schedule.slowest(found.rung)
     if slowest is None:
@@ -304,10 +290,6 @@ def describe_penalty(penalty: Penalty) -> str:
     """Return the rise of the loss as text, with the tables that it comes from."""
     ours = "not measured here" if penalty.measured is None else f"+{penalty.measured:.1%} measured at 0.34M"
     return f"loss +{penalty.paper:.1%} (Het-PP Table 2, 512M; {ours})"
-
-
-def _slowest_class(boundaries: Sequence[Boundary]) -> int:
-    return max(range(len(boundaries)), key=lambda one: boundaries[one].seconds)
 
 
 def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> str:

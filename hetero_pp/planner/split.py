@@ -17,8 +17,7 @@ from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
 from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on
 from hetero_pp.simulator.memory import Trains, memory_of_part
-
-Array = np.ndarray
+from hetero_pp.simulator.pipeline import Array
 
 NOT_COMPRESSED = BoundarySettings()
 
@@ -64,10 +63,9 @@ class Sizes:
 
 
 def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> Part:
-    """Return the part of a stage with that number of layers."""
     first, last = stage == 0, stage == load.stages - 1
     parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
-    return Part(layers, first, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
+    return Part(layers, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
 
 
 def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int, hardware: Hardware) -> float:

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.config.sweeps import quantity_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.errors import ConfigError
@@ -22,6 +21,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_trained
+from hetero_pp.simulator.sweep import quantity_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

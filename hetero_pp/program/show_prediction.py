@@ -11,7 +11,6 @@ from rich.console import Console
 
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
-from hetero_pp.config.sweeps import changes_nothing
 from hetero_pp.core.units import (
     format_bits_per_second,
     format_bytes,
@@ -29,7 +28,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 from hetero_pp.simulator.published import Comparison
-from hetero_pp.simulator.sweep import Sweep
+from hetero_pp.simulator.sweep import Sweep, changes_nothing
 
 
 def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Prediction) -> None:

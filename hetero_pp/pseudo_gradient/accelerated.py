@@ -57,12 +57,7 @@ def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float,
 
 
 def select_signs(
-    error: Tensor,
-    delta: Tensor,
-    groups: Iterable[Group],
-    density: float,
-    decay: float,
-    sum_over: SumOver | None = None,
+    error: Tensor, delta: Tensor, groups: Iterable[Group], density: float, decay: float, sum_over: SumOver | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor, Quantised]:
     """Select signs of a tensor and subtract them from `error`, as error_feedback.select does.
 

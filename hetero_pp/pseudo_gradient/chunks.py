@@ -14,13 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hetero_pp.core.device import CPU
+
 BAND_ELEMENTS = 1 << 19
 """Approximate number of elements processed at once on a CPU, few enough to stay in a cache."""
 
 GPU_BAND_ELEMENTS = 1 << 26
 """The same on a GPU, enough that its kernels take longer than their start."""
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)

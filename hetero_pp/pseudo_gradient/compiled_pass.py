@@ -22,6 +22,7 @@ from numba import extending, njit, types
 from numpy.typing import NDArray
 
 from hetero_pp.pseudo_gradient.quantise import STEPS_PER_OCTAVE
+from hetero_pp.pseudo_gradient.selection import GROUPS_PER_KEPT
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 """Mask of a float's bits without its sign."""
@@ -31,9 +32,6 @@ WORD = 64
 
 USUAL = 4
 """Most candidates of a usual word, which are always written: a branch on their number would often be mispredicted."""
-
-GROUPS_PER_KEPT = 8
-"""Fewest groups per kept value in which a threshold is searched."""
 
 OCTAVE = 1 << 23
 """Difference between the bits of a float and those of its double: the largest step to the next estimate."""
@@ -52,7 +50,7 @@ Places = NDArray[np.uint32]
 
 
 def _reach(builder: Any, bits: Any, least: Any) -> Any:
-    """Return the word of which lanes of `bits`, without their signs, reach `least`."""
+    """Return a word with a bit for each lane of `bits`: whether it reaches `least` without its sign."""
     keys = builder.and_(bits, ir.Constant(bits.type, [int(MAGNITUDE)] * WORD))
     return builder.bitcast(builder.icmp_signed(">=", keys, _on_all_lanes(builder, least)), ir.IntType(WORD))
 
@@ -73,7 +71,7 @@ def _lanes(context: Any, builder: Any, signature: Any, given: Any, argument: int
 
 @intrinsic
 def _advance_word(typing: Any, error: Any, delta: Any, start: Any, decay: Any, least: Any) -> Any:
-    """Update WORD values of a row from `start`; return the word of which magnitudes reach `least`."""
+    """Update WORD values of a row from `start`; return a word with a bit for each magnitude that reaches `least`."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         own, added = (_lanes(context, builder, signature, given, place, 2) for place in (0, 1))
@@ -87,7 +85,7 @@ def _advance_word(typing: Any, error: Any, delta: Any, start: Any, decay: Any, l
 
 @intrinsic
 def _compare_word(typing: Any, bits: Any, start: Any, least: Any) -> Any:
-    """Return the word of which magnitudes of WORD values from `start` reach `least`."""
+    """Return a word with a bit for each magnitude, of WORD values from `start`, that reaches `least`."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return _reach(builder, builder.load(_lanes(context, builder, signature, given, 0, 1), align=4), given[2])
@@ -193,7 +191,7 @@ def _append(
 ) -> np.uint64:
     """Append the values of the word's ones to those found; return their new number.
 
-    The word is of the bits from `start`, whose places begin at `first`.
+    The word compares the bits from `start` on. The place of the first of them is `first`.
     """
     ones = _ones(word)
     for index in range(USUAL):

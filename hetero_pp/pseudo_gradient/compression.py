@@ -35,9 +35,8 @@ class CompressionSettings(Settings):
     )
     memory: Literal["error_feedback", "momentum"] = Field(
         "error_feedback",
-        description="memory of a replica between rounds: `error_feedback` keeps values that were not "
-        "sent; `momentum` keeps a momentum of the replica, which is sent with each "
-        "difference (DiLoCo-LOM)",
+        description="memory of a replica between rounds: `error_feedback` keeps values that were not sent; "
+        "`momentum` keeps a momentum of the replica, which is sent with each difference (DiLoCo-LOM)",
     )
     error_feedback_decay: float = Field(0.95, ge=0, le=1, description="decay of the memory (beta in the papers)")
     accelerator: Annotated[Literal["torch", "numba", "compile"], NotPartOf.EITHER] = Field(

@@ -128,7 +128,6 @@ def _put_settings(writer: Writer, settings: CompressionSettings) -> None:
 
 
 def encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
-    """Encode the selection of one tensor."""
     writer = Writer()
     groups, quantised = list(groups_of(shape, settings.tile)), selection.quantised
     values = quantised.values if quantised.codes is None else quantised.codes
@@ -264,7 +263,6 @@ def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str,
 
 
 def _read_values(reader: Reader, count: int, kept: Kept, settings: CompressionSettings) -> Tensor:
-    """Read the values [count] of chunks."""
     width = settings.value_bits
     if width == 32:
         return _floats(reader, reader.take_stream(4 * count, 4 * count))
@@ -337,7 +335,7 @@ def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, in
     return round(positions / 8), round(values / 8) + magnitudes
 
 
-def most_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
+def most_bytes(shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
     """Return an upper bound of a blob's size for tensors of these shapes; longer blobs are refused unread."""
     return _HEADER_ROOM + sum(
         _TENSOR_ROOM + len(name) + _BYTES_A_VALUE * kept_values(shape, settings) for name, shape in shapes.items()

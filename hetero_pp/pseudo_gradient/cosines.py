@@ -29,7 +29,7 @@ def transformed(tensor: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def restored(coefficients: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Return the tensor whose `transformed` is `coefficients`, except for rounding."""
+    """Invert `transformed`, except for rounding."""
     return _by_chunks(coefficients, tile, _term_by_term)
 
 

@@ -22,12 +22,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient import fused, two_level
+from hetero_pp.pseudo_gradient import fused
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.cosines import transformed
 from hetero_pp.pseudo_gradient.quantise import Quantised, SumOver, quantise_as
-from hetero_pp.pseudo_gradient.random_k import random_positions
+from hetero_pp.pseudo_gradient.selection import find_largest, random_positions
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _advance_band(
     band.part(as_matrix(error)).mul_(decay).add_(band.part(as_matrix(delta)))
     if settings.selection == "random_k":
         return random_positions(band.count, band.size, kept, generator).to(error.device)
-    return two_level.find(as_matrix(error), band, kept)
+    return find_largest(as_matrix(error), band, kept)
 
 
 def _joined(parts: list[Tensor], none: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Error feedback and the largest magnitude of each group in one pass over memory, compiled by torch for GPUs.
 
-The next steps read few values: the groups' largest, and those in the chosen groups (as in two_level). A compiler may
+The next steps read few values: the groups' largest, and those in the chosen groups (as in selection). A compiler may
 round a multiplication and an addition once, so the error can differ from the CPU's in the last place.
 """
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix
-from hetero_pp.pseudo_gradient.top_k import top_k_positions
-from hetero_pp.pseudo_gradient.two_level import MAGNITUDE, choose, find_among, group_height
+from hetero_pp.pseudo_gradient.selection import MAGNITUDE, choose, find_among, group_height, top_k_positions
 
 
 def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) -> Tensor:

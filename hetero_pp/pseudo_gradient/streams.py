@@ -29,7 +29,7 @@ class Writer:
         self._parts.append(struct.pack(f"<{layout}", *values))
 
     def put_bytes(self, data: bytes) -> None:
-        """Write bytes whose number the reader knows."""
+        """Write bytes without their number, which the reader knows."""
         self._parts.append(data)
 
     def put_text(self, text: str) -> None:
@@ -46,7 +46,6 @@ class Writer:
         self._parts.append(coded if is_smaller else data)
 
     def take(self) -> bytes:
-        """Return everything that was written."""
         return b"".join(self._parts)
 
 
@@ -92,7 +91,6 @@ class Reader:
             raise self.error(f"found {len(self._rest)} bytes after the end")
 
     def error(self, reason: str) -> MalformedContribution:
-        """Return the exception for a reason."""
         return MalformedContribution(f"{self._what}: {reason}")
 
     def _size_of_frame(self, coding: int, coded: memoryview) -> int:

@@ -31,7 +31,6 @@ def validation_rows(spec: RunSpec, member: MemberSpec, source: Source) -> list[T
 
 
 def batches_of(spec: RunSpec, member: MemberSpec, source: Source, share: Share) -> Batches:
-    """Return the training batches of one share."""
     data, size, seed = spec.config.data, member.replica.batch_size, share.seed(spec.config.seed)
     if isinstance(source, StreamedCorpus):
         return source.batches(data.sequence_length, seed, share.replica, share.replicas, size)

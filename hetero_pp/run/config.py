@@ -11,7 +11,6 @@ from pydantic.json_schema import SkipJsonSchema
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import LineSettings, SiteSettings
 from hetero_pp.config.links import LinkSettings
-from hetero_pp.config.rehearsal import Rehearsal
 from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.config.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
@@ -19,10 +18,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.run.check_audit import check_audit
-from hetero_pp.run.check_recomputed import check_recomputed
-from hetero_pp.run.check_topology import check_exchange, check_lines, check_topology
-from hetero_pp.run.counted import counted
+from hetero_pp.run.checks import check_audit, check_exchange, check_lines, check_recomputed, check_topology
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.store.settings import StoreSettings
@@ -43,6 +39,45 @@ def valid_run_name(value: Any) -> Any:
         expected = "expected letters, digits, `-`, `_` and `.`, the first a letter or a digit"
         raise ValueError(f"found `{shown}`, {expected}, at most {LONGEST_RUN_NAME}")
     return value
+
+
+MOST_GROUPS = 1000
+"""Most groups for which one entry of `replicas` may stand."""
+
+
+def counted(entries: Any) -> Any:
+    """Expand the entries of `replicas` to one for every possible group.
+
+    `{name: home, count: 2..50}` becomes home-1 to home-50; the run requires the first two. The first takes the position
+    of the entry, and the others follow all entries, so every entry keeps its index in the YAML. Raises ValueError for
+    an invalid count.
+    """
+    if not isinstance(entries, list):
+        return entries
+    found, more = [], []
+    for entry in entries:
+        if isinstance(entry, dict) and entry.get("count") is not None:
+            least, most = _bounds(entry["count"])
+            first, *others = [_copy(entry, number, number > least) for number in range(1, most + 1)]
+            found.append(first)
+            more += others
+        else:
+            found.append(entry)
+    return [*found, *more]
+
+
+def _bounds(count: Any) -> tuple[int, int]:
+    text = str(count)
+    match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if not least <= most <= MOST_GROUPS or most == 0:
+        raise ValueError(f"found count `{text}`, expected a number, or a range such as `0..50`, up to {MOST_GROUPS}")
+    return least, most
+
+
+def _copy(entry: dict[str, Any], number: int, is_optional: bool) -> dict[str, Any]:
+    own = {key: value for key, value in entry.items() if key != "count"}
+    return {**own, "name": f"{entry.get('name', '')}-{number}", "optional": is_optional}
 
 
 class SnapshotSettings(Settings):
@@ -69,10 +104,9 @@ class StateSettings(Settings):
     )
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
         True,
-        description="copy Adam's moments at the start of each round (8 bytes per parameter, in a "
-        "file without a name in the run's folder), so that a replica can repeat the "
-        "round. Without it, a replica that repeats a round continues with its current "
-        "moments, and a datacenter replica may send twice the difference",
+        description="copy Adam's moments at the start of each round (8 bytes per parameter, in a file without a name "
+        "in the run's folder), so that a replica can repeat the round. Without it, a replica that repeats a round "
+        "continues with its current moments, and a datacenter replica may send twice the difference",
     )
 
 
@@ -85,6 +119,18 @@ class RestartSettings(Settings):
     within: Duration = Field(600.0, gt=0)
 
 
+class Rehearsal(Settings):
+    """Mark of a rehearsal: a run with real links, messages and rounds, and with timed waits in place of compute.
+
+    `hetero-pp rehearse` sets it; no YAML may set it. `outer.rounds` and `inner.steps` of its configuration are those
+    that are rehearsed. This section holds those of the run that it stands for. Costs of compute and hardware are those
+    of the section `simulate`.
+    """
+
+    rounds: int = Field(ge=1, description="outer rounds of the run that is rehearsed")
+    steps: int | None = Field(ge=1, description="inner steps a round of that run; null with `inner.seconds`")
+
+
 class RunConfig(Settings):
     """Configuration of one training run."""
 
@@ -95,7 +141,7 @@ class RunConfig(Settings):
         NotPartOf.OUTCOME,
     ] = Field(
         description=f"name of the run's folder under runs/: at most {LONGEST_RUN_NAME} letters, "
-        "digits, `-`, `_` and `.`",
+        "digits, `-`, `_` and `.`"
     )
     seed: int = Field(0, ge=0)
     threads: Annotated[int, NotPartOf.EITHER] = Field(

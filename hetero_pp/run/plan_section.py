@@ -63,11 +63,7 @@ def check_participants(
         if one.name in seen or one.name in sites:
             raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected unique names")
         seen.add(one.name)
-        if one.uplink is not None and one.uplink not in kinds:
-            known = ", ".join(kinds) or "none are defined"
-            raise ConfigError(
-                (*here, index, "uplink"), f"found `{one.uplink}`, expected one of the kinds under `links` ({known})"
-            )
+        check_kind(one.uplink, kinds, (*here, index, "uplink"), "links")
         check_kind(one.line, lines, (*here, index, "line"))
         first = next(other for other in plan.participants if other.name == one.name or other.site == one.site)
         if one.site is not None and one.line != first.line:

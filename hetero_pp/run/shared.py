@@ -63,9 +63,9 @@ def kept_tokenizer(folder: Path) -> Path | None:
 
 
 def own_configuration(
-    told: str, member: str, data: str | None, tokenizer: Path | None, listen: str | None, device: str = "auto"
+    told: str, member: str, data: str | None, tokenizer: Path | None, device: str = "auto"
 ) -> RunConfig:
-    """Return the run's configuration for this host: its own paths and device, and where its stage listens, if it does.
+    """Return the run's configuration for this host, with its own paths and device.
 
     An exchange may be hostile. So its configuration sets no path and no address of this host. The store, the initial
     weights and the member's listening address are left out, and DeepSpeed's JSON is checked against a list of keys.

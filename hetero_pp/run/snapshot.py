@@ -1,7 +1,7 @@
 """Snapshot: all parameters, the subspace's basis U and the outer momentum after a round, in one safetensors file.
 
-Snapshot 0 has the initial weights and U. Neither is ever drawn again, because random numbers and QR may differ between
-machines.
+Snapshot 0 has the initial weights, random or those of a LLaMA checkpoint, and U. Neither is ever drawn again, because
+random numbers and QR may differ between machines.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from torch import Tensor
 from hetero_pp.core.bounded import INTEGER_DIGITS_MAX
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.core.files import whole
+from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.core.tensor_files import read_at, save_tensors
-from hetero_pp.model.transformer import ModelShape, Shapes, Transformer, initialise, materialise, shapes_of
+from hetero_pp.hugging_face.reading import read_parameters, require_checkpoint
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, Shapes, Transformer, initialise, materialise, shapes_of
 from hetero_pp.outer.step import parameter_of, parameter_sha256, parameters_sha256
 from hetero_pp.pipeline.subspace import random_basis
+from hetero_pp.run.spec import RunSpec
 
 BASIS = "subspace.basis"
 MOMENTUM = "outer.momentum."
@@ -51,22 +54,49 @@ class Snapshot:
     momentum: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
         basis = {} if self.basis is None else {BASIS: self.basis}
         momentum = {MOMENTUM + name: tensor for name, tensor in self.momentum.items()}
         return {**self.parameters, **basis, **momentum}
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of all tensors by name."""
         return shapes_of(self.tensors())
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors()[name]
 
     def pieces(self, name: str) -> Iterator[memoryview | bytes]:
-        """Yield the bytes of a tensor."""
         yield self.tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def require_weights(spec: RunSpec) -> Sequence[str]:
+    """Raise ConfigError if the initial weights are missing or do not have the run's shape; reads headers only.
+
+    Returns notes on what changes when they are read.
+    """
+    folder = spec.config.model.weights
+    if folder is None or not require_checkpoint(Path(folder), spec.shape, spec.parameter_shapes).is_tied:
+        return ()
+    added = math.prod(spec.parameter_shapes[EMBEDDING])
+    return (
+        f"model.weights: {folder} ties its head to its token embedding; from here on they train apart, which makes "
+        f"{added:,} more parameters",
+    )
+
+
+def first_snapshot(spec: RunSpec, on_progress: OnProgress = untold) -> Snapshot:
+    """Return the first snapshot of a run, with random weights or those in the folder of `model.weights`.
+
+    The basis U is random in both cases. If boundaries are compressed, the embedding of the checkpoint is split by it.
+    That of a rehearsal has no tensors.
+    """
+    if spec.config.rehearsal is not None:
+        return Snapshot(0, {}, None)
+    require_weights(spec)
+    weights, parameters = spec.config.model.weights, None
+    if weights is not None:
+        parameters = read_parameters(Path(weights), spec.parameter_shapes, on_progress)
+    return initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed, parameters)
 
 
 def initial_snapshot(
@@ -100,17 +130,8 @@ def save_snapshot(snapshot: Snapshot, path: Path) -> None:
         save_tensors(tensors, part, metadata)
 
 
-def load_snapshot(path: Path, called: str = "") -> Snapshot:
-    """Read a snapshot. Errors call it `called`, by default its path.
-
-    Raises DamagedFile if it is not as written, StoreError if the disk cannot read it.
-    """
-    with open_snapshot(path, called) as file:
-        return file.snapshot()
-
-
 class OpenSnapshot:
-    """A snapshot in a file, of which one tensor at a time is read. It stays readable after the file was removed."""
+    """A snapshot in a file, read one tensor at a time. It stays readable after the file was removed."""
 
     def __init__(self, path: Path, called: str) -> None:
         """Errors call it `called`. Raises OSError, or the errors of safetensors; the digest is not compared."""
@@ -205,7 +226,8 @@ def _round_of(metadata: Mapping[str, str], called: str) -> int:
 def open_snapshot(path: Path, called: str = "") -> OpenSnapshot:
     """Open a snapshot to read tensors one at a time, after comparing all with the digest.
 
-    Raises the errors of `load_snapshot`.
+    Errors call it `called`, by default its path. Raises DamagedFile if it is not as written, StoreError if the disk
+    cannot read it.
     """
     called = called or str(path)
     try:

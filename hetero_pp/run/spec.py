@@ -151,7 +151,6 @@ class RunSpec:
         return self.config.inner.require_steps("the number of steps per round is not known in advance")
 
     def with_changes(self, changes: Changes) -> RunSpec:
-        """Return the same run with other changes."""
         return RunSpec(self.config, self.shape.vocabulary, changes)
 
     @cached_property

@@ -34,17 +34,13 @@ class ConfigFile:
     """YAML file with a RunConfig, and the line of each key."""
 
     def __init__(
-        self,
-        path: Path,
-        overrides: Sequence[Given] = (),
-        changes: Mapping[str, Any] | None = None,
-        kept: bool = False,
+        self, path: Path, overrides: Sequence[Given] = (), changes: Mapping[str, Any] | None = None, kept: bool = False
     ) -> None:
         """Load a file and apply changes.
 
         `overrides` are values of `--set` such as `outer.rounds=20`, or of other options. `changes` are the same as
         mappings: {"outer": {"rounds": 20}}. `kept`: this program wrote the file into the folder of a run, so it may
-        be that of a rehearsal.
+        be the file of a rehearsal.
 
         Raises ConfigError with file, line and key, or with the override that is at fault.
         """
@@ -70,7 +66,7 @@ class ConfigFile:
             raise self.located(ConfigError(("rehearsal",), _NOT_A_RUN))
 
     def as_rehearsal(self, rounds: int, steps: int) -> ConfigFile:
-        """Return the file of the rehearsal, whose errors have the lines of this file (RunConfig.as_rehearsal)."""
+        """Return the file of this run's rehearsal (RunConfig.as_rehearsal). Its errors name the lines of this file."""
         found = copy(self)
         try:
             found.config = self.config.as_rehearsal(rounds, steps)

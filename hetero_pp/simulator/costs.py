@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
+from hetero_pp.model.transformer import LAYERS, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -60,7 +60,6 @@ class Part:
     """Part of the model that one member owns."""
 
     layers: int
-    embeds: bool
     predicts: bool
     parameters: int
     beside: Beside = NOTHING
@@ -132,12 +131,12 @@ def cost_on(
 def part_of(spec: RunSpec, member: MemberSpec) -> Part:
     """Return the part of the model that a member owns."""
     parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
-    layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
+    layers = len({block_of(name) for name in member.owned if name.startswith(LAYERS)})
     predicts = any(name.startswith("lm_head") for name in member.owned)
     own = NOTHING
     if member.stage is not None and member.stage.count > 1 and isinstance(member.replica, ParticipantsReplica):
         own = beside(spec.shape, member.replica.boundary, member.stage.is_first)
-    return Part(layers, EMBEDDING in member.owned, predicts, parameters, own)
+    return Part(layers, predicts, parameters, own)
 
 
 def cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:

@@ -20,9 +20,8 @@ from hetero_pp.simulator.memory import (
     largest_block_bytes,
     outer_moment_bytes,
     parameters_of_model,
-    representatives,
 )
-from hetero_pp.simulator.volumes import RINGS
+from hetero_pp.simulator.volumes import RINGS, replica_count
 
 CONNECTION_BYTES = 2e6
 """Streams and threads of one member: benchmarks/exchange_load.py, runs of the smallest model."""
@@ -65,8 +64,7 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
 def _decoding_bytes(spec: RunSpec) -> float:
     """Return the memory to decode the largest tensor of each replica, as it arrives and for the auditor."""
     largest = max(spec.parameter_shapes.values(), key=math.prod)
-    replicas = sum(count for _, count in representatives(spec))
-    return min(2 * replicas, MOST_DECODED) * decoded_bytes(largest, spec.config.outer.compression)
+    return min(2 * replica_count(spec), MOST_DECODED) * decoded_bytes(largest, spec.config.outer.compression)
 
 
 def is_freed_at_once(values: int) -> bool:

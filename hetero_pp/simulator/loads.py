@@ -55,10 +55,7 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
     `counts` is the number of replicas that a name stands for, if not one.
     """
     sizes = blob_sizes(spec)
-    own, blocks = member.replica.name, {block_of(name) for name in member.owned}
-    wanted = blocks | ({block_of(EMBEDDING)} if member.follows_embedding else set())
-    if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
-        wanted = {block_of(name) for name in spec.parameter_shapes}
+    own, blocks, wanted = member.replica.name, {block_of(name) for name in member.owned}, wanted_blocks(spec, member)
     down = {block: Counter[int]() for block in wanted}
     for blobs, count in _distinct_blobs(spec, tuple((counts or {}).items())):
         for block in wanted:
@@ -67,6 +64,13 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
         down[block][sizes[own][block]] -= 1
     received = [(size, count) for found in down.values() for size, count in found.items() if count]
     return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": received}
+
+
+def wanted_blocks(spec: RunSpec, member: MemberSpec) -> set[str]:
+    """Return the blocks that a member fetches from all replicas, to average them."""
+    if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
+        return {block_of(name) for name in spec.parameter_shapes}
+    return {block_of(name) for name in (*member.owned, *([EMBEDDING] if member.follows_embedding else ()))}
 
 
 @lru_cache(maxsize=4)  # every member asks for it, in both directions

@@ -31,7 +31,7 @@ from hetero_pp.simulator.costs import Part, checkpointing_of, part_of
 from hetero_pp.simulator.loads import blob_sizes
 
 Place = Literal["host", "device"]
-"""The memory of the machine, or that of the accelerator on which a member computes."""
+"""The machine's memory, or the memory of the accelerator on which a member computes."""
 
 
 class Phase(StrEnum):
@@ -242,7 +242,7 @@ def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iter
 
 
 BAND_BYTES = 7
-"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`two_level.find`)."""
+"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`find_largest`)."""
 SELECTED_BYTES = 32
 """Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.pipeline import Array, GroupClock
-from hetero_pp.simulator.volumes import Crossing, exchange_bandwidth, is_ring, site_bandwidths
+from hetero_pp.simulator.volumes import exchange_bandwidth, is_ring, site_bandwidths
 
 Fleets = Sequence[tuple[Fleet, GroupClock]]
 
@@ -59,14 +59,13 @@ def _beside(clock: GroupClock) -> GroupClock:
 
 def _carry(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
     """Exchange all contributions until every member has them; return when the round closed."""
-    if communicates and not is_ring(spec.config.simulate):
-        closed = _send(spec, fleets)
-        _wait_until(fleets, closed)
+    is_gathered = communicates and not is_ring(spec.config.simulate)
+    closed = _send(spec, fleets) if is_gathered else _last(fleets)
+    for _, clock in fleets:
+        clock.free[:] = closed
+    if is_gathered:
         _receive(spec, fleets)
-        return closed
-    closed = _last(fleets)
-    _wait_until(fleets, closed)
-    if communicates:
+    elif communicates:
         _pass_around(fleets)
     return closed
 
@@ -104,7 +103,8 @@ def _receive(spec: RunSpec, fleets: Fleets) -> None:
     for name, bandwidth in site_bandwidths(spec, "backward"):
         of = [fleet.at_site(name) for fleet, _ in fleets]
         sizes = _flat(fleets, [fleet.down.n_bytes for fleet, _ in fleets], of)
-        shares = iter(np.split(fair_ends(sizes, bandwidth), np.cumsum(_counts(fleets, of))[:-1]))
+        counts = [int(at.sum()) * fleet.count for (fleet, _), at in zip(fleets, of, strict=True)]
+        shares = iter(np.split(fair_ends(sizes, bandwidth), np.cumsum(counts)[:-1]))
         for (fleet, clock), at, end in zip(fleets, of, ends, strict=True):
             own = clock.free[at] + next(shares).reshape(int(at.sum()), fleet.count) + fleet.down.delay[at]
             end[at] = np.maximum(end[at], own)
@@ -122,23 +122,15 @@ def _receive(spec: RunSpec, fleets: Fleets) -> None:
 def _pass_around(fleets: Fleets) -> None:
     """Pass contributions around a ring. All begin together, and every step takes as long as its slowest link."""
     slowest = max(float(np.maximum(fleet.up.seconds, fleet.down.seconds).max()) for fleet, _ in fleets)
-    up, down = (max(float(way.delay.max()) for way in ways) for ways in _both_ways(fleets))
+    up = max(float(fleet.up.delay.max()) for fleet, _ in fleets)
+    down = max(float(fleet.down.delay.max()) for fleet, _ in fleets)
     for _, clock in fleets:
         _until(clock, "pass contributions on", clock.free + slowest + up + down)
-
-
-def _both_ways(fleets: Fleets) -> tuple[list[Crossing], list[Crossing]]:
-    return [fleet.up for fleet, _ in fleets], [fleet.down for fleet, _ in fleets]
 
 
 def _last(fleets: Fleets) -> float:
     """Return when the last member that stays is ready."""
     return max(float(np.where(fleet.stays, clock.free, 0.0).max()) for fleet, clock in fleets)
-
-
-def _wait_until(fleets: Fleets, moment: float) -> None:
-    for _, clock in fleets:
-        clock.free[:] = moment
 
 
 def _until(clock: GroupClock, what: str, ends: Array) -> None:
@@ -147,10 +139,6 @@ def _until(clock: GroupClock, what: str, ends: Array) -> None:
         for stage, starts in enumerate(clock.free):
             clock.on_span(f"stage {stage}", what, 0, starts.copy(), ends[stage])
     clock.free[:] = ends
-
-
-def _counts(fleets: Fleets, of: Sequence[Array]) -> list[int]:
-    return [int(at.sum()) * fleet.count for (fleet, _), at in zip(fleets, of, strict=True)]
 
 
 def _flat(fleets: Fleets, values: Sequence[Array], of: Sequence[Array]) -> Array:

@@ -54,7 +54,6 @@ class Hops:
         return replace(self, seconds=seconds, latency=latency, jitter=jitter)
 
     def path(self, hop: int, column: int) -> Path:
-        """Return the path of one hop of one group."""
         seconds = float(self.seconds[hop, column])
         return Path(
             self.bits / seconds if seconds else INFINITY,
@@ -98,38 +97,11 @@ class Groups:
 
     def columns(self, of: slice, times: int) -> Groups:
         """Return the columns `of` the groups, repeated `times` times side by side: [S, times * G]."""
-        return Groups(
-            self.micro_batches,
-            self.extra_in_flight,
-            np.tile(self.forward[:, of], times),
-            np.tile(self.backward[:, of], times),
-            np.tile(self.update[:, of], times),
-            self.activations.columns(of, times),
-            self.gradients.columns(of, times),
-            self.capacities,
+        forward, backward, update = (np.tile(rows[:, of], times) for rows in (self.forward, self.backward, self.update))
+        activations, gradients = self.activations.columns(of, times), self.gradients.columns(of, times)
+        return replace(
+            self, forward=forward, backward=backward, update=update, activations=activations, gradients=gradients
         )
-
-
-@dataclass
-class StepTimes:
-    """Times of some inner steps that began at time 0."""
-
-    ends: Array
-    """Time when each stage completed its last optimizer step, [S, G]."""
-    steps: list[Array]
-    """Times when the first stage completed each optimizer step, [G] each."""
-
-
-def time_steps(
-    groups: Groups, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
-) -> StepTimes:
-    """Time `steps` inner steps and the flush.
-
-    `random` draws jitter (none without it); `on_span` receives every span.
-    """
-    clock = GroupClock(groups, random, on_span)
-    ends = clock.inner_loop(steps)
-    return StepTimes(clock.free, ends)
 
 
 @lru_cache(maxsize=64)
@@ -139,7 +111,6 @@ def step_order(stages: int, micro_batches: int, extra_in_flight: int) -> Sequenc
 
 
 def step_programs(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[Sequence[Event]]:
-    """Return the events of one step for each stage."""
     return [one_forward_one_backward(s, stages, micro_batches, extra_in_flight) for s in range(stages)]
 
 
@@ -282,7 +253,6 @@ class GroupClock:
                 self._receive("gradient", stage, stage, event.micro_batch)
 
     def _update(self, stage: int) -> None:
-        """Run the optimizer step of a stage."""
         self._compute(stage, "update", 0, self.groups.update[stage])
 
     def shift(self, seconds: Array) -> None:
@@ -343,7 +313,6 @@ class Timed:
     """Index of each of its lines among the lines of all groups; None if there is no other group."""
 
     def path(self, kind: str, hop: int) -> Path:
-        """Return the path of a hop."""
         path = self.hops[kind].path(hop, self.column)
         return path if self.lines is None else replace(path, lines=tuple(self.lines[place] for place in path.lines))
 

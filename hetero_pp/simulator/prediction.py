@@ -24,11 +24,10 @@ from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.fleets import Fleet, fleets_of
-from hetero_pp.simulator.neighbours import inner_loops
+from hetero_pp.simulator.inner_loops import RoundSteps, inner_loops, round_lengths
 from hetero_pp.simulator.outer_round import run_outer_round, run_overlapped_round, seconds_to_contribute
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
-from hetero_pp.simulator.round_steps import RoundSteps, round_lengths
 
 ROUNDS = 2
 """Rounds that are timed. Only the last counts, because those after it are the same."""
@@ -142,16 +141,11 @@ class Prediction:
 
     def as_point(self) -> dict[str, Any]:
         """Return the object that a sweep writes; `utilization` is the relative one."""
+        times = ("step_seconds", "round_seconds", "tokens_per_second", "days", "outer_seconds")
         return {
             "utilization": self.utilization["relative"],
             "absolute_utilization": self.utilization["absolute"],
-            "step_seconds": self.step_seconds,
-            "round_seconds": self.round_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "days": self.days,
-            "outer_seconds": self.outer_seconds,
-            "sent_bytes": self.sent_bytes,
-            "received_bytes": self.received_bytes,
+            **{name: getattr(self, name) for name in (*times, "sent_bytes", "received_bytes")},
             "published": [one.as_json() for one in self.published],
         }
 
@@ -219,7 +213,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     )
     if not simulate.published:
         return found
-    return replace(found, published=compared(spec.config, found.as_json()))
+    return replace(found, published=list(compared(spec.config, found.as_json())))
 
 
 def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
@@ -238,7 +232,7 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
     for _ in range(ROUNDS):
         starts = [clock.free[0].copy() for clock in clocks]
         spent = [start - opened + after for start, after in zip(starts, to_contribute, strict=True)]
-        steps = [length.within(seconds) for length, seconds in zip(lengths, spent, strict=True)]
+        steps = [length(seconds) for length, seconds in zip(lengths, spent, strict=True)]
         step_ends = inner_loops(spec, fleets, clocks, [own.of_first for own in steps])
         for own, clock in zip(steps, clocks, strict=True):
             own.finish(clock)
@@ -261,7 +255,7 @@ def _run_overlapped(
     """
     lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
     clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
-    steps = [length.within(np.zeros(fleet.count)) for length, fleet in zip(lengths, fleets, strict=True)]
+    steps = [length(np.zeros(fleet.count)) for length, fleet in zip(lengths, fleets, strict=True)]
     spent, inner, step_ends = 0.0, list[Array](), list[list[Array]]()
 
     def train() -> None:

@@ -42,15 +42,11 @@ class Comparison:
         return asdict(self) | {"ratio": self.ratio, "holds": self.holds}
 
 
-def compared(config: RunConfig, prediction: Mapping[str, Any]) -> list[Comparison]:
-    """Return the comparisons that apply to this configuration.
+def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Yield the comparisons that apply to this configuration.
 
     Raises ConfigError for numbers that are not predicted.
     """
-    return list(_compared(config, prediction))
-
-
-def _compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comparison]:
     for index, number in enumerate(config.simulate.published):
         key = ("simulate", "published", index)
         if not all(_has(config, key, name, value) for name, value in number.when.items()):

@@ -49,11 +49,7 @@ class _Change:
 
 
 def remedy(
-    spec: RunSpec,
-    members: Sequence[tuple[MemberSpec, Memory]],
-    needed: float,
-    capacity: float,
-    place: Place,
+    spec: RunSpec, members: Sequence[tuple[MemberSpec, Memory]], needed: float, capacity: float, place: Place
 ) -> str:
     """Name the first key that makes members fit into a memory that they share, or else the one that saves most."""
     saved = [(change, _saved(spec, members, change, place)) for change in _changes(members)]

@@ -22,16 +22,16 @@ from statistics import fmean
 
 import numpy as np
 
-from hetero_pp.config.lines import LineSpec
+from hetero_pp.config.lines import LineSpec, check_kind
 from hetero_pp.config.links import EXCHANGE, Direction, LinkShape, exchange_link_name
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.volume import Volume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.loads import Messages, blob_sizes, exchange_messages
+from hetero_pp.simulator.loads import Messages, blob_sizes, exchange_messages, wanted_blocks
 from hetero_pp.simulator.pipeline import Array
 
 
@@ -72,11 +72,7 @@ def check_exchange(spec: RunSpec) -> None:
     seen: set[str] = set()
     for name, site in simulate.sites.items():
         key = ("simulate", "sites", name)
-        if site.uplink not in spec.config.links:
-            known = ", ".join(spec.config.links) or "none are defined"
-            raise ConfigError(
-                (*key, "uplink"), f"found `{site.uplink}`, expected one of the kinds under `links` ({known})"
-            )
+        check_kind(site.uplink, spec.config.links, (*key, "uplink"), "links")
         for one in site.members:
             found = {member.name for member in spec.members.values() if one in (member.name, member.replica.name)}
             if not found:
@@ -100,8 +96,7 @@ def check_exchange(spec: RunSpec) -> None:
 
 def _check_shared(spec: RunSpec, line: LineSpec) -> None:
     """Raise ConfigError if a member of a shared line stands for several replicas."""
-    members = [spec.members[name] for name in line.members if name in spec.members]
-    for member in members:
+    for member in (spec.members[name] for name in line.members if name in spec.members):
         fleet = spec.config.simulate.fleets.get(member.replica.name)
         if len(line.members) > 1 and fleet is not None and fleet.count > 1:
             raise ConfigError(
@@ -119,15 +114,13 @@ def _check_ring(spec: RunSpec) -> None:
     if simulate.exchange == "ring_all_reduce" and spec.config.outer.compression.density < 1:
         raise ConfigError(
             key,
-            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: "
-            "sums of sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` "
-            "forwards them unchanged",
+            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: sums of "
+            "sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` forwards them unchanged",
         )
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
     if simulate.sites or shared or simulate.exchange_bandwidth is not None:
         raise ConfigError(
-            key,
-            f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it",
+            key, f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it"
         )
 
 
@@ -215,7 +208,11 @@ def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
         case "gather":
             return gathered
         case "parameter_server":
-            return {"forward": gathered["forward"], "backward": _aggregate(spec, member)}
+            sizes = aggregate_bytes(spec)
+            return {
+                "forward": gathered["forward"],
+                "backward": [(sizes[block], 1) for block in sorted(wanted_blocks(spec, member))],
+            }
         case "ring_all_gather":
             passed_on = [(own, replicas - 1)]
         case "ring_all_reduce":
@@ -231,15 +228,6 @@ def replica_count(spec: RunSpec) -> int:
     """Return R: all replicas, including those that a fleet's name stands for."""
     fleets = spec.config.simulate.fleets
     return sum(fleets[one.name].count if one.name in fleets else 1 for one in spec.config.replicas)
-
-
-def _aggregate(spec: RunSpec, member: MemberSpec) -> list[tuple[int, int]]:
-    blocks = {block_of(name) for name in member.owned}
-    blocks |= {block_of(EMBEDDING)} if member.follows_embedding else set()
-    if spec.config.outer.source == "gradient":
-        blocks = {block_of(name) for name in spec.parameter_shapes}
-    sizes = aggregate_bytes(spec)
-    return [(sizes[block], 1) for block in sorted(blocks)]
 
 
 def aggregate_bytes(spec: RunSpec) -> dict[str, int]:

@@ -33,13 +33,13 @@ class Faults:
     """Rounds whose record is written before the member's contribution arrives."""
 
     def reached(self, phase: Phase, round_: int) -> None:
-        """Called when the member reaches this phase of a round; may block."""
+        """Inject a fault when the member reaches this phase of a round; may block."""
 
     def touch(self, theta: Mapping[str, Tensor]) -> None:
-        """Called with the member's parameters at the start of a round; may change them."""
+        """Inject a fault into the member's parameters at the start of a round."""
 
     def write(self) -> None:
-        """Called before the member writes to its disk. Raises OSError to simulate a full disk."""
+        """Inject a fault before the member writes to its disk. Raises OSError to simulate a full disk."""
 
     def disk(self, store: Store) -> Store:
         """Return the store that the exchange writes to."""

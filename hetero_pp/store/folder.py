@@ -2,6 +2,9 @@
 
 `create` uses a hard link, so exactly one of several writers gets a name. A name is durable only once its folder has
 been flushed to disk too.
+
+`reading` and `writing` give an object of any store as a local file. For a store without files, a temporary copy is
+downloaded or uploaded.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Literal, TypeVar
 
 from hetero_pp.core.errors import StoreError
 from hetero_pp.core.files import flush, free_space, is_part, part_of, remove_parts, whole, write_all
-from hetero_pp.store.store import checked
+from hetero_pp.store.store import Store, checked
 
 MOST_TRIES = 10
 
@@ -58,14 +62,16 @@ class FolderStore:
         top = self.path(folder) if folder else self.folder
         with storing("listed", top):
             found = (Path(here) / name for here, _, names in os.walk(top, onerror=_raise) for name in names)
-            return sorted(path.relative_to(self.folder).as_posix() for path in found if _is_whole(path.name))
+            return sorted(path.relative_to(self.folder).as_posix() for path in found if not is_part(path.name))
 
     def names(self, folder: str = "") -> list[str]:
         top = self.path(folder) if folder else self.folder
         with storing("listed", top):
             try:
                 with os.scandir(top) as found:
-                    return sorted(f"{one.name}/" if one.is_dir() else one.name for one in found if _is_whole(one.name))
+                    return sorted(
+                        f"{one.name}/" if one.is_dir() else one.name for one in found if not is_part(one.name)
+                    )
             except FileNotFoundError:
                 return []
 
@@ -161,10 +167,6 @@ def _retried(write: Callable[[], T]) -> T:
     return write()
 
 
-def _is_whole(name: str) -> bool:
-    return not is_part(name)
-
-
 def _raise(error: OSError) -> None:
     """Raise an error of os.walk, except that an entry was removed meanwhile."""
     if not isinstance(error, FileNotFoundError):
@@ -185,3 +187,43 @@ def storing(done: str, path: Path) -> Iterator[None]:
     except OSError as error:
         reason = "; ".join(filter(None, (error.strerror, free_space(error, path))))
         raise StoreError(f"{path}: cannot be {done} ({reason})") from error
+
+
+# ---- objects of any store as local files ----
+
+
+@contextmanager
+def reading(store: Store, key: str) -> Iterator[Path]:
+    """Yield an object as a read-only file. Raises FileNotFoundError if there is none."""
+    path = store.path(key)
+    if path is not None:
+        yield path
+        return
+    with _scratch(key) as copy:
+        store.get_to(key, copy)
+        yield copy
+
+
+@contextmanager
+def writing(store: Store, key: str) -> Iterator[Path]:
+    """Yield a path to write to. The file becomes the object if the block ends without an exception."""
+    path = store.path(key)
+    if path is not None:
+        with storing("written", path):
+            make_folder(path.parent)
+            with whole(path) as part:
+                yield part
+        return
+    with _scratch(key) as copy:
+        with storing("written", copy):
+            yield copy
+        store.put_file(key, copy)
+
+
+@contextmanager
+def _scratch(key: str) -> Iterator[Path]:
+    """Yield a path in a temporary folder of Python's `tempfile` (set by TMPDIR)."""
+    with storing("written", Path(tempfile.gettempdir())):
+        folder = tempfile.TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True)
+    with folder as name:
+        yield Path(name) / key.rpartition("/")[2]

@@ -91,5 +91,4 @@ def _ask(request: urllib.request.Request, done: str, timeout: float, most: int) 
 
 
 def without_signature(url: str) -> str:
-    """Return the URL without its signature, for messages."""
     return urlsplit(url)._replace(query="", fragment="").geturl()

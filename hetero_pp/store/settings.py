@@ -26,9 +26,8 @@ class StoreSettings(Settings):
 
     url: str | None = Field(
         None,
-        description="a folder, or s3://BUCKET/FOLDER, gs://..., az://...: location of the run log, "
-        "in a folder with the run's name; by default the run's own folder on the host of "
-        "the exchange",
+        description="a folder, or s3://BUCKET/FOLDER, gs://..., az://...: location of the run log, in a folder with "
+        "the run's name; by default the run's own folder on the host of the exchange",
         examples=["s3://runs/mine"],
     )
     endpoint: str | None = Field(
@@ -36,9 +35,8 @@ class StoreSettings(Settings):
     )
     history: Literal["whole", "recent"] = Field(
         "whole",
-        description="`recent`: delete contributions older than the kept snapshots. Their rounds can "
-        "then no longer be replayed, and a member that was absent for longer starts with "
-        "an empty error feedback",
+        description="`recent`: delete contributions older than the kept snapshots. Their rounds can then no longer "
+        "be replayed, and a member that was absent for longer starts with an empty error feedback",
     )
     region: str | None = Field(None, description="region of an S3 bucket", examples=["eu-central-1"])
 

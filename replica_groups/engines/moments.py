@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 
 _ON_DISK = object()
 

@@ -81,7 +81,7 @@ class Deposits:
 
     def _expect_size(self, member: str, address: BlobAddress, size: int) -> None:
         self._expect_address(member, address)
-        most = most_bytes(address, self._shapes[address.block], self._compression)
+        most = most_bytes(self._shapes[address.block], self._compression)
         if size > most:
             reason = f"`{address.block}`: found {size} bytes, expected at most {most}"
             raise self._state.refused(member, reason, Kind.MALFORMED)
@@ -113,7 +113,7 @@ class Deposits:
     def uploaded(self, request: Upload, caller: Caller) -> None:
         """Take a blob that a member has put into the store."""
         offer = self._offer(request.blob, request.sha256, caller)
-        most = most_bytes(offer.address, self._shapes.get(offer.address.block, {}), self._compression)
+        most = most_bytes(self._shapes.get(offer.address.block, {}), self._compression)
 
         def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
             try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256

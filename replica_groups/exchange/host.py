@@ -11,10 +11,10 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing

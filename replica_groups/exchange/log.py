@@ -29,7 +29,7 @@ from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
-from hetero_pp.store.local import reading, writing
+from hetero_pp.store.folder import reading, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited
 from replica_groups.exchange.kept_scores import scored, scores_key

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import ContributionEntry
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor

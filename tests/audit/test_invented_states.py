@@ -14,7 +14,7 @@ from audited_run import STEPS, audited_spec
 
 from hetero_pp.core.errors import DamagedFile, OutOfMemory
 from hetero_pp.data.sources import Source, open_source
-from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute import replica
 from replica_groups.audit.recompute.group import RoundStart

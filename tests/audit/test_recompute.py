@@ -17,8 +17,8 @@ from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, Judge
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.compare import Comparison, compare, difference

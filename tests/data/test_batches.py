@@ -113,11 +113,9 @@ def test_a_step_far_away_costs_nothing() -> None:
     assert batches_of(1000).train(10**12).shape == (2, 5)
 
 
-def test_epochs_are_counted_in_shards() -> None:
+def test_one_epoch_is_one_shard() -> None:
     batches = batches_of(1000, replicas=3, replica=2)
     assert batches.shard_size == 66
-    assert batches.epochs(0) == 0
-    assert batches.epochs(33) == 1
     batches.require_one_epoch(33)
     with pytest.raises(
         ConfigError, match=r"data\.repeat: found false and 34 steps of 2 .* at most 33 steps: replica 2"

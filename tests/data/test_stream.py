@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import load_position
-from hetero_pp.data.order import Order, Position
-from hetero_pp.data.parts import Part, deal, epoch_of
+from hetero_pp.data.order import Order, Part, Position, deal, epoch_of
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.stream import StreamBatches, TokenStream
 

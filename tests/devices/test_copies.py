@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hetero_pp.core.copies import BesideCompute, Blocking, OneMemory, copies_of
+from hetero_pp.core.copies import BesideCompute, Blocking, copies_of
 from hetero_pp.core.device import CPU
 
 UNKNOWN = -1.0
@@ -114,6 +114,6 @@ def test_a_copy_of_a_replica_shares_its_streams(streams: _Streams) -> None:
 
 def test_where_nothing_is_copied_nothing_waits() -> None:
     copies, one = copies_of(CPU), torch.ones(2)
-    assert isinstance(copies, OneMemory)
+    assert isinstance(copies, Blocking)
     assert copies.to_device((one,))[0] is copies.to_host((one,)).wait()[0] is one
     assert isinstance(copies_of(torch.device("mps")), Blocking)

@@ -11,7 +11,7 @@ import torch
 from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
-from hetero_pp.core.copies import Arriving, OneMemory, Tensors
+from hetero_pp.core.copies import Arriving, Blocking, Tensors
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
@@ -50,7 +50,7 @@ class _Late:
         return _LateTensors(self, tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
-        return OneMemory().to_device(tensors)
+        return Blocking(torch.device("cpu")).to_device(tensors)
 
 
 class _LateTensors:

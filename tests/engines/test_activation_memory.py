@@ -46,6 +46,6 @@ def test_activations_take_what_is_predicted(
     shape = ModelShape(
         width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary, kv_heads=kv_heads
     )
-    part = Part(LAYERS, embeds=True, predicts=True, parameters=0)
+    part = Part(LAYERS, predicts=True, parameters=0)
     predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, 1, value_bytes=4, checkpointing=checkpointing))
     assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.03)

@@ -10,7 +10,7 @@ import pytest
 from started import run_program
 
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.run.snapshot import load_snapshot
+from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
@@ -43,7 +43,7 @@ def test_the_same_weights_everywhere(both: list[Path]) -> None:
 
 def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
     """The auditor keeps AdamW's moments of every parameter."""
-    snapshots = [load_snapshot(run / "log" / "snapshot-000004.safetensors") for run in both]
+    snapshots = [open_snapshot(run / "log" / "snapshot-000004.safetensors").snapshot() for run in both]
     expected = {f"{name}.{moment}" for name in snapshots[0].parameters for moment in ("exp_avg", "exp_avg_sq")}
     assert set(snapshots[0].momentum) == expected
     for name, tensor in snapshots[0].momentum.items():

@@ -15,7 +15,7 @@ from hetero_pp.config.links import Direction, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.run.snapshot import load_snapshot
+from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fleets import message_bytes
@@ -83,7 +83,7 @@ def test_parameter_hashes_are_equal(both: dict[str, Path]) -> None:
     hashes = {sha for summary in summaries for sha in summary["parameters_sha256"].values()}
     assert [set(summary["parameters_sha256"]) for summary in summaries] == [{"dc", "home"}] * 2
     assert len(hashes) == 1
-    snapshots = [load_snapshot(run / "log" / "snapshot-000003.safetensors") for run in both.values()]
+    snapshots = [open_snapshot(run / "log" / "snapshot-000003.safetensors").snapshot() for run in both.values()]
     for name, tensor in snapshots[0].tensors().items():
         assert tensor.equal(snapshots[1].tensors()[name]), name
 

@@ -20,7 +20,7 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.snapshot import load_snapshot
+from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 
 H = 4
@@ -52,7 +52,7 @@ def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: StoreBat
         by_name = [parameter for _, parameter in sorted(model.named_parameters())]  # in the norm's order
         torch.nn.utils.clip_grad_norm_(by_name, 1.0)
         for group in adamw.param_groups:
-            group["lr"] = InnerSettings(learning_rate=0.01, warmup_steps=3).learning_rate_at(step, H * ROUNDS)
+            group["lr"] = InnerSettings(learning_rate=0.01, warmup_steps=3).rates(H * ROUNDS).at(step)
         adamw.step()
         adamw.zero_grad()
         losses.append(loss.item())
@@ -114,10 +114,10 @@ def test_sgd_within_and_without_is_sgd_of_the_large_batch(config: RunConfig, tmp
         tokens = torch.cat([one.train(step) for one in batches])
         F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         for group in sgd.param_groups:
-            group["lr"] = plain.inner.learning_rate_at(step, 5)
+            group["lr"] = plain.inner.rates(5).at(step)
         sgd.step()
         sgd.zero_grad()
-    saved = load_snapshot(tmp_path / "run" / "log" / "snapshot-000005.safetensors").parameters
+    saved = open_snapshot(tmp_path / "run" / "log" / "snapshot-000005.safetensors").snapshot().parameters
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(saved[name].double(), parameter.detach(), atol=2e-6, rtol=1e-5)
 
@@ -151,6 +151,6 @@ def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path)
         with torch.no_grad():
             for name, p in named.items():
                 p.copy_(_plain_round(start[name], p.detach(), errors[name]))
-        saved = load_snapshot(tmp_path / "run" / "log" / f"snapshot-{round_ + 1:06d}.safetensors")
+        saved = open_snapshot(tmp_path / "run" / "log" / f"snapshot-{round_ + 1:06d}.safetensors").snapshot()
         for name, p in named.items():
             assert saved.parameters[name].equal(p), f"{name} after round {round_ + 1}"

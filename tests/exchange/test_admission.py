@@ -28,7 +28,7 @@ from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Finished, Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.planner.spares import group_spares
+from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place

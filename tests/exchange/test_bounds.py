@@ -24,7 +24,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
+from hetero_pp.pseudo_gradient.contribution import most_bytes
 from hetero_pp.rpc.caller_limits import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate, Pace
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
@@ -146,9 +146,8 @@ def test_what_is_announced_is_looked_at_before_it_is_read(header: pb.BlobHeader,
 
 
 def test_the_largest_that_is_let_in_is_that_of_the_shapes(served: Served) -> None:
-    address = BlobAddress("run", 1, "a", "norm")
     shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
-    most = most_bytes(address, shapes, SETTINGS.compression)
+    most = most_bytes(shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=most)
     served.run.exchange.expect(header, Caller("a"))
     header.size += 1
@@ -349,7 +348,7 @@ def test_few_rounds_have_their_snapshots_in_memory_and_slow_readers_keep_nobody_
 def _half_sent(served: Served) -> Iterator[bytes]:
     """Begin a deposit of member `a` of which only the header is sent."""
     shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
-    size = most_bytes(BlobAddress("run", 1, "a", "norm"), shapes, SETTINGS.compression)
+    size = most_bytes(shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=size, steps=1)
     channel, waiting = make_channel(served.address), threading.Event()
     served._stack.callback(channel.close)

@@ -28,7 +28,7 @@ from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sh
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
@@ -822,7 +822,7 @@ def test_the_log_replays_to_what_the_members_hold(
     trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot
 ) -> None:
     exchange, held = trained
-    first = load_snapshot(snapshot_path(exchange.log, 0))
+    first = open_snapshot(snapshot_path(exchange.log, 0)).snapshot()
     for name, tensor in _replayed(exchange, first.parameters, range(1, 4)).items():
         assert tensor.equal(held[name]), name
         assert not tensor.equal(snapshot.parameters[name]), name
@@ -832,7 +832,7 @@ def test_the_auditors_snapshots_read_back(trained: tuple[Exchange, dict[str, Ten
     exchange, held = trained
     names = sorted(path.name for path in folder_of(exchange.log).glob("snapshot*"))
     assert names == [f"snapshot-00000{round_}.safetensors" for round_ in (0, 2, 3)]
-    first, second, last = (load_snapshot(snapshot_path(exchange.log, round_)) for round_ in (0, 2, 3))
+    first, second, last = (open_snapshot(snapshot_path(exchange.log, round_)).snapshot() for round_ in (0, 2, 3))
     assert (first.round, second.round, last.round) == (0, 2, 3)
     for loaded, expected in ((first, snapshot.parameters), (last, held)):
         assert loaded.parameters.keys() == expected.keys()
@@ -845,7 +845,7 @@ def test_the_auditors_snapshots_read_back(trained: tuple[Exchange, dict[str, Ten
 
 def test_a_late_process_starts_from_a_later_snapshot(trained: tuple[Exchange, dict[str, Tensor]]) -> None:
     exchange, held = trained
-    second = load_snapshot(snapshot_path(exchange.log, 2))
+    second = open_snapshot(snapshot_path(exchange.log, 2)).snapshot()
     for name, tensor in _replayed(exchange, second.parameters, range(3, 4)).items():
         assert tensor.equal(held[name]), name
 

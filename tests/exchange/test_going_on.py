@@ -20,7 +20,7 @@ from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
@@ -138,7 +138,7 @@ class Run:
 
     def snapshot(self, round_: int) -> Snapshot:
         """Load the snapshot that the auditor wrote after a round."""
-        return load_snapshot(snapshot_path(self.exchange.log, round_))
+        return open_snapshot(snapshot_path(self.exchange.log, round_)).snapshot()
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

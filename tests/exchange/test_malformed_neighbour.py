@@ -22,7 +22,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.planner.spares import group_spares
+from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.rpc.certificates import Identity, as_text, new_key

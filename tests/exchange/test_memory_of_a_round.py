@@ -14,7 +14,7 @@ from allocations import peak_bytes
 from members import assign_all, begin, patient
 from torch import Tensor, nn
 
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.transformer import EMBEDDING

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings

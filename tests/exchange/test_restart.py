@@ -22,7 +22,7 @@ from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
+from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot, save_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
@@ -128,7 +128,7 @@ def test_members_that_stopped_one_round_apart_start_again_where_all_of_them_were
 
 
 def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog) -> None:
-    saved = load_snapshot(snapshot_path(log, 4))
+    saved = open_snapshot(snapshot_path(log, 4)).snapshot()
     snapshot_path(log, 4).unlink()
     replayed = _find(log, _held(dc={4})).snapshot
     assert saved.momentum.keys() == replayed.momentum.keys() == saved.parameters.keys()
@@ -163,7 +163,7 @@ def test_if_the_log_gives_none_one_line_says_who_holds_what(log: ContributionLog
 
 def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: Path) -> None:
     """Members use the exchange for this. It answers none of them before all have joined."""
-    first = load_snapshot(snapshot_path(log, 0))
+    first = open_snapshot(snapshot_path(log, 0)).snapshot()
     roster = _roster(first, "a", "b")
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
     states = {name: SavedStates(tmp_path / name, "run", 1) for name in ("a", "b")}
@@ -227,10 +227,10 @@ def test_what_needs_a_damaged_record_or_contribution_is_not_taken(log: Contribut
 def test_a_flipped_bit_in_a_snapshot_is_noticed(trained: tuple[Path, Rounds], tmp_path: Path, share: float) -> None:
     path = tmp_path / "snapshot.safetensors"
     path.write_bytes((trained[0] / "snapshot-000005.safetensors").read_bytes())
-    load_snapshot(path)
+    open_snapshot(path).snapshot()
     _flip(path, int(8 * share * path.stat().st_size) + 3)
     with pytest.raises(DamagedFile, match=r"snapshot\.safetensors is damaged"):
-        load_snapshot(path)
+        open_snapshot(path).snapshot()
     with pytest.raises(DamagedFile, match=r"snapshot\.safetensors is damaged"), open_snapshot(path):
         pass
 
@@ -240,9 +240,9 @@ def test_every_tensor_of_a_snapshot_is_in_its_digest(
     trained: tuple[Path, Rounds], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The snapshot is written again with one changed tensor, under its previous digest."""
-    snapshot = load_snapshot(trained[0] / "snapshot-000005.safetensors")
+    snapshot = open_snapshot(trained[0] / "snapshot-000005.safetensors").snapshot()
     save_snapshot(snapshot, tmp_path / "same")
-    assert load_snapshot(tmp_path / "same").round == 5
+    assert open_snapshot(tmp_path / "same").snapshot().round == 5
     real = hetero_pp.run.snapshot.save_tensors
     monkeypatch.setattr(
         hetero_pp.run.snapshot,
@@ -251,7 +251,7 @@ def test_every_tensor_of_a_snapshot_is_in_its_digest(
     )
     save_snapshot(snapshot, tmp_path / "other")
     with pytest.raises(DamagedFile, match="its tensors do not match its digest"):
-        load_snapshot(tmp_path / "other")
+        open_snapshot(tmp_path / "other").snapshot()
 
 
 def test_a_record_is_its_digest(log: ContributionLog) -> None:

@@ -53,10 +53,10 @@ def test_steps_are_torchs_adamw_to_the_bit(clip_norm: float | None) -> None:
         rate = optimizer.step(step, norm)
         whole = nn.utils.clip_grad_norm_(plain.values(), clip_norm or math.inf)
         for group in adamw.param_groups:
-            group["lr"] = settings.learning_rate_at(step, TOTAL)
+            group["lr"] = settings.rates(TOTAL).at(step)
         adamw.step()
         assert norm.item() == whole.item() > 1.0
-        assert rate == settings.learning_rate_at(step, TOTAL)
+        assert rate == settings.rates(TOTAL).at(step)
         for name, parameter in ours.items():
             assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
             assert parameter.grad is None
@@ -93,7 +93,7 @@ def test_muon_trains_the_matrices_of_layers_and_adamw_all_else(momentum: float |
         for optimizer in optimizers:
             optimizer.step(step, torch.tensor(1.0))
         for group in (*muon.param_groups, *adamw.param_groups):
-            group["lr"] = settings.learning_rate_at(step, TOTAL)
+            group["lr"] = settings.rates(TOTAL).at(step)
         muon.step()
         adamw.step()
         for name, parameter in ours.items():
@@ -114,7 +114,7 @@ def test_sgd_is_torchs(momentum: float | None) -> None:
             _set_gradients(parameters, step, scale=0.1)
         optimizer.step(step, torch.tensor(1.0))
         for group in sgd.param_groups:
-            group["lr"] = settings.learning_rate_at(step, TOTAL)
+            group["lr"] = settings.rates(TOTAL).at(step)
         sgd.step()
         for name, parameter in ours.items():
             assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
@@ -162,21 +162,21 @@ def test_clipping_uses_the_norm_it_is_given() -> None:
 
 def test_learning_rates_by_hand() -> None:
     settings = InnerSettings(learning_rate=0.4, warmup_steps=4, final_learning_rate_share=0.25)
-    rates = [settings.learning_rate_at(step, 12) for step in range(13)]
+    rates = [settings.rates(12).at(step) for step in range(13)]
     assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert rates[4] == pytest.approx(0.4)  # the cosine starts at the peak
     assert rates[6] == pytest.approx(0.1 + 0.3 * (0.5 + math.sqrt(0.125)))
     assert rates[8] == pytest.approx(0.1 + 0.3 / 2)  # half way down
     assert rates[12] == pytest.approx(0.1)
     assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert settings.learning_rate_at(100, 12) == pytest.approx(0.1)
+    assert settings.rates(12).at(100) == pytest.approx(0.1)
 
 
 def test_learning_rates_without_warm_up() -> None:
     settings = InnerSettings(learning_rate=0.4, warmup_steps=0, final_learning_rate_share=0.0)
-    assert settings.learning_rate_at(0, 10) == pytest.approx(0.4)
-    assert settings.learning_rate_at(5, 10) == pytest.approx(0.2)
-    assert settings.learning_rate_at(10, 10) == pytest.approx(0.0)
+    assert settings.rates(10).at(0) == pytest.approx(0.4)
+    assert settings.rates(10).at(5) == pytest.approx(0.2)
+    assert settings.rates(10).at(10) == pytest.approx(0.0)
 
 
 def _step_with_zero_gradients(parameters: dict[str, nn.Parameter], rest: Tensor | None) -> None:
@@ -221,7 +221,7 @@ def test_with_a_perpendicular_the_gradient_step_is_still_adamws() -> None:
         for parameters in (ours, plain):
             _set_gradients(parameters, step, scale=0.1)
         optimizer.step(step, optimizer.gradient_norm())
-        rate = adam.param_groups[0]["lr"] = settings.learning_rate_at(step, TOTAL)
+        rate = adam.param_groups[0]["lr"] = settings.rates(TOTAL).at(step)
         with torch.no_grad():
             plain[EMBEDDING].sub_(rate * 0.5 * (plain[EMBEDDING] - rest))
         adam.step()

@@ -234,7 +234,7 @@ def test_averaged_gradients_are_adamws() -> None:
     ours = GradientOptimizer(settings, inner, steps, shapes, {}, lambda round_: rates[round_ - 1])
     for step in range(steps):
         for group in adamw.param_groups:
-            group["lr"] = planned[step][0].learning_rate_at(step, planned[step][1])
+            group["lr"] = planned[step][0].rates(planned[step][1]).at(step)
         ours.begin(step + 1, {})
         for name, parameter in plain.items():
             mean = torch.randn(parameter.shape, generator=generator)

@@ -16,8 +16,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob, kept_values
 from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise, quantise_signs
-from hetero_pp.pseudo_gradient.random_k import generator_of, random_positions
-from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.pseudo_gradient.selection import generator_of, random_positions, top_k_positions
 
 unhurried = settings(deadline=None, max_examples=60)
 SIDES = st.integers(1, 20)

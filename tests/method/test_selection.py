@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.pseudo_gradient import chunks, error_feedback, two_level
+from hetero_pp.pseudo_gradient import chunks, error_feedback
 from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import Quantised
-from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.pseudo_gradient.selection import find_largest, group_height, top_k_positions
 
 unhurried = settings(deadline=None, max_examples=100)
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(st.integers(1, 300))
@@ -61,7 +61,7 @@ def test_two_levels_keep_what_top_k_keeps(
     matrix = as_matrix(_inputs(shape, kind, seed)[0])
     for group in groups_of(shape, tile):
         kept = group.kept(density)
-        assert torch.equal(two_level.find(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
+        assert torch.equal(find_largest(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
 
 
 @needs_numba
@@ -89,7 +89,7 @@ def test_numba_keeps_what_top_k_keeps(
 def test_tiles_of_usual_size(kept: int, kind: str) -> None:
     matrix, _ = _inputs((192, 256), kind, kept)
     (group,) = groups_of((192, 256), (64, 64))
-    assert torch.equal(two_level.find(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
+    assert torch.equal(find_largest(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
 
 
 def test_a_tie_at_the_edge_keeps_the_lower_index() -> None:
@@ -97,8 +97,8 @@ def test_a_tie_at_the_edge_keeps_the_lower_index() -> None:
     matrix = torch.zeros(64, 64)
     matrix[0, 0], matrix[40, 3], matrix[9, 50] = 2.0, -1.0, 1.0
     (group,) = groups_of((64, 64), (64, 64))
-    assert two_level.group_height(group, 2) > 1
-    assert two_level.find(matrix, group, 2).tolist() == [[0, 9 * 64 + 50]]
+    assert group_height(group, 2) > 1
+    assert find_largest(matrix, group, 2).tolist() == [[0, 9 * 64 + 50]]
 
 
 def _assert_equal(ours: Quantised, theirs: Quantised) -> None:

@@ -21,7 +21,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
-from hetero_pp.run.snapshot import load_snapshot
+from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog, snapshot_key
@@ -101,7 +101,7 @@ def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> N
     spec, log = read_run(folder), ContributionLog(FolderStore(folder.log))
     assert [spec.at(round_).outer.learning_rate for round_ in (0, 1, 3, 4, 6, 9)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
     assert len({id(spec.at(round_)) for round_ in range(1000)}) == 2, "a long run keeps no configuration for each round"
-    last = load_snapshot(folder.log / snapshot_key(6))
+    last = open_snapshot(folder.log / snapshot_key(6)).snapshot()
     for round_ in log.snapshots() - {0}:
         (folder.log / snapshot_key(round_)).unlink()
     replayed = snapshot_after(log, spec.run, 6, partial(round_optimizer, spec), [])

@@ -30,7 +30,7 @@ from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.planner.spares import group_spares
+from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.doctor import command, disk, leftovers, packages, proxy, subject, text
 from hetero_pp.program.doctor.command import find
@@ -346,7 +346,7 @@ class Served:
     def joined(self, ticket: str, runs: Path) -> Membership:
         """Take a slot as `join` does, up to the start of the member."""
         found = take_place(Ticket.from_text(ticket), runs.absolute(), lambda _: None)
-        config = own_configuration(found.configuration, found.place, str(self.corpus), None, None)
+        config = own_configuration(found.configuration, found.place, str(self.corpus), None)
         save_config(config, runs.absolute() / "homes" / f"config-{found.place}.yaml")
         return found
 

@@ -32,7 +32,7 @@ from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, 
 from hetero_pp.program.cli import app
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.snapshot import load_snapshot
+from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, with_weights_described
 
@@ -405,13 +405,13 @@ def exported(run: Path) -> Path:
 
 
 def test_a_run_is_exported_after_its_last_round(run: Path, exported: Path) -> None:
-    theta = load_snapshot(run / "log" / "snapshot-000003.safetensors").parameters
+    theta = open_snapshot(run / "log" / "snapshot-000003.safetensors").snapshot().parameters
     read = read_parameters(exported, {name: tuple(tensor.shape) for name, tensor in theta.items()})
     assert all(torch.equal(read[name], tensor) for name, tensor in theta.items())
 
 
 def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> None:
-    kept = load_snapshot(run / "log" / "snapshot-000002.safetensors").parameters
+    kept = open_snapshot(run / "log" / "snapshot-000002.safetensors").snapshot().parameters
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     for number in (1, 2, 3):
@@ -459,8 +459,8 @@ def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpu
     path = tmp_path / "run.yaml"
     path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
     assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--set", f"model.weights={exported}") == (0, "")
-    first = load_snapshot(tmp_path / "second" / "log" / "snapshot-000000.safetensors")
-    last = load_snapshot(run / "log" / "snapshot-000003.safetensors")
+    first = open_snapshot(tmp_path / "second" / "log" / "snapshot-000000.safetensors").snapshot()
+    last = open_snapshot(run / "log" / "snapshot-000003.safetensors").snapshot()
     assert all(torch.equal(first.parameters[name], tensor) for name, tensor in last.parameters.items())
     assert first.basis is not None
     assert first.basis.shape == (32, 8)
@@ -523,7 +523,7 @@ def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -
         assert _positions(to) == _positions(theirs) == 2048
     first, returned = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "after 0"))
     assert all(torch.equal(returned[key], tensor) for key, tensor in first.items())
-    trained = load_snapshot(run / "log" / "snapshot-000002.safetensors").parameters
+    trained = open_snapshot(run / "log" / "snapshot-000002.safetensors").snapshot().parameters
     ours = Transformer(read_architecture(tmp_path / "after 2").shape)
     ours.load_state_dict(trained)
     tokens = torch.randint(SHAPE.vocabulary, (2, 24), generator=torch.Generator().manual_seed(5))

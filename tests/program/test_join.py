@@ -28,7 +28,7 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
-from hetero_pp.planner.spares import group_spares
+from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
@@ -716,7 +716,7 @@ def test_a_host_is_told_no_path_and_keeps_nothing_where_it_is_told_to(tmp_path: 
     keep_tokenizer(files, tmp_path / "here")
     kept = kept_tokenizer(tmp_path / "here")
     assert kept is not None
-    own = own_configuration(configuration, "home.1", "mine", kept, "anna.example:5")
+    own = own_configuration(configuration, "home.1", "mine", kept)
     assert own.data.corpus == str(Path("mine").absolute())
     assert own.data.tokenizer == str(tmp_path / "here" / "tokenizer.json")
     assert (own.store.url, own.states.to) == (None, "folder")

@@ -21,9 +21,8 @@ from hetero_pp.data.sources import open_source
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.membership import changed_entries, described, require_known_basis, wanted_replicas
 from hetero_pp.run.read import read_run
-from hetero_pp.run.same import Agreement
+from hetero_pp.run.same import Agreement, changed_entries, described, require_known_basis, wanted_replicas
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 

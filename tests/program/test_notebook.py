@@ -27,7 +27,7 @@ from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.simulate import Outputs, simulate
-from hetero_pp.run.snapshot import load_snapshot
+from hetero_pp.run.snapshot import open_snapshot
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.loop.gate import Gate
 from replica_groups.outer.outer_round import OuterRound
@@ -108,7 +108,7 @@ def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float,
     assert {run.results[-1].parameters_sha256} == set(expected["parameters_sha256"].values()) == {_sha256(run)}
     contributions = [one["bytes"] for one in expected["contributions"]["per_round"]]
     assert [one.contribution_bytes for one in run.results] == contributions
-    last = load_snapshot(launched / "log" / "snapshot-000003.safetensors").parameters
+    last = open_snapshot(launched / "log" / "snapshot-000003.safetensors").snapshot().parameters
     assert all(last[name].equal(tensor) for name, tensor in run.parameters().items())
 
 

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.run.snapshot import load_snapshot, save_snapshot
+from hetero_pp.run.snapshot import open_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.audits import Audit, audit_key
 from replica_groups.exchange.log import ContributionLog, record_digest, record_key, snapshot_key
@@ -71,7 +71,7 @@ def test_the_log_alone_gives_what_the_run_came_to(run: Path, tmp_path: Path) -> 
     found = json.loads((tmp_path / "found.json").read_text())["rounds"]
     assert [one["is_audited"] for one in found] == [False, True, True, True, True]
     assert [one["has_snapshot"] for one in found] == [True, False, True, False, True]
-    written, kept = load_snapshot(tmp_path / "last"), load_snapshot(run / "log" / snapshot_key(4))
+    written, kept = open_snapshot(tmp_path / "last").snapshot(), open_snapshot(run / "log" / snapshot_key(4)).snapshot()
     assert written.round == 4
     assert written.tensors().keys() == kept.tensors().keys()
     assert all(written.tensors()[name].equal(tensor) for name, tensor in kept.tensors().items())
@@ -83,7 +83,7 @@ def test_up_to_a_round(run: Path, tmp_path: Path) -> None:
     assert (code, len(told.splitlines())) == (0, 5)
     shutil.rmtree(run / "log" / "round-000004")
     (run / "log" / snapshot_key(4)).unlink()
-    assert load_snapshot(tmp_path / "third").round == 3
+    assert open_snapshot(tmp_path / "third").snapshot().round == 3
     code, again, _ = _invoke("replay", run)
     assert again.splitlines()[3] == told.splitlines()[3]
 
@@ -109,7 +109,7 @@ def _other_parameters(path: Path) -> None:
 
 
 def _other_momentum(path: Path) -> None:
-    snapshot = load_snapshot(path)
+    snapshot = open_snapshot(path).snapshot()
     name = next(iter(snapshot.momentum))
     snapshot.momentum[name].add_(1.0)
     save_snapshot(snapshot, path)
@@ -261,7 +261,7 @@ def test_a_file_of_a_run_that_is_not_what_was_written_is_named(
 
 def test_a_snapshot_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
     path = run / "log" / snapshot_key(4)
-    kept = load_snapshot(path)
+    kept = open_snapshot(path).snapshot()
     name = next(iter(sorted(kept.parameters)))
     save_snapshot(replace(kept, parameters={**kept.parameters, name: torch.zeros(3)}), path)
     code, _, errors = _invoke("export", run, "--to", tmp_path / "exported")

@@ -143,7 +143,7 @@ def test_every_rank_is_an_accelerator(tmp_path: Path, said: tuple[str, ...], acc
     )
     found = _predict(path, *said)
     [stage], spec = found.replicas[0].stages, spec_of(ConfigFile(path, said))
-    flops = 3 * 2 * forward_flops(spec.shape, Part(16, True, True, 0), 16, 2048)
+    flops = 3 * 2 * forward_flops(spec.shape, Part(16, True, 0), 16, 2048)
     update = UPDATE_BYTES * 1_204_881_408 / 4.8e12
     assert found.step_seconds == pytest.approx((flops / (0.4 * 989e12) + update) / accelerators)
     assert stage.memory_capacity_bytes == accelerators * 141e9
@@ -197,11 +197,11 @@ def test_what_is_printed_is_as_people_write_it(tmp_path: Path) -> None:
 def test_flops_are_six_a_parameter_and_token() -> None:
     """The forward pass is a third of that. Attention comes on top, and the embedding costs nothing."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    whole = Part(shape.layers, True, True, 0)
+    whole = Part(shape.layers, True, 0)
     matrices = 512_398_848 - 32000 * 1536 - 25 * 1536
     attention = 12 * 2 * 2048 * 1536
     assert forward_flops(shape, whole, 1, 2048) == 2048 * (2 * matrices + attention)
-    halves = [forward_flops(shape, Part(6, not last, last, 0), 1, 2048) for last in (False, True)]
+    halves = [forward_flops(shape, Part(6, last, 0), 1, 2048) for last in (False, True)]
     assert sum(halves) == forward_flops(shape, whole, 1, 2048)
 
 
@@ -211,13 +211,13 @@ def test_flops_follow_the_parameters_of_shared_and_wide_heads() -> None:
     with torch.device("meta"):
         matrices = sum(p.numel() for p in Transformer(shape, embeds=False).parameters() if p.ndim == 2)
     expected = 32 * (2 * matrices + 2 * 2 * 32 * 4 * 24)
-    assert forward_flops(shape, Part(2, True, True, 0), 1, 32) == expected
+    assert forward_flops(shape, Part(2, True, 0), 1, 32) == expected
 
 
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     """An accelerator holds 16 of them; round start and error feedback lie in the host's memory."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    memory = memory_of_part(shape, Part(3, False, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2, accelerated=True))
+    memory = memory_of_part(shape, Part(3, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2, accelerated=True))
     held, on_host = memory.held("device"), memory.held("host")
     assert sum(held.values()) - held["activations"] == 16_000
     assert on_host["round start"] + on_host["error feedback"] == 8_000
@@ -386,7 +386,7 @@ def test_anchors_cost_a_product_a_token() -> None:
     for rank in (None, 16, "full"):
         anchors = {} if rank is None else {"anchors": {"rank": rank}}
         own = beside(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
-        flops[rank] = forward_flops(shape, Part(3, False, False, 0, own), 2, 2048)
+        flops[rank] = forward_flops(shape, Part(3, False, 0, own), 2, 2048)
     assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
     assert flops["full"] == flops[None]
 

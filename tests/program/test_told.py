@@ -31,7 +31,7 @@ TOLD: dict[str, Any] = {
 
 def _own(member: str = "dc", datacenter: dict[str, Any] | None = None, **more: Any) -> RunConfig:
     replicas = [DATACENTER | (datacenter or {}), HOME]
-    return own_configuration(json.dumps(TOLD | {"replicas": replicas} | more), member, None, None, None)
+    return own_configuration(json.dumps(TOLD | {"replicas": replicas} | more), member, None, None)
 
 
 HOSTILE = {
@@ -120,7 +120,7 @@ def test_files_and_addresses_of_this_host_are_left_out(tmp_path: Path) -> None:
 )
 def test_a_configuration_that_is_none_is_refused_in_one_line(told: str) -> None:
     with pytest.raises(ConfigError, match="does not fit this version of hetero-pp") as found:
-        own_configuration(told, "dc", None, None, None)
+        own_configuration(told, "dc", None, None)
     assert "\n" not in str(found.value)
 
 

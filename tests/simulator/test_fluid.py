@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packets import Machine, Packets
+from step_times import time_steps
 
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fluid import Network, Stream, fair_rates
 from hetero_pp.simulator.fluid import Path as Way
-from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops, time_steps
+from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
 from hetero_pp.simulator.prediction import Prediction, predict
 
 CONFIGS = Path(__file__).parents[2] / "configs"

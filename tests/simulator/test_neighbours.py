@@ -11,7 +11,7 @@ import pytest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import fleets_of
-from hetero_pp.simulator.neighbours import _together, inner_loops
+from hetero_pp.simulator.inner_loops import _together, inner_loops
 from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, GroupClock
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.timeline import Timeline

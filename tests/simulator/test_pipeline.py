@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Group, simulate
+from step_times import time_steps
 
 from hetero_pp.pipeline.schedule import one_forward_one_backward
 from hetero_pp.simulator import pipeline
-from hetero_pp.simulator.pipeline import Groups, Hops, step_order, time_steps
+from hetero_pp.simulator.pipeline import Groups, Hops, step_order
 
 
 def _hops(hops: list[tuple[float, float]], jitter: float = 0.0) -> Hops:

@@ -69,7 +69,7 @@ def test_they_are_trained_as_torch_trains_them(rank: int | None) -> None:
         (told - goal).square().sum().backward()
         assert torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0) > 1.0
         for group in reference.param_groups:
-            group["lr"] = INNER.learning_rate_at(step, TOTAL)
+            group["lr"] = INNER.rates(TOTAL).at(step)
         reference.step()
         reference.zero_grad()
     _trained(anchors, 5)

@@ -302,7 +302,7 @@ def _note_norms(optimizer: InnerOptimizer, norms: list[float]) -> None:
 def test_every_stage_steps_with_the_same_learning_rates() -> None:
     group = Group(Setup())
     group.train([_batch(step) for step in range(4)])
-    expected = INNER.learning_rate_at(3, TOTAL)
+    expected = INNER.rates(TOTAL).at(3)
     assert [worker.learning_rate for worker in group.workers] == [expected] * 4
 
 

@@ -9,10 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from hetero_pp.core.errors import ConfigError, StoreError
-from hetero_pp.store.credentials import IN_PLACE_OF_THE_FILE, credentials_from_file
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.objects import ObjectStore
-from hetero_pp.store.opening import open_store
+from hetero_pp.store.opening import IN_PLACE_OF_THE_FILE, credentials_from_file, open_store
 from hetero_pp.store.settings import StoreSettings
 
 FILE = "[default]\naws_access_key_id = one\naws_secret_access_key = %two\n[work]\naws_access_key_id = three\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 
 
 def _tensors() -> dict[str, Tensor]:

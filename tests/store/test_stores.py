@@ -20,8 +20,7 @@ from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundR
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
-from hetero_pp.store.folder import FolderStore
-from hetero_pp.store.local import reading, writing
+from hetero_pp.store.folder import FolderStore, reading, writing
 from hetero_pp.store.objects import ObjectStore
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store

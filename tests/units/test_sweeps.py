@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_pp.config.sweeps import POINTS, changes_nothing, parse_sweep, quantity_of
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.simulator.sweep import POINTS, changes_nothing, parse_sweep, quantity_of
 
 
 @pytest.mark.parametrize("ranges", [False, True])

@@ -250,7 +250,7 @@ def _part_of_guest(asked: Future[Answer | None], data: str | None) -> Part:
         told["data"]["tokenizer"], told["model"]["vocabulary"] = "bytes", reply.vocabulary
     except (ValueError, KeyError, TypeError):
         raise Refused("the exchange sent settings that this version of hetero-pp cannot read") from None
-    spec = RunSpec(own_configuration(json.dumps(told), reply.slots[0], data, None, None), reply.vocabulary)
+    spec = RunSpec(own_configuration(json.dumps(told), reply.slots[0], data, None), reply.vocabulary)
     if not spec.members.keys() >= set(reply.slots):
         raise Refused("the exchange offers slots that its run does not have")
     return Part(spec, [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)

@@ -197,7 +197,7 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     """Write this host's configuration of the run. Raises ConfigError if the slot needs something that is missing."""
     tokenizer = here.tokenizer or membership.tokenizer
     told, place = membership.configuration, membership.place
-    config = own_configuration(told, place, here.data, tokenizer, here.listen, here.device)
+    config = own_configuration(told, place, here.data, tokenizer, here.device)
     config = config.model_copy(update={"store": _store(membership)})
     _require_wanted(config.rehearsal is not None, here)
     if config.name != membership.run:

@@ -20,11 +20,11 @@ from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carr
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import devices_of
-from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.read import needed_vocabulary
 from hetero_pp.run.round_optimizer import require_own_steps
+from hetero_pp.run.snapshot import require_weights
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.audit.gauntlet.ratings import require_openskill

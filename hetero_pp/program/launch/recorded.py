@@ -25,8 +25,7 @@ from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.round_lines import earlier_line
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.membership import described, require_known_basis
-from hetero_pp.run.same import Agreement
+from hetero_pp.run.same import Agreement, described, require_known_basis
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused

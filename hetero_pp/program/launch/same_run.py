@@ -12,9 +12,8 @@ from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
-from hetero_pp.run.membership import changed_entries, wanted_replicas
 from hetero_pp.run.read import config_of, require_trained
-from hetero_pp.run.same import Agreement, differences, shown
+from hetero_pp.run.same import Agreement, changed_entries, differences, shown, wanted_replicas
 
 
 def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:

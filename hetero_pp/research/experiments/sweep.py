@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hetero_pp.config.sweeps import parse_sweep
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment, Row, SweptRow
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.run.yaml_lines import complaint
+from hetero_pp.simulator.sweep import parse_sweep
 
 ROW_CELLS = ("rank", "bits", "compressed", "budget", "steps", "replicas")
 """Cells that are fields of a row; all others are keys of its run."""

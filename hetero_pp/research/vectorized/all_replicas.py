@@ -19,8 +19,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.model.compiler import can_compile, compile_layers
 from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.outer.overlap import start_before_mean
-from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.outer.step import OuterOptimizer, start_before_mean
 from hetero_pp.research.ablations import AblatedBoundary, grassmann_step
 from hetero_pp.research.outer import PretrainedOptimizer, RenewedWarmup, average_moments
 from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
@@ -33,7 +32,7 @@ from hetero_pp.research.vectorized.hostile import contributions_of
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.stack import Stack, is_faster
 from hetero_pp.research.vectorized.together import StepsTogether
-from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.whole import WholeReplica
 from replica_groups.outer.ranks import ALONE, CPU, Ranks

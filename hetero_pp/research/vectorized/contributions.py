@@ -15,7 +15,7 @@ from hetero_pp.outer.step import WeightedMean
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
-from hetero_pp.pseudo_gradient.random_k import generator_of
+from hetero_pp.pseudo_gradient.selection import generator_of
 from hetero_pp.research.outer import ElectedMean, drop_largest
 from hetero_pp.research.participation import missed_in, replicas_in
 from hetero_pp.research.settings import research_of

@@ -17,7 +17,7 @@ from hetero_pp.data.shares import SharedBatches
 from hetero_pp.messages.messages_pb2 import Losses, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
-from hetero_pp.pseudo_gradient.random_k import generator_of
+from hetero_pp.pseudo_gradient.selection import generator_of
 from hetero_pp.research.attacks.attack import Known, as_trained
 from hetero_pp.research.attacks.registry import ATTACKS
 from hetero_pp.research.settings import AttackSettings, research_of

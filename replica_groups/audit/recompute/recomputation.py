@@ -21,7 +21,7 @@ from torch import Tensor
 from hetero_pp.config.audit import RecomputeSettings
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import HeteroPPError, OutOfMemory, StoreError
-from hetero_pp.core.scratch import Scratch
+from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, RoundRecord
 from hetero_pp.messages.messages_pb2 import Recomputed as Finding

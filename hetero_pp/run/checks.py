@@ -1,10 +1,15 @@
-"""Checks that need the whole topology and its exchange: names, ranks, splits, links, lines, and how long it waits."""
+"""Checks across sections of the YAML.
+
+They are about the topology and its exchange (names, ranks, splits, links, lines, and how long it waits), and about
+audits. With `audit.recompute`, every replica's round can be computed again in one process, from its checkpoint.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
+from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.engine_settings import DEEPSPEED_OWNED
 from hetero_pp.config.lines import LineSettings, SiteSettings, check_kind, check_sites
 from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkSettings
@@ -20,7 +25,10 @@ from hetero_pp.config.topology import (
 )
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_seconds
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelShape
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.joins import lines_of_members
 
 
@@ -61,7 +69,7 @@ def check_topology(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, Link
                 (*here, "micro_batches"),
                 f"found {replica.micro_batches}, expected a divisor of batch_size {replica.batch_size}",
             )
-        _check_kind(replica.uplink, kinds, (*here, "uplink"))
+        check_kind(replica.uplink, kinds, (*here, "uplink"), "links")
         if isinstance(replica, ParticipantsReplica):
             _check_group(replica, here, kinds, shape.width, shape.layers)
         else:
@@ -91,8 +99,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
         )
     if replica.nodes > 1 and replica.rendezvous is None:
         raise ConfigError(
-            (*here, "rendezvous"),
-            f"found nothing, expected HOST:PORT for the rendezvous of the {replica.nodes} nodes",
+            (*here, "rendezvous"), f"found nothing, expected HOST:PORT for the rendezvous of the {replica.nodes} nodes"
         )
     titan = replica.torchtitan
     if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
@@ -121,16 +128,7 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape
         )
     for key in DEEPSPEED_OWNED:
         if key in replica.deepspeed:
-            raise ConfigError(
-                (*here, "deepspeed", key),
-                "found a key that hetero-pp sets itself, expected no such key",
-            )
-
-
-def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:
-    if kind is not None and kind not in kinds:
-        known = ", ".join(kinds) or "none are defined"
-        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `links` ({known})")
+            raise ConfigError((*here, "deepspeed", key), "found a key that hetero-pp sets itself, expected no such key")
 
 
 def _check_group(
@@ -159,11 +157,11 @@ def _check_group(
     if isinstance(replica.link, list) and len(hops) != count - 1:
         raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")
     for hop, kind in enumerate(hops):
-        _check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"))
+        check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"), "links")
     for stage in range(count):
         own = replica.stage_settings(stage)
         if own is not None:
-            _check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"))
+            check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"), "links")
 
 
 def check_exchange(exchange: ExchangeSettings) -> None:
@@ -193,3 +191,49 @@ def check_exchange(exchange: ExchangeSettings) -> None:
             f"found {magnitudes.scale:g}, expected at most the {magnitudes.leave_out:g} of "
             "`exchange.magnitudes.leave_out`",
         )
+
+
+def check_audit(audit: AuditSettings, outer: OuterSettings, inner: InnerSettings, data: DataSettings) -> None:
+    """Raise ConfigError for an audit that cannot work with the rest of the configuration."""
+    if outer.weights == "scores" and audit.gauntlet is None:
+        raise ConfigError(("outer", "weights"), "found `scores` without scores, expected `audit.gauntlet`, too")
+    if audit.by == "validators" and audit.gauntlet is None and audit.recompute is None:
+        raise ConfigError(
+            ("audit", "by"), "found nothing to audit, expected `audit.gauntlet` or `audit.recompute`, too"
+        )
+    if audit.gauntlet is None:
+        return
+    key = ("audit", "gauntlet")
+    if outer.source == "gradient":
+        found = f"found it with method {outer.method}, expected `outer.source: difference`"
+        raise ConfigError(key, f"{found}: the gradient of one step tells too little")
+    if inner.steps is None:
+        found = "found it with `inner.seconds`, expected `inner.steps`"
+        raise ConfigError(key, f"{found}: the text that a replica trained on is not known otherwise")
+    if data.streamed is not None:
+        found = "found it with a streamed corpus, expected one that is encoded once"
+        raise ConfigError(key, f"{found}: a validator cannot read a stream at any place")
+
+
+_WITH = "with `audit.recompute`"
+
+
+def check_recomputed(outer: OuterSettings, replicas: Sequence[ReplicaSettings], undo: bool) -> None:
+    """Raise ConfigError for settings with which a round does not follow from theta and a member's checkpoint alone."""
+    if outer.overlap:
+        found = f"found {outer.overlap:g} {_WITH}, expected 0"
+        raise ConfigError(("outer", "overlap"), f"{found}: a round then starts before the one before is decided")
+    if outer.keep_local:
+        found = f"found true {_WITH}, expected false"
+        raise ConfigError(("outer", "keep_local"), f"{found}: an excluded replica then starts from its own parameters")
+    if outer.source == "gradient":
+        found = f"found `{outer.method}` {_WITH}, expected a method that averages differences"
+        raise ConfigError(("outer", "method"), f"{found}: a checkpoint for every step would cost more than the step")
+    if not undo:
+        found = f"found false {_WITH}, expected true"
+        raise ConfigError(("states", "undo"), f"{found}: a repeated round would start with other moments")
+    for index, replica in enumerate(replicas):
+        if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
+            found = f"found `{replica.engine}` for {replica.name} {_WITH}, expected `torch`"
+            why = "the bits of several ranks cannot be computed again in one process"
+            raise ConfigError(("replicas", index, "engine"), f"{found}: {why}")

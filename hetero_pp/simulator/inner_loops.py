@@ -1,15 +1,83 @@
-"""Inner loops of groups that share a line, such as two groups with a stage each in one house: timed together."""
+"""Inner loops of a round: the number of steps in each group, and their times.
+
+Groups that share a line, such as two groups with a stage each in one house, are timed together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, limited_lines
 from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, Array, GroupClock, Timed, step_programs, time_events
+
+PROBED = 17
+"""Steps that are timed for rounds of a given time.
+
+The first counts separately, because no other precedes it; the others count by their mean.
+"""
+
+
+@dataclass(frozen=True)
+class RoundSteps:
+    """Steps of the groups of a fleet in a round, [G] each."""
+
+    counts: Array
+    """Whole numbers, at least 1."""
+    a_step: Array | None
+    """Seconds of a step after the first; None if all groups have the same number of steps."""
+
+    @property
+    def of_first(self) -> int:
+        """Steps of the first group. A timeline shows this group, and the clocks run its number of steps."""
+        return int(self.counts[0])
+
+    def finish(self, clock: GroupClock) -> None:
+        """Shift the groups with another number of steps than the first to where their own steps end."""
+        if self.a_step is not None:
+            clock.shift((self.counts - self.of_first) * self.a_step)
+
+
+StepsWithin = Callable[[Array], RoundSteps]
+"""Returns a fleet's steps in a round, from the seconds [G] for the work before the inner loop and for contributing."""
+
+
+def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock]) -> Sequence[StepsWithin]:
+    """Return the length of every fleet's rounds: the number in the YAML, or as many steps as fit into its time.
+
+    For rounds of a given time, some steps are timed on new `clocks`. Raises ConfigError if steps take no time, because
+    then any number fits.
+    """
+    inner, found = spec.config.inner, list[StepsWithin]()
+    if inner.steps is not None:
+        return [partial(_given, np.full(fleet.count, inner.steps)) for fleet in fleets]
+    assert inner.seconds is not None
+    for ends in inner_loops(spec, fleets, clocks, [PROBED] * len(fleets)):
+        a_step = (ends[-1] - ends[0]) / (PROBED - 1)
+        if not np.all(a_step > 0):
+            raise ConfigError(
+                ("inner", "seconds"),
+                "found steps that take 0 s, expected a machine with a finite speed: `inner.seconds` has "
+                "to give a number of steps",
+            )
+        found.append(partial(_fitting, inner.seconds, ends[0], a_step))
+    return found
+
+
+def _given(counts: Array, spent: Array) -> RoundSteps:
+    return RoundSteps(counts, None)
+
+
+def _fitting(seconds: float, first: Array, a_step: Array, spent: Array) -> RoundSteps:
+    """Return the steps that fit into a round of `seconds`, if `spent` seconds [G] go to other things."""
+    counts = 1 + np.floor((seconds - spent - first) / a_step + 1e-9)
+    return RoundSteps(np.maximum(counts, 1).astype(np.int64), a_step)
 
 
 def inner_loops(

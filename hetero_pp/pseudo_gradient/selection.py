@@ -1,10 +1,11 @@
-"""Top-k of each chunk by two small searches: choose a few groups by their largest value, then search those.
+"""Positions of the values that are kept in each chunk: the k largest, or k at random as a baseline.
 
-A group is one column of a few consecutive rows of a tile. The largest values of all groups are therefore elementwise
-maxima of rows, without a copy of the tiles. The k largest values of a chunk lie in the k groups with the largest
-maxima. One value more than is kept is searched. If it equals the smallest kept value, there is a tie, and the first of
-the equal values are kept. Ties are common: a row of the embedding that a round does not use only decays, by a few
-different amounts. Otherwise the k largest are known, in any order.
+Top-k takes two small searches: choose a few groups by their largest value, then search those. A group is one column of
+a few consecutive rows of a tile. The largest values of all groups are therefore elementwise maxima of rows, without a
+copy of the tiles. The k largest values of a chunk lie in the k groups with the largest maxima. One value more than is
+kept is searched. If it equals the smallest kept value, there is a tie, and the first of the equal values are kept, so
+that equal inputs keep equal values. Ties are common: a row of the embedding that a round does not use only decays, by a
+few different amounts. Otherwise the k largest are known, in any order.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.pseudo_gradient.chunks import Group
-from hetero_pp.pseudo_gradient.top_k import by_order, top_k_positions
 
 GROUPS_PER_KEPT = 8
 """Fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates."""
@@ -22,7 +23,7 @@ MAGNITUDE = 0x7FFFFFFF
 """Mask of a float's bits without its sign; the bits have the order of magnitudes and cannot be NaN."""
 
 
-def find(matrix: Tensor, band: Group, kept: int) -> Tensor:
+def find_largest(matrix: Tensor, band: Group, kept: int) -> Tensor:
     """Return positions [count, k] of the k largest magnitudes of each chunk of a band of a [R, C] matrix, ascending.
 
     The matrix is fp32. The result equals that of `top_k_positions`, including ties.
@@ -82,3 +83,42 @@ def _candidates(magnitudes: Tensor, band: Group, height: int, chosen: Tensor) ->
     rows = torch.arange(height, device=chosen.device) * width
     where = first[:, None] + rows[:, None]  # with the longer dimension last, these two steps take half the time
     return magnitudes.view(-1).index_select(0, where.view(-1)).view(len(chosen), -1)
+
+
+def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
+    """Return positions [n, k] of the k largest magnitudes of each row of [n, size], ascending.
+
+    For equal magnitudes, the lower index is kept. torch.topk leaves that open, so rows with a tie at the edge are
+    selected again.
+    """
+    if kept == chunks.shape[1]:
+        return torch.arange(kept, device=chunks.device).expand(len(chunks), kept)
+    magnitudes = chunks.abs()
+    values, positions = magnitudes.topk(kept, dim=1, sorted=False)
+    least = values.amin(dim=1, keepdim=True)
+    is_tied = (magnitudes == least).sum(dim=1) > (values == least).sum(dim=1)
+    positions = positions.sort(dim=1).values
+    if bool(is_tied.any()):
+        positions[is_tied] = by_order(magnitudes[is_tied], least[is_tied], kept)
+    return positions
+
+
+def by_order(magnitudes: Tensor, least: Tensor, kept: int) -> Tensor:
+    """Return positions for rows [n, size] with ties: the k-th largest magnitude `least` [n, 1] occurs too often."""
+    above, equal = magnitudes > least, magnitudes == least
+    room = kept - above.sum(dim=1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(dim=1) <= room))
+    return torch.nonzero(keep)[:, 1].view(len(magnitudes), kept)
+
+
+def random_positions(chunks: int, size: int, kept: int, generator: torch.Generator | None) -> Tensor:
+    """Draw positions [chunks, k] without replacement from each chunk of `size` values, ascending."""
+    if kept == size:
+        return torch.arange(kept).expand(chunks, kept)
+    drawn = torch.rand(chunks, size, generator=generator).topk(kept, dim=1, sorted=False).indices
+    return drawn.sort(dim=1).values
+
+
+def generator_of(run: str, round_: int, replica: str, name: str, part: int = 0) -> torch.Generator:
+    """Return the generator of a replica's positions in one round, for one tensor or a rank's part of it."""
+    return torch.Generator().manual_seed(seed_of("random_k", run, round_, replica, name, part))
