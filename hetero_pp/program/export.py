@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_trained
 from hetero_pp.run.round_optimizer import round_optimizer
@@ -44,7 +44,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
             for path in to.iterdir():  # the folder was empty before: empty it again, so that a retry can use it
                 path.unlink()
             raise
-    tell(standard_output(), f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
+    announce(f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.join.status import run_folder
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.open_run import open_run
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
@@ -171,7 +171,7 @@ def _has_changed_under(
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).strip("-._")[:40] or "validator"
 
     def say(line: str) -> None:
-        tell(standard_output(), f"{title}: {line}")
+        announce(f"{title}: {line}")
 
     def on_round(round_: int, count: int) -> None:
         say(f"round {round_}: {format_count(count, 'judgement') if count else 'not judged'}")

@@ -18,7 +18,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.launch.hosts import read_token
-from hetero_pp.program.report.output import complain, standard_output, tell
+from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.tickets import make_ticket
@@ -110,7 +110,7 @@ def revoke(runs: Path, run: str, what: str) -> None:
         except HeteroPPError as error:
             raise ConfigError((), str(error)) from None
     for one in taken:
-        tell(standard_output(), f"{run}: revoked {one}")
+        announce(f"{run}: revoked {one}")
 
 
 def seconds_of(text: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,7 @@ import psutil
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.program.join.processes import own_process, running_process
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.folder import RunFolder
 
 SECONDS = 30.0
@@ -40,7 +39,7 @@ def leave(runs: Path, run: str, place: str | None) -> None:
 
     Raises ConfigError if there are none.
     """
-    say, folder = partial(tell, standard_output()), RunFolder(runs.absolute() / run)
+    folder = RunFolder(runs.absolute() / run)
     found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
     if not found:
         raise ConfigError(
@@ -51,9 +50,11 @@ def leave(runs: Path, run: str, place: str | None) -> None:
         if process is not None:
             process.terminate()
             if psutil.wait_procs([process], SECONDS)[1]:
-                say(f"{run}: process {process.pid} has not ended within {SECONDS:g} s; it may still save its state")
+                announce(
+                    f"{run}: process {process.pid} has not ended within {SECONDS:g} s; it may still save its state"
+                )
                 continue
-        say(f"{run}: {path.stem.removeprefix('joined-')} has left")
+        announce(f"{run}: {path.stem.removeprefix('joined-')} has left")
 
 
 def _process(path: Path) -> psutil.Process | None:

@@ -9,7 +9,6 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.links import LAUNCHER
@@ -25,7 +24,7 @@ from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import Over, read_over
 from hetero_pp.program.report.earlier import who_takes_part
 from hetero_pp.program.report.live_view import status_lines
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
@@ -195,24 +194,23 @@ def known_run(folder: RunFolder) -> Known:
 
 def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
     """Print what the exchange last answered to processes of this host that wait for a group."""
-    say = partial(tell, standard_output())
     for wait in waits:
         more = max(wait.needed - wait.here, 0)
         until = f"{more} more needed" if more else "a group is being formed"
         since = f"for {format_seconds(max(time.time() - wait.since, 0.0))}"
         asked = f"the exchange answered {format_seconds(max(time.time() - wait.asked, 0.0))} ago"
-        say(
+        announce(
             f"{run}: this host waits for a group to form, {since}: {wait.here} of {wait.needed} hosts are "
             f"waiting, {until}"
         )
-        say(f"{run}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
+        announce(f"{run}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
     return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
 
 
 def _print_over(run: str, over: Over) -> dict[str, object]:
     """Print what this host heard at the end of a run that another host served."""
     when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
-    tell(standard_output(), f"{run}: {over.told}, as reported {when}; its exchange no longer answers")
+    announce(f"{run}: {over.told}, as reported {when}; its exchange no longer answers")
     return {"state": "over", "told": over.told, "changed": over.heard}
 
 
@@ -227,17 +225,17 @@ _ENDS: Mapping[str, str] = {
 
 def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     """Print the state of a run from its folder."""
-    say, name = partial(tell, standard_output()), folder.path.name
+    name = folder.path.name
     why = "it was killed, or its host stopped" if found.state == "killed" else found.why
     when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
-    say(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
+    announce(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
     trouble = _trouble(folder) if found.state == "running" else []
     for line in trouble:
-        say(f"{name}: {line}")
+        announce(f"{name}: {line}")
     if found.resume:
-        say(f"{name}: resume with: {found.resume}")
+        announce(f"{name}: resume with: {found.resume}")
     return found.as_json() | {"trouble": trouble}
 
 
@@ -272,8 +270,7 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
         "open": "it admits one host until",
     }
     when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    tell(
-        standard_output(),
+    announce(
         f"{ticket.run}: ticket {ticket.id} is for {rehearsal}{slots}; {when}; the exchange is at {ticket.address}",
     )
     return told | {"until": until, "state": state}

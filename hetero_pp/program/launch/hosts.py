@@ -71,11 +71,8 @@ def listens(config: RunConfig, members: Sequence[str]) -> str:
 def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
     """Raise ConfigError for an address that no other host can dial."""
     if EXCHANGE in members and config.exchange.listen.endswith(":0"):
-        raise ConfigError(
-            ("exchange", "listen"),
-            f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, such as "
-            "`0.0.0.0:47600`",
-        )
+        expected = "expected a fixed port that other hosts can dial, such as `0.0.0.0:47600`"
+        raise ConfigError(("exchange", "listen"), f"found `{config.exchange.listen}`, {expected}")
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, ParticipantsReplica):
             continue
@@ -95,11 +92,8 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError(
-            (),
-            f"--token-file {path}: cannot be read ({error.strerror}); make one token for all hosts: openssl "
-            f"rand -hex 16 > {path}",
-        ) from None
+        found = f"--token-file {path}: cannot be read ({error.strerror})"
+        raise ConfigError((), f"{found}; make one token for all hosts: openssl rand -hex 16 > {path}") from None
     if len(token) < SHORTEST_TOKEN:
         found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} random ones"
         raise ConfigError((), f"--token-file {path}: {found}; make one with: openssl rand -hex 16 > {path}")
@@ -149,7 +143,6 @@ def launch_members(
     folder: RunFolder,
     exchange: Exchange,
     rounds: OwnRounds,
-    say: Callable[[str], None],
     operations: Operations,
     mode: Mode = AS_A_RUN,
 ) -> None:
@@ -166,10 +159,10 @@ def launch_members(
         nonlocal refused
         refused = cause
         waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
-        say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
+        rounds.say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
 
     def on_wait(seconds: float, has_answered: bool) -> None:
-        say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
+        rounds.say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
 
     def on_report(report: Report) -> None:
         with about_report(report):
@@ -186,10 +179,9 @@ def launch_members(
         supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
 
         def told() -> Iterator[Report]:
-            waiting = (exchange.timeout, on_wait, on_refused)
-            how, beside = (exchange.address, supervisor.credentials, members), mode.watched(spec, members)
+            how, waiting = (exchange.address, supervisor.credentials, members), (exchange.timeout, on_wait, on_refused)
             try:
-                yield from reports_to_members(*how, *waiting, beside=beside)
+                yield from reports_to_members(*how, *waiting, beside=mode.watched(spec, members))
             except RunOver:
                 supervisor.end_idle()
 
@@ -197,12 +189,17 @@ def launch_members(
         try:
             supervisor.wait()
         except RunFailed as error:
-            if refused and refused in str(error):
-                raise ConfigError((), refused) from None
-            if rounds.failed is None or rounds.failed in str(error):
-                raise
-            raise RunFailed(f"{error}; the run ended because {rounds.failed}") from None
+            raise _cause(error, refused, rounds.failed) from None
         watcher.join()
+
+
+def _cause(error: RunFailed, refused: str, failed: str | None) -> ConfigError | RunFailed:
+    """Return the cause of an error: a refusal by another run's exchange, or also why the run has `failed` elsewhere."""
+    if refused and refused in str(error):
+        return ConfigError((), refused)
+    if failed is None or failed in str(error):
+        return error
+    return RunFailed(f"{error}; the run ended because {failed}")
 
 
 def no_answer(address: str, seconds: float, limit: float, has_answered: bool, last: str = "") -> str:
@@ -246,17 +243,16 @@ def notes(file: ConfigFile) -> list[str]:
     """Return notes on the commands: the token to make, and the addresses to replace, with file and line."""
     found = [f"make one token, and copy it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
     exchange, *stages = fixed_addresses(file.config)
-    listens = (
-        f"the exchange listens at `{exchange.address}`; replace EXCHANGE_HOST with an address that other "
-        "hosts can reach"
-    )
-    found.append(str(file.located(ConfigError(exchange.key, listens))))
+
+    def add(key: Sequence[str | int], note: str) -> None:
+        found.append(str(file.located(ConfigError(key, note))))
+
+    replace = "replace EXCHANGE_HOST with an address that other hosts can reach"
+    add(exchange.key, f"the exchange listens at `{exchange.address}`; {replace}")
     for one in (exchange, *stages):
         if one.is_loopback:
-            complaint = (
-                f"found `{one.address}`, expected an address that other hosts can reach, unless they use a tunnel"
-            )
-            found.append(str(file.located(ConfigError(one.key, complaint))))
+            expected = "expected an address that other hosts can reach, unless they use a tunnel"
+            add(one.key, f"found `{one.address}`, {expected}")
     for index, replica in enumerate(file.config.replicas):
         if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
             for stage in range(1, replica.stage_count):
@@ -265,7 +261,6 @@ def notes(file: ConfigFile) -> list[str]:
                     found_by = f"dials {replica.members[stage - 1]}" if before else "is reached through the exchange"
                     beside = "must run on the host of the previous stage"
                     how = beside if file.config.exchange.insecure else found_by
-                    complaint = f"found no address, so {replica.members[stage]} {how}"
                     key = ("replicas", index, "stages", stage, "listen")
-                    found.append(str(file.located(ConfigError(key, complaint))))
+                    add(key, f"found no address, so {replica.members[stage]} {how}")
     return found

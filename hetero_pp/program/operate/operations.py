@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.operate.observed import Observed
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.sinks.sink import MakeSink, makers_of
 from hetero_pp.program.report.state import RunState
 
@@ -66,19 +65,19 @@ def operated(
     `page`: shows the run on a page. Raises ConfigError before anything starts if the port is in use, or if an extra is
     not installed.
     """
-    observed, say, makers = Observed(), partial(tell, standard_output()), makers_of(boards)
+    observed, makers = Observed(), makers_of(boards)
     with ExitStack() as stack:
         followers: list[Callable[[Report], None]] = []
         if metrics is not None:
             from hetero_pp.program.operate.http_server import served
 
             url = stack.enter_context(served(metrics, observed))
-            say(f"metrics: {url}/metrics, health: {url}/healthz")
+            announce(f"metrics: {url}/metrics, health: {url}/healthz")
         if otlp is not None:
             try:
                 from hetero_pp.program.operate.traces import traced
             except ImportError as error:
                 needed = "install it with: pip install 'hetero-pp[otel]'"
                 raise ConfigError((), f"--otlp: {error.name} is not installed; {needed}") from None
-            followers.append(stack.enter_context(traced(otlp, observed, say)))
-        yield Operations(makers, observed, followers, say, page)
+            followers.append(stack.enter_context(traced(otlp, observed, announce)))
+        yield Operations(makers, observed, followers, announce, page)

@@ -18,7 +18,7 @@ from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.comparison import compare
 from hetero_pp.program.rehearse.show import MARK, print_comparison
 from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
-from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.output import announce, say
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.show_prediction import print_assumption
 from hetero_pp.run.config import RunConfig
@@ -90,9 +90,9 @@ class AsRehearsal(Mode):
         self._spec, self._timings = spec, Timings(spec)
         lasts = spec.config.outer.rounds * self._predictions.rehearsed.round_seconds
         name, until = spec.config.name, format_duration(lasts)
-        tell(standard_output(), f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
+        announce(f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
         for line in self._left_out:
-            tell(standard_output(), f"{name}: {line}")
+            announce(f"{name}: {line}")
 
     def on_report(self, report: Report) -> None:
         self._timings.apply(report)

@@ -55,6 +55,11 @@ def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> N
     console.print(Text(shown, style=style), soft_wrap=True)
 
 
+def announce(line: str) -> None:
+    """Print an event on standard output, as `tell` does."""
+    tell(standard_output(), line)
+
+
 def complain(message: str) -> None:
     """Print an error to standard error: wrapped on a terminal, else as one line."""
     message = without_controls(message)
