@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.core.files import write_whole
-from hetero_pp.program.doctor.finding import Finding, State, fail
+from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks
 from hetero_pp.program.doctor.packages import check_packages, check_python
-from hetero_pp.program.doctor.side_by_side import make_checks
 from hetero_pp.program.report.output import standard_output, tell
 
 SECONDS = 5.0

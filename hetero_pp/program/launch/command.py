@@ -25,11 +25,10 @@ from hetero_pp.program.launch.hosts import (
     write_token,
 )
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.launch.interrupted import ResumeHint
 from hetero_pp.program.launch.mode import AS_A_RUN, Invocation, Mode
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.supervisor import launch
-from hetero_pp.program.launch.unfinished import decide_to_resume
+from hetero_pp.program.launch.unfinished import ResumeHint, decide_to_resume
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import announce, standard_output, tell

@@ -15,8 +15,8 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.exported import export_page
 from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.serving import LOOPBACK, Served
-from hetero_pp.program.view.sources import Source
 from hetero_pp.program.view.watched import Watched
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run

@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hetero_pp.config.links import LOOPBACK_NAMES
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
-from hetero_pp.program.view.run_view import RunView
-from hetero_pp.program.view.sources import Source
+from hetero_pp.program.view.run_view import RunView, Source
 
 PAGE = Path(__file__).parent / "page"
 POLICY = (

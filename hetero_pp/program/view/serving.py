@@ -24,8 +24,8 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.program.view.admitted import Door
 from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
+from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.server import page_app
-from hetero_pp.program.view.sources import Source
 from hetero_pp.rpc.certificates import Identity
 
 LOOPBACK = "127.0.0.1:0"
