@@ -99,11 +99,8 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     found = [_read(label, folder) for label, folder in zip(labels, folders, strict=True)]
     console = standard_output()
     console.print(_table(found))
-    say(
-        console,
-        f"Settings that differ, and what each run has reached. {_ABSENT}: not set, or no value yet.",
-        style="dim",
-    )
+    told = f"Settings that differ, and what each run has reached. {_ABSENT}: not set, or no value yet."
+    say(console, told, style="dim")
     if any(one.losses for one in found):
         _draw(found, chart)
         say(console, f"The validation losses are drawn in {chart}.")

@@ -56,9 +56,8 @@ def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float 
         announce(f"recomputed: {found.cause or 'the contribution is what its round gives'}")
         own = check.evidence
         if found.is_equal:
-            raise HeteroPPError(
-                f"{evidence}: round {own.round} of {own.replica} is what it should be: nothing is proven"
-            )
+            equal = f"round {own.round} of {own.replica} is what it should be"
+            raise HeteroPPError(f"{evidence}: {equal}: nothing is proven")
         who = found.member or own.replica
         announce(f"proven: {who} computed something else in round {own.round} of {own.replica}")
 

@@ -65,8 +65,7 @@ Metrics = Annotated[
     ),
 ]
 Otlp = Annotated[
-    str | None,
-    typer.Option("--otlp", metavar="URL", help="Export traces of rounds to this OTLP collector, over gRPC."),
+    str | None, typer.Option("--otlp", metavar="URL", help="Export traces of rounds to this OTLP collector, over gRPC.")
 ]
 Boards = Annotated[
     list[str],

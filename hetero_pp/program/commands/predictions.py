@@ -63,8 +63,7 @@ def simulate(
 def plan(
     config: ConfigPath,
     target: Annotated[
-        str,
-        typer.Option("--target-utilization", help="Reach this share of the utilization with free links."),
+        str, typer.Option("--target-utilization", help="Reach this share of the utilization with free links.")
     ] = "0.97",
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")

@@ -33,12 +33,10 @@ if TYPE_CHECKING:
 
 
 Weights = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`."),
+    Path | None, typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`.")
 ]
 Only = Annotated[
-    str | None,
-    typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage."),
+    str | None, typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage.")
 ]
 
 
@@ -276,8 +274,7 @@ def leave(
 
 def status(
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket."),
+        str, typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket.")
     ],
     address: Annotated[
         str | None,

@@ -44,5 +44,4 @@ OF_THE_MACHINE: Mapping[str, Callable[[], Finding]] = {
 
 
 def checks_of(subject: Subject) -> dict[str, Callable[[], Finding]]:
-    """Return every check by its name."""
     return {**OF_THE_MACHINE, **{name: partial(check, subject) for name, check in OF_A_SUBJECT.items()}}

@@ -52,10 +52,8 @@ def check_exchange(subject: Subject) -> Finding:
     try:
         answer = subject.answer_.result()
     except LinkTimeout as error:
-        is_here = subject.peer.is_here
-        return fail(
-            f"{error}: see its log in {subject.folder.path}/logs" if is_here else unanswered(error, subject.name)
-        )
+        here = f"{error}: see its log in {subject.folder.path}/logs"
+        return fail(here if subject.peer.is_here else unanswered(error, subject.name))
     if answer is None:
         return warn(f"{address} answers, but its version is too old for the other checks; `join` may work")
     return ok(f"{address} answers and admits this host, with the same version of the protocol")
@@ -96,9 +94,8 @@ def check_neighbours(subject: Subject) -> Finding:
     silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
     if silent:
         shown = format_names([f"{name} at {address}" for name, address in silent.items()], _SHOWN)
-        return warn(
-            f"{shown} cannot be dialled: it is not started, or a firewall is between; the exchange relays instead"
-        )
+        why = "it is not started, or a firewall is between; the exchange relays instead"
+        return warn(f"{shown} cannot be dialled: {why}")
     return ok(f"dialled {format_names(list(found), _SHOWN)}")
 
 

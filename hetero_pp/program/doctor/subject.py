@@ -83,7 +83,6 @@ class Subject:
 
     runs: Path
     name: str = ""
-    """Name of the run."""
     kind: str = "machine"
     """`machine`, `yaml`, `ticket`, or `run`."""
     told: str = ""

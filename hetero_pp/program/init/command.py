@@ -11,9 +11,8 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_duration, format_seconds
 from hetero_pp.data.settings import STREAMED
-from hetero_pp.program.init.answers import Answers
 from hetero_pp.program.init.draft import Draft, draft
-from hetero_pp.program.init.questions import complete
+from hetero_pp.program.init.questions import Answers, complete
 from hetero_pp.program.init.yaml_text import yaml_of
 from hetero_pp.program.report.output import announce, standard_output
 from hetero_pp.run.yaml_file import ConfigFile

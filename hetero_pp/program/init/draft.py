@@ -19,7 +19,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.model.transformer import ModelSettings, ModelShape
 from hetero_pp.planner.search import search
-from hetero_pp.program.init.answers import Answers, Machines
+from hetero_pp.program.init.questions import Answers, Machines
 from hetero_pp.program.launch.this_machine import usable_cores
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import ASSUMED, CATALOG
@@ -45,7 +45,6 @@ class Draft:
     """A configuration, and what the comments of its YAML say."""
 
     sections: dict[str, Any]
-    """Sections of the YAML."""
     parameters: int
     boundary: str
     """Origin of the boundary in words; empty without a boundary."""
@@ -160,7 +159,7 @@ def _config(sections: dict[str, Any]) -> RunConfig:
 
 
 def _planned(sections: dict[str, Any], vocabulary: int) -> str:
-    """Let the planner choose the boundary and the micro-batches; return who chose them, in words."""
+    """Let the planner choose the boundary and the micro-batches; return the origin of the boundary in words."""
     group = next((one for one in sections["replicas"] if "boundary" in one), None)
     if group is None:
         return ""
@@ -192,7 +191,7 @@ def _fitted(sections: dict[str, Any], answers: Answers, vocabulary: int) -> Pred
 
 
 def _rounds(sections: dict[str, Any], answers: Answers, prediction: Prediction) -> float:
-    length = answers.length
+    length = answers.time
     if length.seconds is not None:
         return length.seconds / prediction.round_seconds
     batches = sum(one["batch_size"] * one.get("count", 1) for one in sections["replicas"])

@@ -65,7 +65,6 @@ class Here:
     listen: str | None = None
     """HOST:PORT at which the neighbouring stages dial this one."""
     device: str = "auto"
-    """Device that computes."""
     rehearses: bool = False
     """Whether the user wants to rehearse."""
 
@@ -205,10 +204,9 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
         require_data(config, place, here.data)
     address = listen_told(told, place)
     if address not in (None, RELAYED) and here.listen is None:
-        announce(
-            f"{membership.run}: the run's YAML lets {place} listen at {address}. This host dials its neighbours "
-            f"instead, through the exchange if necessary; add --listen {address} to listen there"
-        )
+        told = f"the run's YAML lets {place} listen at {address}"
+        instead = "This host dials its neighbours instead, through the exchange if necessary"
+        announce(f"{membership.run}: {told}. {instead}; add --listen {address} to listen there")
     save_config(config, folder.config)
 
 

@@ -88,10 +88,7 @@ def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> No
             raise Timeout(lock.lock_file)
         held.enter_context(lock)
     except Timeout:
-        raise ConfigError(
-            (),
-            f"{runs / name}: another launch is using this folder ({part}); wait until it has ended, or give "
-            "this run another `name`",
-        ) from None
+        mend = "wait until it has ended, or give this run another `name`"
+        raise ConfigError((), f"{runs / name}: another launch is using this folder ({part}); {mend}") from None
     except OSError as error:
         raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None

@@ -173,12 +173,7 @@ def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
 
 
 def run_members(
-    prepared: Prepared,
-    runs: Path,
-    only: str,
-    exchange: Exchange,
-    operations: Operations,
-    mode: Mode = AS_A_RUN,
+    prepared: Prepared, runs: Path, only: str, exchange: Exchange, operations: Operations, mode: Mode = AS_A_RUN
 ) -> None:
     """Run members of a run. Its exchange is elsewhere.
 
@@ -191,7 +186,7 @@ def run_members(
         save_config(prepared.spec.config, folder.config)
         announce(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
         rounds = OwnRounds(prepared.spec, prepared.names, announce, since=time.time())
-        operations.follow(rounds.state, prepared.names)
+        operations.observed.follow(rounds.state, prepared.names)
         launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, operations, mode)
 
 
@@ -202,7 +197,6 @@ def _is_shared(spec: RunSpec, member: str) -> bool:
 
 
 def print_commands(path: Path, overrides: Sequence[Given]) -> None:
-    """Print the command for each host."""
     file = ConfigFile(path, overrides)
     try:
         file.config.require_grouped()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.changed_keys import Values
@@ -27,7 +26,7 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.own_rounds import OwnRounds
-from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
 from hetero_pp.run.changes import Given
 from hetero_pp.run.config import RunConfig
@@ -81,10 +80,8 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
             host = "" if own is None or own.listen is None else own.listen.rpartition(":")[0]
             if member in members and host in ("0.0.0.0", "[::]"):
                 neighbour = replica.members[stage - 1 if stage > 0 else min(1, replica.stage_count - 1)]
-                raise ConfigError(
-                    ("replicas", index, "stages", stage, "listen"),
-                    f"found `{host}`, expected the address at which {neighbour} can dial this host",
-                )
+                expected = f"expected the address at which {neighbour} can dial this host"
+                raise ConfigError(("replicas", index, "stages", stage, "listen"), f"found `{host}`, {expected}")
 
 
 def read_token(path: Path) -> str:
@@ -113,8 +110,7 @@ def launch_exchange(
     keys = SecretKeys(secret, encrypted=not spec.config.exchange.insecure)
     with Supervisor(spec, folder, on_report, EXCHANGE, keys, resume) as supervisor:
         supervisor.start([EXCHANGE])
-        told = partial(reports_of, supervisor.open_exchange(), supervisor.credentials, supervisor.on_silence)
-        watcher = Watcher(told, supervisor.on_report)
+        watcher = supervisor.watch(supervisor.open_exchange())
         supervisor.wait()
         watcher.join()
 
@@ -171,8 +167,8 @@ def launch_members(
         operations.on_report(report)
         if report.HasField("over"):
             keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
-        if rounds.failed is not None:
-            supervisor.end_soon(rounds.failed)
+        if rounds.state.failed is not None:
+            supervisor.end_soon(rounds.state.failed)
 
     with Supervisor(spec, folder, on_report, only, exchange.keys) as supervisor:
         supervisor.start(members)
@@ -189,7 +185,7 @@ def launch_members(
         try:
             supervisor.wait()
         except RunFailed as error:
-            raise _cause(error, refused, rounds.failed) from None
+            raise _cause(error, refused, rounds.state.failed) from None
         watcher.join()
 
 

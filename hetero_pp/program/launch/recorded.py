@@ -40,12 +40,7 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 
 
 def run_and_record(
-    prepared: Prepared,
-    runs: Path,
-    start: Start,
-    resume: bool,
-    invocation: Invocation,
-    on_stopped: Callable[[], None],
+    prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation, on_stopped: Callable[[], None]
 ) -> None:
     """Run a topology with metrics, summary, pictures and a live view.
 
@@ -58,21 +53,21 @@ def run_and_record(
     if not resume:
         begin_folder(spec, runs.absolute())
     recording, is_stopped = _Recording(spec, folder, resume, invocation), False
-    state, recorder, console = recording.state, recording.recorder, recording.console
+    state, console = recording.state, recording.console
     try:
         page = invocation.operations.page(state, recording.say)
         with page as recording.show, LiveDisplay(state, console, since=invocation.since):
             start(spec, folder, recording.on_report, changed)
         _require_over(state)
     except (HeteroPPError, KeyboardInterrupt) as error:
-        recorder.fail(str(error) or INTERRUPTED)
+        state.fail(str(error) or INTERRUPTED)
         is_stopped = isinstance(error, KeyboardInterrupt)
         raise
     except Exception as error:
-        recorder.fail(f"{type(error).__name__}: {error}")
+        state.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
-        recorder.close(on_stopped if is_stopped else None)
+        recording.recorder.close(on_stopped if is_stopped else None)
     with about("result"):
         invocation.mode.conclude(console, state, folder)
 
@@ -85,7 +80,7 @@ class _Recording:
         self._operations, self._mode = invocation.operations, invocation.mode
         self.console = standard_output()
         self.state = RunState(spec)
-        self._operations.follow(self.state)
+        self._operations.observed.follow(self.state)
         self.recorder = Recorder(spec, folder, self.state, resume, self.say, self._operations.boards)
         self.show: OnReport = lambda report: None
         """Shows a report on the page of the run."""

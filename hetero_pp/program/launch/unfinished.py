@@ -49,9 +49,8 @@ class Unfinished:
         if self.last_round:
             return f"{self.where}: run {self.name} stopped after round {self.last_round} of {self.rounds}"
         tickets = f"{format_count(self.tickets, 'ticket')} {'is' if self.tickets == 1 else 'are'}"
-        return (
-            f"{self.where}: run {self.name} stopped before round 1 of {self.rounds} closed, and {tickets} still valid"
-        )
+        stopped = f"stopped before round 1 of {self.rounds} closed, and {tickets} still valid"
+        return f"{self.where}: run {self.name} {stopped}"
 
 
 def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typed: Sequence[str] = ()) -> bool:
@@ -84,7 +83,6 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
 
 
 def _refusal(found: Unfinished, typed: Sequence[str]) -> str:
-    """Return one line that says what to type instead."""
     other = "use another `name` for a new run" if found.is_in_store else "start a new run with --new"
     command = f" (to resume: {shlex.join([*typed, '--resume'])})" if typed else ""
     return f"{found}; resume it with --resume, or {other}{command}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -39,10 +39,6 @@ class Operations:
     def needs_all(self) -> bool:
         """Whether something needs the reports of all members, which only the exchange's host gets."""
         return bool(self.boards or self.followers)
-
-    def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
-        """Show a run from now on. `members`: those whose reports this host gets; None: all."""
-        self.observed.follow(state, members)
 
     def on_report(self, report: Report) -> None:
         """Take in a report, after the state has."""

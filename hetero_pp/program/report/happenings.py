@@ -65,10 +65,8 @@ class Happenings:
                 why = f"is excluded ({told.cause})" if told.cause else "is far larger than expected and is excluded"
                 yield f"{told.replica}: its contribution to round {told.round} {why}: {became}"
             case Happened.SCALED:
-                yield (
-                    f"{told.replica}: its contribution to round {told.round} is larger than expected "
-                    f"and is scaled by {told.cause}"
-                )
+                larger = f"is larger than expected and is scaled by {told.cause}"
+                yield f"{told.replica}: its contribution to round {told.round} {larger}"
             case Happened.PAUSED:
                 self._paused_at = time
                 yield f"round {told.round} is paused: {told.cause}; it continues when more replicas join"
@@ -76,17 +74,13 @@ class Happenings:
                 yield f"round {told.round} continues after {format_seconds(time - self._paused_at)}"
             case Happened.HEALED:
                 yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the run log"
-            case Happened.EXCLUDED:
+            case Happened.EXCLUDED | Happened.AUDITED:
                 yield told.cause
             case Happened.UNAUDITED:
                 yield f"unaudited: {told.cause}"
-            case Happened.AUDITED:
-                yield told.cause
             case Happened.NOT_AWAITED:
-                yield (
-                    f"{told.replica} {told.cause} do not wait for it; its contributions are included if "
-                    "they arrive in time"
-                )
+                included = "its contributions are included if they arrive in time"
+                yield f"{told.replica} {told.cause} do not wait for it; {included}"
 
     def _over(self, told: Standing, cause: str) -> Iterator[str]:
         self._lost[told.replica] = told.place

@@ -31,10 +31,7 @@ class SafeConsole(Console):
 
 
 def standard_output() -> Console:
-    """Return the console on which a command prints.
-
-    Its width is that of the terminal; without one, `COLUMNS`, else 80.
-    """
+    """Return the console on which a command prints, as wide as the terminal; without one, `COLUMNS`, else 80."""
     console = SafeConsole()
     is_given = os.environ.get("COLUMNS", "").isdigit()
     return console if console.is_terminal or is_given else SafeConsole(width=WIDTH_OF_FILES)

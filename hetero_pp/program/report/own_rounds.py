@@ -41,11 +41,6 @@ class OwnRounds:
         self._has_begun = False
         self._reading = now_and_then(say, time.monotonic)
 
-    @property
-    def failed(self) -> str | None:
-        """Reason why the run has failed, on any host; None if it has not."""
-        return self.state.failed
-
     def on_report(self, report: Report) -> None:
         """Take in one report, and print what is new."""
         had_joined = self.state.joined_at is not None

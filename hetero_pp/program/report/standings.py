@@ -249,7 +249,6 @@ class Standings:
         return sum(closed.tokens for closed in self.rounds.values())
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary for JSON."""
         missed = {round_: self.not_counted(round_) for round_ in sorted(self.rounds)}
         return {
             "participation": self.participation(),

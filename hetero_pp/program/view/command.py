@@ -37,10 +37,7 @@ def view(runs: Path, named: Sequence[str], listen: str, export: Path | None) -> 
 
 
 def show(
-    sources: Mapping[str, Source],
-    listen: str = LOOPBACK,
-    export: Path | None = None,
-    doors: Sequence[Door] = (),
+    sources: Mapping[str, Source], listen: str = LOOPBACK, export: Path | None = None, doors: Sequence[Door] = ()
 ) -> None:
     """Serve the page of some sources until an interrupt, or write it to a file."""
     served = None if export is not None else Served(sources, listen, doors)

@@ -153,7 +153,7 @@ def measured(record: Record | None, predicted: Prediction) -> Measured:
 
 
 def _of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
-    """Return what a comparison says. Its rounds are shorter than those of the run, so it concludes the run's round."""
+    """Return the values of a comparison. A rehearsed round is shorter, so the comparison concludes the run's round."""
     round_seconds = found["whole_run"]["round_seconds"]
     values = {
         "step": found["measured"]["step_seconds"],
@@ -173,7 +173,7 @@ def _of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
 def _of_run(view: RunView) -> dict[str, float]:
     """Return what a run took so far: the means over its closed rounds, of the slowest replica.
 
-    The outer round is that of the replica which waits least in it, because all others also wait for their steps.
+    The outer round is taken from the replica that waits least in it, because all others also wait for steps.
     """
     with view.state.lock:
         state = view.state

@@ -82,7 +82,7 @@ class KeyFrames:
 
 
 _SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
-"""Interval of key frames at first: at least the one, and more for large runs, whose frames cost more."""
+"""Interval of key frames at first: its minimum, and the share for each member. Frames of large runs cost more."""
 
 
 class RunView(Followed):

@@ -38,7 +38,7 @@ _HEADERS: Mapping[str, str] = {
 
 
 def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> Starlette:
-    """Return the application. `hosts`: names under which it may be asked for; by default those of this machine.
+    """Return the application. `hosts`: names under which it may be asked for; by default names of this machine.
 
     Another name means that a foreign page has bound its own name to this machine's address.
     """
