@@ -22,6 +22,7 @@ from hetero_pp.program.commands.errors import readable_errors
 from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder, StartNew
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.recorded import Start
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.run.spec import RunSpec
@@ -58,7 +59,8 @@ def launch_with_faults(
         start: Start = partial(launch, make_supervisor=partial(FaultySupervisor, schedule_of(found, spec)))
         if in_process:
             start = partial(run_in_process, missed=missed(found))
-        run_topology(config, overrides, runs, in_process, resume, [sys.executable, *sys.argv], new, start=start)
+        invocation = Invocation(typed=[sys.executable, *sys.argv])
+        run_topology(config, overrides, runs, in_process, resume, new, start, invocation)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from command_line import parse, save
 
 from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.together import launch_rehearsal
 from hetero_pp.program.rehearse.command import AsRehearsal
 from hetero_pp.research.experiments.provenance import commit, machine
@@ -114,7 +115,7 @@ def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) ->
     start, mode = partial(launch_rehearsal, most_alone=0), AsRehearsal(rounds, steps, found)
     load = os.getloadavg()[0]
     with lateness() as late, redirect_stdout(StringIO()):
-        run_topology(path, [], folder / "runs", False, start=start, mode=mode)
+        run_topology(path, [], folder / "runs", False, start=start, invocation=Invocation(mode=mode))
     both = json.loads(found.read_text())
     return {
         **{key: entry[key] for key in ("name", "kind", "chosen", "says") if key in entry},

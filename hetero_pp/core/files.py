@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import secrets
 import stat
@@ -50,6 +51,12 @@ def write_whole(path: Path, data: bytes, is_secret: bool = False) -> None:
     """Write a file atomically and durably: readers never see a part of it, and it survives a crash of the machine."""
     with whole(path, is_secret) as part:
         part.write_bytes(data)
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write a value as JSON, as `write_whole` does; without a path do nothing."""
+    if path is not None:
+        write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def write_all(files: Mapping[Path, bytes]) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment
 
+from hetero_pp.core.sockets import host_and_port
+
 PROBE_SECONDS = 5.0
 """Time limit of each step of trying a proxy: to connect, and to answer."""
 
@@ -58,7 +60,7 @@ class Proxy:
 
     def connect(self, address: str, seconds: float) -> socket.socket:
         """Open a tunnel to HOST:PORT. Raises OSError. Each step may take `seconds`."""
-        parts, (host, port) = urlsplit(self.url), _split(address)
+        parts, (host, port) = urlsplit(self.url), host_and_port(address)
         if parts.scheme != "http":
             raise OSError("is not an `http://` proxy, the only kind that gRPC supports")
         headers = {}
@@ -89,7 +91,7 @@ class Route:
         """Open a connection to HOST:PORT on this route. Raises OSError."""
         if self.proxy is not None:
             return self.proxy.connect(address, seconds)
-        return socket.create_connection(_split(address), seconds)
+        return socket.create_connection(host_and_port(address), seconds)
 
 
 DIRECT = Route()
@@ -102,7 +104,7 @@ def route_to(address: str) -> Route:
     """
     if address.startswith("unix"):
         return DIRECT
-    proxy = grpc_proxy(_split(address)[0])
+    proxy = grpc_proxy(host_and_port(address)[0])
     if proxy is None:
         return DIRECT
     failure = _failure(proxy, address)
@@ -198,8 +200,3 @@ def numeric_address(host: str) -> _Address | None:
         return None
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return mapped or found
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -12,6 +12,12 @@ _LONGEST_PARENT = 64
 _SHORT = "/tmp"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return both parts of HOST:PORT; the host of `[::1]:80` without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def socket_folder() -> Path:
     """Create a folder for sockets that only this user can enter; the caller removes it."""
     return Path(tempfile.mkdtemp(prefix="hetero-pp-", dir=_parent()))

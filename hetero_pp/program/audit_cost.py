@@ -22,9 +22,7 @@ def audit_lines(spec: RunSpec) -> Iterator[str]:
         share = share_of_compute(audit.gauntlet, len(replicas), sequences)
         memory = 4 * _COPIES * sum(math.prod(shape) for shape in spec.parameter_shapes.values())
         tried = format_count(min(audit.gauntlet.evaluated, len(replicas)), "contribution")
-        yield (
-            f"Scores: {tried} of each round tried {where}, on 2 x {audit.gauntlet.sequences} sequences: "
-            f"{100 * share:.2g} % of the replicas' compute, and {format_bytes(memory)} of memory"
-        )
+        costs = f"{100 * share:.2g} % of the replicas' compute, and {format_bytes(memory)} of memory"
+        yield f"Scores: {tried} of each round tried {where}, on 2 x {audit.gauntlet.sequences} sequences: {costs}"
     if audit.recompute is not None:
         yield f"Recomputation: {100 * audit.recompute.share:.2g} % of the replicas' rounds are computed again {where}"

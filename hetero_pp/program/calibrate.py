@@ -57,9 +57,8 @@ def load_calibration(path: Path) -> dict[str, object]:
     except (OSError, YAMLError, ValueError) as error:
         raise ConfigError((), yaml_complaint(path, error)) from None
     if not isinstance(content, dict) or set(content) != {"hardware", "measured"}:
-        raise ConfigError(
-            (), f"{path}: expected the output of `hetero-pp calibrate --write`, with `hardware` and `measured`"
-        )
+        expected = "expected the output of `hetero-pp calibrate --write`, with `hardware` and `measured`"
+        raise ConfigError((), f"{path}: {expected}")
     return content
 
 

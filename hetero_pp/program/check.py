@@ -49,12 +49,8 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
         console.print(_lines_table(spec, loads))
     print_exchange(console, exchange_load(spec))
     for limit in prepared.limits:
-        where = (
-            f"this machine is too small for all members: {dotted(limit.key)}: "
-            if limit.is_final
-            else "on this machine, "
-        )
-        say(console, f"Note: {where}{limit.message}.")
+        small = f"this machine is too small for all members: {dotted(limit.key)}: "
+        say(console, f"Note: {small if limit.is_final else 'on this machine, '}{limit.message}.")
     notes = (
         "→ is from the first to the second endpoint. Sizes are those of tensors and contributions, "
         "without headers and framing. `takes` is the least time for a round's bytes on the link or "
@@ -74,17 +70,12 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     compression = config.outer.compression
     say(console, f"{path}: the run `{config.name}` is valid.", bold=str(path))
     shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
-    say(
-        console,
-        f"Model: {_count(spec.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
-        f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}.",
-    )
-    say(
-        console,
-        f"Schedule: {format_count(config.outer.rounds, 'outer round')} of {config.inner.length}, "
-        f"{per_step:,} tokens per step over all "
-        f"replicas{'' if tokens is None else f', {tokens:,} in total'}.",
-    )
+    heads = f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}"
+    parameters = f"{_count(spec.parameter_shapes):,} parameters"
+    say(console, f"Model: {parameters}, width {shape.width}, {shape.layers} layers, {heads}.")
+    rounds = f"{format_count(config.outer.rounds, 'outer round')} of {config.inner.length}"
+    total = "" if tokens is None else f", {tokens:,} in total"
+    say(console, f"Schedule: {rounds}, {per_step:,} tokens per step over all replicas{total}.")
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
         for note in prepared.notes:
@@ -92,12 +83,9 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     say(console, f"Devices on this host: {in_words(prepared.devices)}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
-    say(
-        console,
-        f"Contributions: density {format_ratio(compression.density)}, {_values_of(compression)}, about "
-        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} per replica "
-        "and round.",
-    )
+    kept = f"density {format_ratio(compression.density)}, {_values_of(compression)}"
+    size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
+    say(console, f"Contributions: {kept}, about {size} per replica and round.")
     for line in audit_lines(spec):
         say(console, f"{line}.")
 
@@ -246,7 +234,6 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:
-    """Return the loads of every link by its name."""
     loads: dict[str, dict[Direction, LinkLoad]] = {}
     for replicas in alike(spec):
         if isinstance(replicas[0], ParticipantsReplica):

@@ -15,7 +15,7 @@ from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palett
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
 from hetero_pp.program.report.earlier import last_closed, reports_until
-from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
@@ -99,11 +99,8 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     found = [_read(label, folder) for label, folder in zip(labels, folders, strict=True)]
     console = standard_output()
     console.print(_table(found))
-    say(
-        console,
-        f"Settings that differ, and what each run has reached. {_ABSENT}: not set, or no value yet.",
-        style="dim",
-    )
+    told = f"Settings that differ, and what each run has reached. {_ABSENT}: not set, or no value yet."
+    say(console, told, style="dim")
     if any(one.losses for one in found):
         _draw(found, chart)
         say(console, f"The validation losses are drawn in {chart}.")
@@ -123,7 +120,7 @@ def _read(name: str, folder: RunFolder) -> ComparedRun:
     state = RunState(spec)
 
     def complain(line: str) -> None:
-        tell(standard_output(), f"{name}: {line}")
+        announce(f"{name}: {line}")
 
     for report in reports_until(spec.config, folder, last_closed(folder), complain):
         state.apply(report)

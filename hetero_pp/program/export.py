@@ -9,11 +9,12 @@ from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_trained
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import snapshot_after
 
@@ -44,7 +45,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
             for path in to.iterdir():  # the folder was empty before: empty it again, so that a retry can use it
                 path.unlink()
             raise
-    tell(standard_output(), f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
+    announce(f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
             _require_parameters(spec, file.shapes)
             yield wanted, file.tensor
     else:
-        yield wanted, _replayed(spec, run, wanted)
+        yield wanted, _replayed(spec, log, wanted)
 
 
 def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -72,14 +73,13 @@ def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) ->
     for name, shape in spec.parameter_shapes.items():
         if shapes.get(name) != shape:
             found = "nothing" if name not in shapes else f"the shape {list(shapes[name])}"
-            raise DamagedFile(
-                f"the snapshot does not fit its config.yaml: {name}: found {found}, expected {list(shape)}"
-            )
+            told = f"{name}: found {found}, expected {list(shape)}"
+            raise DamagedFile(f"the snapshot does not fit its config.yaml: {told}")
 
 
-def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:
+def _replayed(spec: RunSpec, log: ContributionLog, wanted: int) -> Parameters:
     """Return theta after round `wanted`, from an earlier run checkpoint and the run log of the rounds between."""
-    log, damaged = open_log(spec.config, run), list[str]()
+    damaged = list[str]()
     try:
         snapshot = snapshot_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)
     except FileNotFoundError as error:

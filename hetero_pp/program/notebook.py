@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -84,7 +83,9 @@ class Run:
         self.results: list[RoundResult] = []
         """Results of the rounds so far."""
         self._file = file
-        self._temporary = None if runs is not None else _temporary_folder()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if runs is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True)
         self._runs = Path(self._temporary.name if self._temporary is not None else runs or "").absolute()
         self._state = RunState(self.spec)
         self._members: MemberThreads | None = None
@@ -178,7 +179,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- internals ----
@@ -242,11 +243,9 @@ class Run:
     def _validation_loss(self, round_: int) -> float:
         loss = self._state.mean_validation_loss(round_)
         if loss is None:
-            raise RunFailed(f"{self!r}: no validation loss of {', '.join(self._lacking(round_))} after round {round_}")
+            lacking = ", ".join(self._state.awaited_losses(round_)) or "any replica"
+            raise RunFailed(f"{self!r}: no validation loss of {lacking} after round {round_}")
         return loss
-
-    def _lacking(self, round_: int) -> list[str]:
-        return self._state.awaited_losses(round_) or ["any replica"]
 
     def _result(self, round_: int, seconds: float) -> RoundResult:
         with self._state.lock:
@@ -276,7 +275,3 @@ class Run:
                 parameters_sha256=sha256,
                 not_counted=self._state.standings.not_counted(round_),
             )
-
-
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True)

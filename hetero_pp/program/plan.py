@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_count, parse_fraction
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.planner.search import Choice, Result, describe_penalty, search
@@ -74,14 +74,10 @@ def plan(
     _print_choices(console, explained, hidden)
     print_exchange(console, result.prediction.exchange)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
-    if json_path is not None:
-        write_whole(json_path, (json.dumps(_as_json(share, result, write), indent=1) + "\n").encode())
+    write_json(json_path, _as_json(share, result, write))
     if not result.reached:
-        raise ConfigError(
-            (),
-            f"{path}: a utilization of {share:.1%} cannot be reached: the best plan reaches "
-            f"{result.utilization:.1%}, limited by {result.limit}; nothing was written",
-        )
+        best = f"the best plan reaches {result.utilization:.1%}, limited by {result.limit}; nothing was written"
+        raise ConfigError((), f"{path}: a utilization of {share:.1%} cannot be reached: {best}")
     try:
         result.config.check()
     except ConfigError as error:
@@ -176,7 +172,6 @@ def _range(numbers: Sequence[str]) -> str:
 
 
 def _print_choices(console: Console, explained: Sequence[Explained], hidden: int) -> None:
-    """Print each choice, grouped by what it is for, with its reason below."""
     for what, choices in explained:
         say(console, what, bold=what)
         for chosen, why in choices:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError, HeteroPPError
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.program.open_run import open_run
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import save_snapshot
 from replica_groups.exchange.check_log import CheckedRound, LogCheck
@@ -33,10 +32,8 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
     check, found = LogCheck(log, spec.run, partial(round_optimizer, spec)), list[CheckedRound]()
     for one in check.rounds(last):
         found.append(one)
-        tell(standard_output(), _line(one))
-    if json_path is not None:
-        told = {"run": spec.config.name, "rounds": [asdict(one) for one in found]}
-        write_whole(json_path, json.dumps(told, indent=1).encode())
+        announce(_line(one))
+    write_json(json_path, {"run": spec.config.name, "rounds": [asdict(one) for one in found]})
     snapshot = check.snapshot(last)
     if to is not None and snapshot is not None:
         save_snapshot(snapshot, to)
@@ -44,7 +41,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
     if damaged:
         raise HeteroPPError(f"{log.store.url()}: {damaged} files are damaged, missing, or differ from the log")
     written = f", written to {to}" if to is not None else ""
-    tell(standard_output(), f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
+    announce(f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
 
 
 def _last(log: ContributionLog, wanted: int | None) -> int:
@@ -53,11 +50,8 @@ def _last(log: ContributionLog, wanted: int | None) -> int:
         raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first snapshot of the run")
     newest = max(log.last_record(), min(snapshots))
     if wanted is not None and not min(snapshots) <= wanted <= newest:
-        raise ConfigError(
-            (),
-            f"--round {wanted}: found a round that the log in {log.store.url()} does not "
-            f"have, expected {min(snapshots)} to {newest}",
-        )
+        found = f"found a round that the log in {log.store.url()} does not have"
+        raise ConfigError((), f"--round {wanted}: {found}, expected {min(snapshots)} to {newest}")
     return newest if wanted is None else wanted
 
 

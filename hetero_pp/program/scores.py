@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hetero_pp.core.errors import DamagedFile
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.messages.messages_pb2 import Score, Scores
 from hetero_pp.program.join.status import run_folder
 from hetero_pp.program.open_run import open_run
@@ -40,8 +39,7 @@ def print_scores(runs: Path, run: str, json_path: Path | None) -> None:
         for line in _absent(log, kept):
             tell(console, f"{name}: {line}")
         found = {"run": name, "round": kept.round, "replicas": [_as_json(one, kept) for one in kept.scores.scores]}
-    if json_path is not None:
-        write_whole(json_path, (json.dumps(found, indent=2) + "\n").encode())
+    write_json(json_path, found)
 
 
 def table_of(scores: Scores) -> PlainTable:

@@ -39,12 +39,9 @@ def _table(load: ExchangeLoad) -> PlainTable:
     table.add_row("contributions", format_bytes(carried.received), format_bytes(carried.sent))
     if load.relayed_links:
         name = format_count(load.relayed_links, "relayed stage link")
-        both = (
-            ["?", "?"]
-            if load.relayed is None
-            else [format_bytes(load.relayed.received), format_bytes(load.relayed.sent)]
-        )
-        table.add_row(name, *both)
+        relayed = load.relayed
+        both = None if relayed is None else (format_bytes(relayed.received), format_bytes(relayed.sent))
+        table.add_row(name, *(both or ("?", "?")))
     limits = load.received_bits_a_second, load.sent_bits_a_second
     if load.is_limited:
         down, up = map(format_bits_per_second, limits)
@@ -75,25 +72,18 @@ def _way(load: ExchangeLoad) -> str:
 
 def _joining(load: ExchangeLoad) -> str:
     largest, first = format_bytes(load.largest_snapshot_bytes), format_bytes(load.first_snapshot_bytes)
-    return (
-        f"It also sends snapshots: up to {largest} to each member that joins, and {first} to all members "
-        "at the start of the run."
-    )
+    at_start = f"{first} to all members at the start of the run"
+    return f"It also sends snapshots: up to {largest} to each member that joins, and {at_start}."
 
 
 def _needs(load: ExchangeLoad) -> str:
     memory, cpu = load.memory_bytes, load.cpu_seconds
-    costs = (
-        f"Assumed CPU time: {TRANSFER_SECONDS_A_GIGABYTE:g} s per GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} "
-        f"s per GB relayed, {format_seconds(CALL_SECONDS)} per call, {1e9 * VALUE_SECONDS:g} ns "
-        f"per decoded value and {1e9 * POSITION_SECONDS:g} ns for its position "
-        "(benchmarks/exchange_load.py)"
-    )
-    return (
-        f"Its process needs about {format_bytes(sum(memory.values()))} of memory "
-        f"({_parts(memory, format_bytes)}) and {format_duration(sum(cpu.values()))} of CPU time per round "
-        f"({_parts(cpu, format_duration)}). {costs}."
-    )
+    bytes_ = f"{TRANSFER_SECONDS_A_GIGABYTE:g} s per GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} s per GB relayed"
+    values = f"{1e9 * VALUE_SECONDS:g} ns per decoded value and {1e9 * POSITION_SECONDS:g} ns for its position"
+    costs = f"{bytes_}, {format_seconds(CALL_SECONDS)} per call, {values} (benchmarks/exchange_load.py)"
+    holds = f"{format_bytes(sum(memory.values()))} of memory ({_parts(memory, format_bytes)})"
+    takes = f"{format_duration(sum(cpu.values()))} of CPU time per round ({_parts(cpu, format_duration)})"
+    return f"Its process needs about {holds} and {takes}. Assumed CPU time: {costs}."
 
 
 def _parts(found: Mapping[str, float], shown: Callable[[float], str]) -> str:
@@ -109,7 +99,5 @@ def _warning(load: ExchangeLoad) -> str:
     lacks, remedy = "no line is set", "set exchange.line"
     if load.line is not None:
         lacks, remedy = f"its line `{load.line}` has no bandwidth", f"set lines.{load.line}.bandwidth"
-    return (
-        f"exchange: {lacks}, so its bandwidth is assumed to be unlimited; it {what} per round: at "
-        f"{format_bits_per_second(ASSUMED_LINE)} that takes {seconds}; {remedy}"
-    )
+    slow = f"at {format_bits_per_second(ASSUMED_LINE)} that takes {seconds}"
+    return f"exchange: {lacks}, so its bandwidth is assumed to be unlimited; it {what} per round: {slow}; {remedy}"

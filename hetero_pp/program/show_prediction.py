@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,23 +42,15 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     step, round_, outer = map(format_seconds, times)
     steps, rounds = spec.config.inner.length, format_count(round(prediction.rounds), "outer round")
     say(console, f"A step takes {step}; a round of {steps} takes {round_}, including {outer} for the outer round.")
-    say(
-        console,
-        f"Members train {format_percent(use['absolute'])} of the time, {format_percent(use['relative'])} "
-        "of the share that free links allow.",
-    )
-    say(
-        console,
-        f"{prediction.tokens_per_second:,.0f} tokens per second: {prediction.tokens:,} tokens in "
-        f"{format_duration(prediction.days * 86400)}; {_accelerator_time(prediction.accelerator_hours)}.",
-    )
+    absolute, relative = format_percent(use["absolute"]), format_percent(use["relative"])
+    say(console, f"Members train {absolute} of the time, {relative} of the share that free links allow.")
+    whole = f"{prediction.tokens:,} tokens in {format_duration(prediction.days * 86400)}"
+    hours = _accelerator_time(prediction.accelerator_hours)
+    say(console, f"{prediction.tokens_per_second:,.0f} tokens per second: {whole}; {hours}.")
     has_stages = any(link.target != EXCHANGE for link in spec.links.values())
     between = "; the tables below have the traffic between stages" if has_stages else ""
-    say(
-        console,
-        f"In {rounds}, a replica sends {format_bytes(prediction.sent_bytes)} of contributions and receives "
-        f"{format_bytes(prediction.received_bytes)}{between}.",
-    )
+    sent, received = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
+    say(console, f"In {rounds}, a replica sends {sent} of contributions and receives {received}{between}.")
     classes = _classes(spec, prediction)
     _print_replicas(console, classes)
     _print_members(console, classes)
@@ -104,22 +96,15 @@ def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> N
     has_losses = any(replica.lost for _, own in classes for replica in own)
     columns = [*(["lost"] if has_losses else []), "steps", "tokens", "a step", "inner loop", "of a round"]
     table = PlainTable(["replica"], [*columns, "bubble", "waits"])
+    formats = {
+        "steps": lambda steps: f"{steps:,.1f}".removesuffix(".0"),
+        "tokens": lambda tokens: f"{tokens:,.0f}",
+        **dict.fromkeys(("step_seconds", "inner_seconds"), format_seconds),
+        **dict.fromkeys(("training", "bubble", "exposed_communication"), format_percent),
+    }
     for label, own in classes:
         lost = [f"{sum(replica.lost for replica in own):,}"] if has_losses else []
-        trained = [
-            spanned((replica.steps for replica in own), lambda steps: f"{steps:,.1f}".removesuffix(".0")),
-            spanned((replica.tokens for replica in own), lambda tokens: f"{tokens:,.0f}"),
-        ]
-        times = [
-            spanned((replica.step_seconds for replica in own), format_seconds),
-            spanned((replica.inner_seconds for replica in own), format_seconds),
-        ]
-        shares = [
-            spanned((replica.training for replica in own), format_percent),
-            spanned((replica.bubble for replica in own), format_percent),
-            spanned((replica.exposed_communication for replica in own), format_percent),
-        ]
-        table.add_row(label, *lost, *trained, *times, *shares)
+        table.add_row(label, *lost, *_spans(own, formats))
     console.print(table)
     explained = [
         "steps, tokens: per replica and round",
@@ -127,41 +112,37 @@ def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> N
         "bubble: share of the inner loop in which stages wait for each other, even with free links",
         "waits: share of the inner loop that links add (exposed communication)",
     ]
-    _explain(
-        console, [*(["lost: replicas with a member that leaves within the round"] if has_losses else []), *explained]
-    )
+    if has_losses:
+        explained.insert(0, "lost: replicas with a member that leaves within the round")
+    _explain(console, *explained)
 
 
-def _explain(console: Console, columns: Sequence[str]) -> None:
-    """Print the meaning of a table's columns, one line each."""
+def _spans(rows: Sequence[object], formats: Mapping[str, Callable[[float], str]]) -> list[str]:
+    """Format each of these attributes of some rows: once where all are equal, else as a range."""
+    return [spanned((getattr(row, name) for row in rows), shown) for name, shown in formats.items()]
+
+
+def _explain(console: Console, *columns: str) -> None:
     for column in columns:
         say(console, column, style="dim", indent="  ")
 
 
 def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> None:
     table = PlainTable(["member"], ["trains", "sends", "in", "receives", "in"])
+    formats = {"utilization": format_percent, "sent_bytes": format_bytes, "sent_seconds": format_seconds}
+    formats |= {"received_bytes": format_bytes, "received_seconds": format_seconds}
     for _, own in classes:
         for same in zip(*(replica.stages for replica in own), strict=True):
-            table.add_row(
-                range_of([stage.member for stage in same]),
-                spanned((stage.utilization for stage in same), format_percent),
-                spanned((stage.sent_bytes for stage in same), format_bytes),
-                spanned((stage.sent_seconds for stage in same), format_seconds),
-                spanned((stage.received_bytes for stage in same), format_bytes),
-                spanned((stage.received_seconds for stage in same), format_seconds),
-            )
+            table.add_row(range_of([stage.member for stage in same]), *_spans(same, formats))
     console.print(table)
     _explain(
         console,
-        [
-            "trains: share of the round in forward, backward and optimizer",
-            "sends, receives: contributions per round, and the time for which they occupy the member's link",
-        ],
+        "trains: share of the round in forward, backward and optimizer",
+        "sends, receives: contributions per round, and the time for which they occupy the member's link",
     )
 
 
 def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
-    """Print the memory of every member by kind, and the assumptions behind it."""
     every = [by_kind(stage.memory_bytes) for _, own in classes for replica in own for stage in replica.stages]
     kinds = [kind for kind in every[0] if any(held[kind] for held in every)]
     table = PlainTable(["memory"], [*kinds, "sum", "of"])
@@ -175,20 +156,16 @@ def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, 
                 spanned((stage.memory_capacity_bytes for stage in same), format_bytes),
             )
     console.print(table)
-    _explain(console, memory_assumptions(spec.config))
+    _explain(console, *memory_assumptions(spec.config))
 
 
 def _print_folded(console: Console, spec: RunSpec) -> None:
     """Print that rows stand for replicas that differ, and how to predict many replicas without listing them."""
     folded = sum(len(replicas) for replicas in table_rows(spec)) if len(table_rows(spec)) < len(alike(spec)) else 0
     if folded:
-        say(
-            console,
-            "Rows with ranges are for replicas that differ; `--json FILE` lists each replica. To draw "
-            "many replicas from ranges of bandwidth and speed instead of listing them, use "
-            "simulate.fleets.",
-            style="dim",
-        )
+        rows = "Rows with ranges are for replicas that differ; `--json FILE` lists each replica."
+        draw = "To draw many replicas from ranges of bandwidth and speed instead of listing them, use simulate.fleets."
+        say(console, f"{rows} {draw}", style="dim")
 
 
 def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
@@ -199,8 +176,7 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
         forward, backward = (any(limit is not None for limit in of_way) for of_way in limits)
         table.add_row(
             range_of([one.name for one in same]),
-            spanned((one.forward_bytes for one in same), format_bytes),
-            spanned((one.backward_bytes for one in same), format_bytes),
+            *_spans(same, dict.fromkeys(("forward_bytes", "backward_bytes"), format_bytes)),
             spanned((one.forward_busy for one in same), format_percent) if forward else "–",
             spanned((one.backward_busy for one in same), format_percent) if backward else "–",
         )
@@ -209,10 +185,8 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
     limit = "it has no limit itself; the table of lines has the limits of its lines" if has_lines else "it has no limit"
     _explain(
         console,
-        [
-            "a round: bytes that the link carries in a round; →: towards later stages or the exchange, ←: back",
-            f"busy: share of the round in which the link carries bytes; –: {limit}",
-        ],
+        "a round: bytes that the link carries in a round; →: towards later stages or the exchange, ←: back",
+        f"busy: share of the round in which the link carries bytes; –: {limit}",
     )
 
 
@@ -222,15 +196,11 @@ def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> Non
         table.add_row(
             range_of([line.name for line in same]),
             range_of(list(dict.fromkeys(line.kind for line in same))),
-            spanned((line.up_bytes for line in same), format_bytes),
-            spanned((line.down_bytes for line in same), format_bytes),
-            spanned((line.up_busy for line in same), format_percent),
-            spanned((line.down_busy for line in same), format_percent),
+            *_spans(same, dict.fromkeys(("up_bytes", "down_bytes"), format_bytes)),
+            *_spans(same, dict.fromkeys(("up_busy", "down_busy"), format_percent)),
         )
     console.print(table)
-    _explain(
-        console, ["a round, busy: bytes that the line carries in a round, and its share of the round; ↑ up, ↓ down"]
-    )
+    _explain(console, "a round, busy: bytes that the line carries in a round, and its share of the round; ↑ up, ↓ down")
 
 
 def print_sweep(
@@ -248,11 +218,9 @@ def print_sweep(
         _print_published(console, sweep.key, {_short(value): one.published for value, one in predictions.items()})
     _explain(
         console,
-        [
-            "outer: outer round, a part of the round",
-            "trains: share of the time in which members train; relative: relative to free links",
-            "in total: time of all rounds; sends, receives: contributions per replica, in all rounds",
-        ],
+        "outer: outer round, a part of the round",
+        "trains: share of the time in which members train; relative: relative to free links",
+        "in total: time of all rounds; sends, receives: contributions per replica, in all rounds",
     )
     _print_without_effect(console, sweep, curves, found)
 
@@ -279,7 +247,7 @@ def _print_without_effect(
 
 
 def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, object]]) -> list[Sweep]:
-    """Return those of the varied sweeps that change nothing in `found`."""
+    """Return the varied sweeps that change nothing in `found`."""
     idle = [sweep] if all(changes_nothing(of.values()) for of in found.values()) else []
     if curves is not None and all(changes_nothing(of[value] for of in found.values()) for value in sweep.values):
         idle.append(curves)
@@ -304,7 +272,7 @@ def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Co
             holds = {None: "", True: "yes", False: "no"}[one.holds]
             table.add_row(*named, f"{one.what}{where}", *numbers, format_number(one.ratio), holds)
     console.print(table)
-    _explain(console, ["ratio: predicted over published; holds: whether the prediction keeps a published bound"])
+    _explain(console, "ratio: predicted over published; holds: whether the prediction keeps a published bound")
     if len(places) == 1:
         say(console, f"Published: {places.pop()}.")
 

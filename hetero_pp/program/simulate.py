@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
 from hetero_pp.run.changes import Given
@@ -55,7 +53,7 @@ def simulate(path: Path, overrides: Sequence[Given], sweep: str | None, curves: 
     print_assumption(console, assumed_in(spec))
     if timeline is not None and outputs.timeline is not None:
         timeline.write(outputs.timeline)
-    _write_json(outputs.json, prediction.as_json())
+    write_json(outputs.json, prediction.as_json())
     if outputs.chart is not None:
         draw_prediction(spec, prediction, outputs.chart)
 
@@ -81,8 +79,8 @@ def _simulate_sweep(
         curve: [sweep.point(value) | prediction.as_point() for value, prediction in predictions.items()]
         for curve, predictions in found.items()
     }
-    content = {"sweep": sweep.key, "curves_of": None if curves is None else curves.key, "curves": points}
-    _write_json(outputs.json, content)
+    curves_of = None if curves is None else curves.key
+    write_json(outputs.json, {"sweep": sweep.key, "curves_of": curves_of, "curves": points})
     if outputs.chart is not None:
         draw_sweep(sweep, curves, found, outputs.chart)
 
@@ -92,8 +90,3 @@ def _predict(file: ConfigFile, spec: RunSpec, timeline: Timeline | None) -> Pred
         return predict(spec, None if timeline is None else timeline.of)
     except ConfigError as error:
         raise file.located(error) from None
-
-
-def _write_json(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -23,9 +23,10 @@ from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.join.status import run_folder
+from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.open_run import open_run
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
@@ -62,7 +63,7 @@ class FollowedRun:
     """A run elsewhere, by its log and its exchange. Implements ValidatedRun."""
 
     def __init__(self, name: str, spec: RunSpec, log: ContributionLog, access: Access, say: Callable[[str], None]):
-        """`name`: that of the validator."""
+        """`name`: name of the validator."""
         self.log = log
         self._name, self._say = name, say
         credentials = Secret(access.secret).credentials(LAUNCHER, encrypted=access.encrypted)
@@ -171,7 +172,7 @@ def _has_changed_under(
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).strip("-._")[:40] or "validator"
 
     def say(line: str) -> None:
-        tell(standard_output(), f"{title}: {line}")
+        announce(f"{title}: {line}")
 
     def on_round(round_: int, count: int) -> None:
         say(f"round {round_}: {format_count(count, 'judgement') if count else 'not judged'}")
@@ -214,14 +215,11 @@ def access_to(spec: RunSpec, folder: RunFolder, exchange: str | None, token: Pat
         raise ConfigError((), "expected --exchange HOST:PORT and --token-file FILE together")
     if not folder.validators.is_file():
         here = "its exchange writes the file if the YAML has `audit: {by: validators}`"
-        raise ConfigError(
-            (),
-            f"{folder.validators}: found no address of an exchange on this host; {here}; on another host, use "
-            "--exchange and --token-file",
-        )
+        told = f"found no address of an exchange on this host; {here}"
+        raise ConfigError((), f"{folder.validators}: {told}; on another host, use --exchange and --token-file")
     try:
         told = read_json_object(folder.validators)
-        return Access(str(told["exchange"]).replace("0.0.0.0", "127.0.0.1"), told["secret"], told["encrypted"])
+        return Access(dialled_here(str(told["exchange"])), told["secret"], told["encrypted"])
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ConfigError((), f"{folder.validators}: cannot be read ({error})") from None
 

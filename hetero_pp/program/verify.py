@@ -22,7 +22,7 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.open_run import open_run
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
@@ -51,16 +51,15 @@ def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float 
     with _opened(evidence, log) as (folder, run_log):
         check = _Check(folder, run_log, corpus, tolerance)
         for line in check.lines():
-            tell(standard_output(), line)
+            announce(line)
         found = check.recomputed()
-        tell(standard_output(), f"recomputed: {found.cause or 'the contribution is what its round gives'}")
+        announce(f"recomputed: {found.cause or 'the contribution is what its round gives'}")
         own = check.evidence
         if found.is_equal:
-            raise HeteroPPError(
-                f"{evidence}: round {own.round} of {own.replica} is what it should be: nothing is proven"
-            )
+            equal = f"round {own.round} of {own.replica} is what it should be"
+            raise HeteroPPError(f"{evidence}: {equal}: nothing is proven")
         who = found.member or own.replica
-        tell(standard_output(), f"proven: {who} computed something else in round {own.round} of {own.replica}")
+        announce(f"proven: {who} computed something else in round {own.round} of {own.replica}")
 
 
 @contextmanager
@@ -216,7 +215,7 @@ class _Check:
         hashes = {name: parameter_sha256(tensor) for name, tensor in before.parameters.items()}
         if parameters_sha256(hashes).hex() != self.evidence.theta_sha256:
             raise HeteroPPError(f"{self.folder}: the log gives other parameters before round {self.evidence.round}")
-        tell(standard_output(), f"theta: the log gives the parameters before round {self.evidence.round}")
+        announce(f"theta: the log gives the parameters before round {self.evidence.round}")
         tolerance = self.evidence.tolerance if self.tolerance is None else self.tolerance
         settings = self._own.model_copy(update={"tolerance": tolerance})
         with tempfile.TemporaryDirectory(prefix="hetero-pp-tokens-") as cache:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
 from hetero_pp.core.errors import ConfigError, DamagedFile
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_bytes, format_count
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
@@ -43,7 +42,7 @@ class RoundSent:
 def print_volume(run: str, json_path: Path | None) -> None:
     """Print the mean bytes that one replica sends per round with each collective, measured and by formula.
 
-    Only rounds count whose contributions the log still has. Raises ConfigError if there is no such run or no such
+    Rounds count only if the log still has their contributions. Raises ConfigError if there is no such run or no such
     round, HeteroPPError if a file is damaged.
     """
     spec, log = open_run(run)
@@ -52,9 +51,7 @@ def print_volume(run: str, json_path: Path | None) -> None:
     if not found:
         told = "found no complete round, expected at least one with all of its contributions"
         raise ConfigError((), f"{log.store.url()}: {told}")
-    if json_path is not None:
-        told_rounds = [asdict(one) for one in found]
-        write_whole(json_path, json.dumps({"run": spec.config.name, "rounds": told_rounds}, indent=1).encode())
+    write_json(json_path, {"run": spec.config.name, "rounds": [asdict(one) for one in found]})
     _print(spec, found, len(rounds))
 
 

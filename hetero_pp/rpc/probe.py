@@ -18,6 +18,7 @@ import grpc
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import MalformedMessage, Refused
+from hetero_pp.core.units import format_bits_per_second
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.services import ADMISSION_SERVICE, IncomingFrames, calls_of
@@ -120,6 +121,14 @@ class Rate:
     bits_per_second: float
     is_limited: bool
     """Whether the line was the limit. Otherwise all bytes crossed before the time was over, and it may be faster."""
+
+    def __str__(self) -> str:
+        shown = format_bits_per_second(self.bits_per_second)
+        return shown if self.is_limited else f"at least {shown}"
+
+    def is_less_than(self, wanted: float) -> bool:
+        """Return whether the line is slower than `wanted` bits per second, as far as the measurement shows."""
+        return self.is_limited and self.bits_per_second < wanted
 
 
 def answer_measurement(frames: Iterator[bytes]) -> Iterator[bytes]:

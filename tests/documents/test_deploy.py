@@ -23,8 +23,8 @@ from ruamel.yaml import YAML
 from typer.main import get_command
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.operate.health import Condition
 from hetero_pp.program.operate.metrics import METRICS, build_info
+from hetero_pp.program.operate.observed import Condition
 from hetero_pp.program.report.standings import Outcome
 from hetero_pp.run.config import RunConfig
 

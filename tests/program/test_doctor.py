@@ -32,14 +32,12 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
-from hetero_pp.program.doctor import command, disk, leftovers, packages, proxy, subject, text
+from hetero_pp.program.doctor import command, disk, exchange, packages, start, subject, text
 from hetero_pp.program.doctor.command import find
 from hetero_pp.program.doctor.devices import Gpu, verdict
-from hetero_pp.program.doctor.exchange import clock_verdict
-from hetero_pp.program.doctor.finding import Finding, State, fail, ok
+from hetero_pp.program.doctor.exchange import check_proxy, clock_verdict
+from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks, ok
 from hetero_pp.program.doctor.line import line_verdict, step_bytes
-from hetero_pp.program.doctor.proxy import check_proxy
-from hetero_pp.program.doctor.side_by_side import make_checks
 from hetero_pp.program.doctor.subject import Peer, Subject
 from hetero_pp.program.join.membership import Membership, take_place
 from hetero_pp.program.launch.claim import LOCKS, claim
@@ -178,7 +176,7 @@ def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_proxy(far)
     assert (found.state, "failed: Connection refused): correct the variable" in found.line) == (State.WARN, True)
     used = Route(Proxy("http_proxy", "http://proxy.example:3128"))
-    monkeypatch.setattr(proxy, "route_to", lambda _: used)
+    monkeypatch.setattr(exchange, "route_to", lambda _: used)
     assert check_proxy(far) == ok("the exchange is reached through http://proxy.example:3128 (http_proxy)")
 
 
@@ -304,7 +302,7 @@ def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
         with mock.patch("psutil.Process.cmdline", return_value=["hetero-pp", "view", "homes"]):
             assert doctor(path)["leftovers"].state is State.OK, "a page only reads them"
     unfinished = Unfinished("runs/homes", "homes", 2, 3, 0, False)
-    monkeypatch.setattr(leftovers, "find_unfinished", lambda *_: unfinished)
+    monkeypatch.setattr(start, "find_unfinished", lambda *_: unfinished)
     assert doctor(path)["leftovers"].line.startswith(f"{unfinished}; `launch --resume`")
 
 

@@ -30,9 +30,9 @@ from hetero_pp.program.launch import unfinished
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.inputs import Prepared
-from hetero_pp.program.launch.interrupted import how_to_go_on
+from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.same_run import require_same_run
-from hetero_pp.program.launch.unfinished import CONTINUE, NEW, QUIT, find_unfinished
+from hetero_pp.program.launch.unfinished import CONTINUE, NEW, QUIT, find_unfinished, how_to_go_on
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
@@ -83,7 +83,7 @@ def _train(
     corpus: Path, runs: Path, *settings: str, resume: bool = False, new: bool = False, typed: Sequence[str] = ()
 ) -> dict[str, Any]:
     given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1", *settings]
-    run_topology(MIXED, given, runs, in_process=True, resume=resume, new=new, typed=typed)
+    run_topology(MIXED, given, runs, in_process=True, resume=resume, new=new, invocation=Invocation(typed=typed))
     return _summary(runs / "mixed")
 
 

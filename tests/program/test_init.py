@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 from hetero_pp.model.transformer import ModelSettings, Transformer
 from hetero_pp.program.cli import app
 from hetero_pp.program.init import command, questions
-from hetero_pp.program.init.draft import stages_of
-from hetero_pp.program.init.sizes import model_of, parameters_of
+from hetero_pp.program.init.draft import model_of, parameters_of, stages_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

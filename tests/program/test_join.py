@@ -654,9 +654,7 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     exchange = hosts.Exchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
     rounds = OwnRounds(spec, ["home.1"], lines.append)
     with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
-        hosts.launch_members(
-            spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, lines.append, Operations()
-        )
+        hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, Operations())
     waits = "waiting for the exchange of this run, for up to 1:00:00"
     assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
 

@@ -51,9 +51,8 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.program.cli import app
 from hetero_pp.program.operate import http_server
 from hetero_pp.program.operate.collector import RunCollector
-from hetero_pp.program.operate.health import SILENT_SECONDS, Condition, health_of
 from hetero_pp.program.operate.metrics import METRICS, build_info
-from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of
 from hetero_pp.program.operate.operations import Operations, operated
 from hetero_pp.program.report.round_lines import STALL_SECONDS
 from hetero_pp.program.report.spent import PARTS
@@ -294,7 +293,7 @@ def test_healthz(reports: list[Report], status: int, expected: Mapping[str, Any]
         url = capsys.readouterr().out.split("health: ")[1].strip()
         assert url.startswith("http://127.0.0.1:")
         assert get(url) == (200, '{"condition": "starting"}\n')
-        operations.follow(told(*reports))
+        operations.observed.follow(told(*reports))
         operations.observed.on_report(STEP)
         code, text = get(url)
         assert (code, json.loads(text).items() >= expected.items()) == (status, True)
@@ -344,7 +343,7 @@ def test_serve_and_join_take_the_options_of_an_operator(
     answers: list[tuple[int, str]] = []
 
     def take_part(*given: Any, operations: Operations | None = None, **_: Any) -> None:
-        (operations or given[-1]).follow(told(STEP, PAUSE))
+        (operations or given[-1]).observed.follow(told(STEP, PAUSE))
         answers.append(get(f"http://127.0.0.1:{port}/healthz"))
 
     monkeypatch.setattr("hetero_pp.program.launch.command.run_on_this_host", take_part)

@@ -31,6 +31,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.recorded import OnReport
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.operate.operations import operated
@@ -100,7 +101,9 @@ def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched
         printed_as_json(),
         operated("0", f"http://127.0.0.1:{port}") as operations,
     ):
-        run_topology(YAML, [f"data.corpus={corpus}"], runs, False, start=start, operations=operations)
+        run_topology(
+            YAML, [f"data.corpus={corpus}"], runs, False, start=start, invocation=Invocation(operations=operations)
+        )
         look()
     server.stop(None).wait()
     found.lines = [json.loads(line) for line in printed.getvalue().splitlines()]

@@ -44,7 +44,7 @@ def record(folder: Path, reports: list[Report], failed: str | None = None, spec:
         state.apply(report)
         recorder.on_report(report)
     if failed is not None:
-        recorder.fail(failed)
+        state.fail(failed)
     recorder.close()
     return state
 

@@ -190,7 +190,7 @@ def test_a_line_too_slow_to_be_measured_is_not_reported(
     rates, client, own = (Rate(up, True), Rate(1e6, True)), MagicMock(), MagicMock(place="home.0")
     monkeypatch.setattr(command, "measure", lambda *_: rates)
     monkeypatch.setattr(command, "ExchangeClient", lambda *_, **__: client)
-    assert command._measured_line(own, spec, print) == dict(zip(("up", "down"), rates, strict=True))
+    assert command._measured_line(own, spec) == dict(zip(("up", "down"), rates, strict=True))
     assert client.report.call_count == told
 
 

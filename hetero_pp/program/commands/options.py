@@ -33,6 +33,8 @@ def _find(path: Path) -> Path:
 
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name: its folder in runs/.")]
+RunLog = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")]
+RunOrLog = Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")]
 ConfigPath = Annotated[
     Path,
     typer.Argument(
@@ -46,6 +48,13 @@ Overrides = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the YAML, such as `outer.rounds=20`."),
 ]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
+]
+Device = Annotated[
+    str, typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ...")
+]
 
 Metrics = Annotated[
     str | None,
@@ -56,8 +65,7 @@ Metrics = Annotated[
     ),
 ]
 Otlp = Annotated[
-    str | None,
-    typer.Option("--otlp", metavar="URL", help="Export traces of rounds to this OTLP collector, over gRPC."),
+    str | None, typer.Option("--otlp", metavar="URL", help="Export traces of rounds to this OTLP collector, over gRPC.")
 ]
 Boards = Annotated[
     list[str],
@@ -73,7 +81,7 @@ StartNew = Annotated[
 
 
 def parsed_address(option: str, text: str | None) -> str | None:
-    """Return HOST:PORT as an option gave it, None if the option is absent. Raises ConfigError for any other text."""
+    """Return HOST:PORT as an option gave it; None without the option. Raises ConfigError for any other text."""
     from hetero_pp.config.topology import parse_address
 
     return None if text is None else parsed(option, parse_address, text)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder
+from hetero_pp.program.commands.options import Calibration, ConfigPath, Overrides, RunsFolder
 
 
 def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overrides = []) -> None:  # noqa: B006
@@ -37,10 +37,7 @@ def simulate(
             help="With --sweep: repeat the sweep at each of these values, such as `inner.steps=10,50`.",
         ),
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
-    ] = None,
+    calibration: Calibration = None,
     page: Annotated[
         bool, typer.Option("--view", help="Show a step on a page, beside the run or the rehearsal of this name.")
     ] = False,
@@ -66,8 +63,7 @@ def simulate(
 def plan(
     config: ConfigPath,
     target: Annotated[
-        str,
-        typer.Option("--target-utilization", help="Reach this share of the utilization with free links."),
+        str, typer.Option("--target-utilization", help="Reach this share of the utilization with free links.")
     ] = "0.97",
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunsFolder, parsed_address
+from hetero_pp.program.commands.options import RunLog, RunOrLog, RunsFolder, parsed_address
 
 Experiments = Annotated[
     list[str] | None,
@@ -119,7 +119,7 @@ def export(
 
 
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
+    run: RunLog,
     round_: Annotated[
         int | None,
         typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed round."),
@@ -157,7 +157,7 @@ def verify(
 
 
 def scores(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
+    run: RunOrLog,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the scores to this file.")] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -210,7 +210,7 @@ def view(
 
 
 def volume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")],
+    run: RunLog,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the bytes of each round to this file.")
     ] = None,

@@ -13,12 +13,15 @@ import typer
 from hetero_pp.program.commands.errors import readable_errors
 from hetero_pp.program.commands.options import (
     Boards,
+    Calibration,
     ConfigPath,
+    Device,
     LogFormat,
     Metrics,
     Otlp,
     Overrides,
     RunName,
+    RunOrLog,
     RunsFolder,
     StartNew,
     parsed,
@@ -27,6 +30,14 @@ from hetero_pp.program.commands.options import (
 
 if TYPE_CHECKING:
     from hetero_pp.program.operate.operations import Page
+
+
+Weights = Annotated[
+    Path | None, typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`.")
+]
+Only = Annotated[
+    str | None, typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage.")
+]
 
 
 def launch(
@@ -38,14 +49,8 @@ def launch(
         bool, typer.Option("--resume", help="Resume runs/<name> from the newest round that all members saved.")
     ] = False,
     new: StartNew = False,
-    weights: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`."),
-    ] = None,
-    only: Annotated[
-        str | None,
-        typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage."),
-    ] = None,
+    weights: Weights = None,
+    only: Only = None,
     exchange: Annotated[
         str | None,
         typer.Option("--exchange", metavar="HOST:PORT", help="With --only: dial the exchange at this address."),
@@ -75,6 +80,7 @@ def launch(
 
         with importing():
             from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+            from hetero_pp.program.launch.mode import Invocation
             from hetero_pp.program.operate.operations import operated
             from hetero_pp.run.changes import Given, Override
 
@@ -85,26 +91,19 @@ def launch(
             print_commands(config, settings)
             return
         with operated(metrics, otlp, boards, _page(page)) as operations:
-            since = _started()
+            invocation = Invocation(typed=typed(), since=_started(), operations=operations)
             if only is None:
-                run_topology(
-                    config, settings, runs, in_process, resume, typed(), new=new, since=since, operations=operations
-                )
+                run_topology(config, settings, runs, in_process, resume, new, invocation=invocation)
                 return
             host = Host(only, parsed_address("--exchange", exchange), token)
-            run_on_this_host(
-                config, settings, runs, host, in_process, resume, typed(), new=new, since=since, operations=operations
-            )
+            run_on_this_host(config, settings, runs, host, in_process, resume, new, invocation)
 
 
 def rehearse(
     config: ConfigPath,
     rounds: Annotated[int, typer.Option(min=1, help="Rehearse at most this many outer rounds.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured instead of the catalog's."),
-    ] = None,
+    calibration: Calibration = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
     page: Annotated[bool, typer.Option("--view", help="Show the rehearsal on a page of this machine, too.")] = False,
     metrics: Metrics = None,
@@ -119,6 +118,7 @@ def rehearse(
     with readable_errors(log_format):
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.launch.command import run_topology
+        from hetero_pp.program.launch.mode import Invocation
         from hetero_pp.program.launch.together import launch_rehearsal
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import AsRehearsal
@@ -127,17 +127,8 @@ def rehearse(
         settings: list[Given] = [*overrides, *calibrated(calibration)]
         mode = AsRehearsal(rounds, steps, json_path)
         with operated(metrics, page=_page(page)) as operations:
-            run_topology(
-                config,
-                settings,
-                runs,
-                False,
-                typed=typed(),
-                since=_started(),
-                start=launch_rehearsal,
-                operations=operations,
-                mode=mode,
-            )
+            invocation = Invocation(typed=typed(), since=_started(), operations=operations, mode=mode)
+            run_topology(config, settings, runs, False, start=launch_rehearsal, invocation=invocation)
 
 
 def serve(
@@ -163,26 +154,14 @@ def serve(
     with readable_errors(log_format):
         from hetero_pp.config.links import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
-        from hetero_pp.program.launch.mode import AS_A_RUN
+        from hetero_pp.program.launch.mode import AS_A_RUN, Invocation
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import served_rehearsal
 
-        host, since = Host(EXCHANGE, token=token), _started()
-        mode = served_rehearsal(resume) if rehearsal else AS_A_RUN
+        since, mode = _started(), served_rehearsal(resume) if rehearsal else AS_A_RUN
         with operated(metrics, otlp, boards) as operations:
-            run_on_this_host(
-                config,
-                overrides,
-                runs,
-                host,
-                False,
-                resume,
-                typed(),
-                new=new,
-                since=since,
-                operations=operations,
-                mode=mode,
-            )
+            invocation = Invocation(typed=typed(), since=since, operations=operations, mode=mode)
+            run_on_this_host(config, overrides, runs, Host(EXCHANGE, token=token), False, resume, new, invocation)
 
 
 def invite(
@@ -249,10 +228,7 @@ def join(
             help="Listen here for the neighbouring stages (port 0: any free port); by default, dial them.",
         ),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ..."),
-    ] = "auto",
+    device: Device = "auto",
     rehearsal: Annotated[
         bool, typer.Option("--rehearse", help="Rehearse with this host's line and its neighbours, and train nothing.")
     ] = False,
@@ -298,8 +274,7 @@ def leave(
 
 def status(
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket."),
+        str, typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket.")
     ],
     address: Annotated[
         str | None,
@@ -320,7 +295,7 @@ def status(
 
 
 def validate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")],
+    run: RunOrLog,
     exchange: Annotated[
         str | None,
         typer.Option("--exchange", metavar="HOST:PORT", help="Dial the exchange at this address, from another host."),
@@ -328,9 +303,7 @@ def validate(
     token: Annotated[
         Path | None, typer.Option("--token-file", help="With --exchange: read the run's token from this file.")
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="Choose the device that computes: `auto`, `cpu`, `mps`, `xpu`, `cuda`, `cuda:1`, ...")
-    ] = "auto",
+    device: Device = "auto",
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, this host's name.")
     ] = None,

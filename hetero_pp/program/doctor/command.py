@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.core.files import write_whole
-from hetero_pp.program.doctor.finding import Finding, State, fail
+from hetero_pp.core.files import write_json
+from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks
 from hetero_pp.program.doctor.packages import check_packages, check_python
-from hetero_pp.program.doctor.side_by_side import make_checks
 from hetero_pp.program.report.output import standard_output, tell
 
 SECONDS = 5.0
@@ -27,13 +25,13 @@ _NAME_WIDTH = 12
 def doctor(named: str | None, runs: Path, data: str | None, json_path: Path | None) -> bool:
     """Make all checks of a YAML, a ticket or a run; print or write what they found. Return whether none failed."""
     found = find(named, runs, data, SECONDS)
+    checks = [{"check": name, "state": one.state.value, "line": one.line} for name, one in found.items()]
+    told = {"ok": _has_passed(found), "checks": checks}
     if json_path == STANDARD_OUTPUT:
-        sys.stdout.write(_as_json(found))
+        print(json.dumps(told, indent=1))
     else:
         _print(standard_output(), found)
-    if json_path not in (None, STANDARD_OUTPUT):
-        assert json_path is not None
-        write_whole(json_path, _as_json(found).encode())
+        write_json(json_path, told)
     return _has_passed(found)
 
 
@@ -59,11 +57,6 @@ def _print(console: Console, found: Mapping[str, Finding]) -> None:
     counts = Counter(one.state for one in found.values())
     told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
     tell(console, f"{told}: {'no check failed' if _has_passed(found) else 'mend each FAIL before you start'}")
-
-
-def _as_json(found: Mapping[str, Finding]) -> str:
-    checks = [{"check": name, "state": one.state.value, "line": one.line} for name, one in found.items()]
-    return json.dumps({"ok": _has_passed(found), "checks": checks}, indent=1) + "\n"
 
 
 def _has_passed(found: Mapping[str, Finding]) -> bool:

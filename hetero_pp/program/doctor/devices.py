@@ -61,7 +61,6 @@ def check_gpu() -> Finding:
 
 
 def look_for_gpu() -> Gpu:
-    """Return the facts of this machine."""
     version = torch.version
     built_for = f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else ""
     has_driver = _NVIDIA.is_file() or shutil.which("nvidia-smi") is not None
@@ -74,7 +73,6 @@ def look_for_gpu() -> Gpu:
 
 
 def verdict(gpu: Gpu) -> Finding:
-    """Return the finding for these facts."""
     build = f"torch {torch.__version__}"
     if gpu.names:
         return ok(f"{', '.join(gpu.names)}; {build}, built for {gpu.built_for or 'this machine'}")

@@ -49,7 +49,7 @@ def check_disk(subject: Subject) -> Finding:
 
 
 def needed_bytes(part: Part) -> dict[str, float]:
-    """Return the bytes that the part writes, by purpose; of several slots, those of the one that writes most."""
+    """Return the bytes that the part writes, by purpose. If there are several slots, the largest counts."""
     needed = max((disk_bytes(part.spec, names) for names in part.choices), key=lambda one: sum(one.values()))
     members = [part.spec.members[name] for name in part.names if name in part.spec.members]
     text = _text_bytes(part.spec.config.data) if any(member.reads_data for member in members) else 0

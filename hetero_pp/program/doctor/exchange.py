@@ -1,19 +1,39 @@
-"""Checks that need the exchange: whether it answers, its clock, and the stages beside this host."""
+"""Checks of the way to the exchange: proxies, answer, clock, neighbouring stages, and what admits this host."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from itertools import islice
+from urllib.request import getproxies_environment
 
 from hetero_pp.core.errors import LinkTimeout
-from hetero_pp.core.proxies import route_to
+from hetero_pp.core.proxies import grpc_proxy, route_to
 from hetero_pp.core.units import format_duration, format_names
-from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
-from hetero_pp.program.doctor.side_by_side import in_background
+from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, in_background, ok, warn
 from hetero_pp.program.doctor.subject import Part, Subject
 from hetero_pp.program.join.membership import unanswered
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.rpc.certificates import CLOCKS_DIFFER
+
+_PUBLIC = "192.0.2.1"
+"""A host outside of all private networks (RFC 5737); it is not dialled."""
+
+
+def check_proxy(subject: Subject) -> Finding:
+    """Say which proxy connections use. A proxy that does not work is a warning, because connections go without it."""
+    if not getproxies_environment():
+        return ok("the environment names no proxy")
+    if subject.peer is None:
+        proxy = grpc_proxy(_PUBLIC)
+        return ok("no proxy for gRPC" if proxy is None else f"{proxy} outside of private networks")
+    route = route_to(subject.peer.address)
+    if route.proxy is not None:
+        return ok(f"the exchange is reached through {route.proxy}")
+    if route.note:
+        return warn(f"the exchange is{route.note}: correct the variable, or name the exchange in no_proxy")
+    return ok("the environment names a proxy, which is not used for the exchange")
+
 
 CLOCK_WARNING_SECONDS = 60.0
 """Difference of clocks from which logs and expiry dates mislead."""
@@ -32,10 +52,8 @@ def check_exchange(subject: Subject) -> Finding:
     try:
         answer = subject.answer_.result()
     except LinkTimeout as error:
-        is_here = subject.peer.is_here
-        return fail(
-            f"{error}: see its log in {subject.folder.path}/logs" if is_here else unanswered(error, subject.name)
-        )
+        here = f"{error}: see its log in {subject.folder.path}/logs"
+        return fail(here if subject.peer.is_here else unanswered(error, subject.name))
     if answer is None:
         return warn(f"{address} answers, but its version is too old for the other checks; `join` may work")
     return ok(f"{address} answers and admits this host, with the same version of the protocol")
@@ -76,9 +94,8 @@ def check_neighbours(subject: Subject) -> Finding:
     silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
     if silent:
         shown = format_names([f"{name} at {address}" for name, address in silent.items()], _SHOWN)
-        return warn(
-            f"{shown} cannot be dialled: it is not started, or a firewall is between; the exchange relays instead"
-        )
+        why = "it is not started, or a firewall is between; the exchange relays instead"
+        return warn(f"{shown} cannot be dialled: {why}")
     return ok(f"dialled {format_names(list(found), _SHOWN)}")
 
 
@@ -94,3 +111,19 @@ def _answers(address: str) -> bool:
             return True
     except (OSError, ValueError, OverflowError):  # it cannot be reached, or is no address
         return False
+
+
+SOON_SECONDS = 3600.0
+
+
+def check_certificate(subject: Subject) -> Finding:
+    """Check that what admits this host is valid for a while. `join` renews a certificate while it runs."""
+    if subject.until is None:
+        raise NotChecked("this host holds no ticket or certificate of the run")
+    what, until = subject.until
+    left = until - time.time()
+    if left <= 0:
+        mend = "ask for another (or is the clock of this host wrong?)"
+        return fail(f"{what} expired {format_duration(-left)} ago: {mend}")
+    told = f"{what} is valid for {format_duration(left)}"
+    return ok(told) if left > SOON_SECONDS else warn(f"{told}: start `join` before, or ask for another ticket")

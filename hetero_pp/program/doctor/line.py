@@ -8,16 +8,14 @@ from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import Refused
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_seconds
+from hetero_pp.core.units import format_bytes, format_seconds
 from hetero_pp.program.doctor.finding import Finding, NotChecked, ok, warn
 from hetero_pp.program.doctor.subject import Subject
 from hetero_pp.program.launch.this_machine import LONG_STEP
+from hetero_pp.program.rehearse.own_line import shown_rates, too_slow
 from hetero_pp.rpc.probe import Rate, measure
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import stage_link_loads
-
-ENOUGH = 0.9
-"""Share of the line in the YAML that a measurement has to reach: it is short, and includes headers."""
 
 
 def check_line(subject: Subject) -> Finding:
@@ -36,16 +34,10 @@ def check_line(subject: Subject) -> Finding:
 
 def line_verdict(spec: RunSpec, member: str, measured: Mapping[Way, Rate]) -> Finding:
     """Return the finding for the measured rates of a member's line."""
-    shown = ", ".join(f"{_rate(measured[way])} {way}" for way in WAYS)
-    line = next((one for one in spec.lines.values() if member in one.members), None)
-    slow = [
-        f"{format_bits_per_second(wanted)} {way}"
-        for way in WAYS
-        if line is not None and (wanted := line.bandwidth(way)) is not None and _is_less(measured[way], ENOUGH * wanted)
-    ]
-    if slow:
+    shown = shown_rates(measured)
+    if slow := too_slow(spec, member, measured):
         mend = "stop other traffic, use a cable, or tell the operator of the run the measured rates"
-        return warn(f"{shown}; the run's YAML expects {' and '.join(slow)} of {member}: {mend}")
+        return warn(f"{shown}; the run's YAML expects {slow} of {member}: {mend}")
     loads = step_bytes(spec, member)
     if not any(loads.values()):
         return ok(shown)
@@ -70,13 +62,3 @@ def step_bytes(spec: RunSpec, member: str) -> dict[Way, int]:
             found["up"] += loads["forward" if is_source else "backward"].step
             found["down"] += loads["backward" if is_source else "forward"].step
     return found
-
-
-def _rate(rate: Rate) -> str:
-    shown = format_bits_per_second(rate.bits_per_second)
-    return shown if rate.is_limited else f"at least {shown}"
-
-
-def _is_less(rate: Rate, wanted: float) -> bool:
-    """Return whether a line is slower than wanted. One that was faster than the measurement is not."""
-    return rate.is_limited and rate.bits_per_second < wanted

@@ -1,8 +1,11 @@
-"""Checks of Python and of the installed packages, against the metadata of the installed hetero-pp."""
+"""Checks of Python: its version, the packages that hetero-pp needs, and the encoding of output and file names."""
 
 from __future__ import annotations
 
+import codecs
+import locale
 import platform
+import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -50,3 +53,20 @@ def _complaint(needed: Requirement) -> str:
     if needed.specifier.contains(found, prereleases=True):
         return ""
     return f"found {needed.name} {found}, expected {needed.specifier}"
+
+
+_MEND = "set PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8"
+
+
+def check_output() -> Finding:
+    """Check that Python uses UTF-8 for file names, text files and the output."""
+    found = {
+        "file names": sys.getfilesystemencoding(),
+        "text files": locale.getencoding() if not sys.flags.utf8_mode else "utf-8",
+        "the output": sys.stdout.encoding,
+    }
+    others = {what: name for what, name in found.items() if codecs.lookup(name).name != "utf-8"}
+    if not others:
+        return ok("UTF-8")
+    shown = ", ".join(f"{name} for {what}" for what, name in others.items())
+    return warn(f"found {shown}, expected UTF-8; tables are printed in ASCII: {_MEND}")

@@ -15,8 +15,7 @@ from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
-from hetero_pp.program.doctor.finding import NotChecked
-from hetero_pp.program.doctor.side_by_side import in_background
+from hetero_pp.program.doctor.finding import NotChecked, in_background
 from hetero_pp.program.join.membership import Membership, has_joined, is_name, memberships_in, read_membership
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.join.status import known_run, run_folder
@@ -84,7 +83,6 @@ class Subject:
 
     runs: Path
     name: str = ""
-    """Name of the run."""
     kind: str = "machine"
     """`machine`, `yaml`, `ticket`, or `run`."""
     told: str = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_duration, format_seconds
 from hetero_pp.data.settings import STREAMED
-from hetero_pp.program.init.answers import Answers
 from hetero_pp.program.init.draft import Draft, draft
-from hetero_pp.program.init.questions import complete
+from hetero_pp.program.init.questions import Answers, complete
 from hetero_pp.program.init.yaml_text import yaml_of
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce, standard_output
 from hetero_pp.run.yaml_file import ConfigFile
 
 _PORT = 47600
@@ -47,18 +45,17 @@ def _require_free(path: Path, force: bool) -> None:
 
 
 def _tell_next(path: Path, answers: Answers, found: Draft) -> None:
-    say, homes = partial(tell, standard_output()), answers.machines.homes
-    rounds, seconds = found.rounds, found.prediction.round_seconds
+    homes, rounds, seconds = answers.machines.homes, found.rounds, found.prediction.round_seconds
     length = f"{format_count(rounds, 'round')} of {format_seconds(seconds)}, {format_duration(rounds * seconds)} in all"
-    say(f"{path}: {length}, as predicted with {found.machine}; `hetero-pp calibrate {path}` measures this machine")
+    announce(f"{path}: {length}, as predicted with {found.machine}; `hetero-pp calibrate {path}` measures this machine")
     if answers.text.startswith(STREAMED) and find_spec("datasets") is None:
-        say("its text needs a package: python -m pip install 'hetero-pp[datasets]'")
+        announce("its text needs a package: python -m pip install 'hetero-pp[datasets]'")
     shown = shlex.quote(str(path))
-    say(f"next: hetero-pp doctor {shown}")
-    say(f"next: hetero-pp launch {shown}{'    # all machines as processes of this one' if homes else ''}")
+    announce(f"next: hetero-pp doctor {shown}")
+    announce(f"next: hetero-pp launch {shown}{'    # all machines as processes of this one' if homes else ''}")
     if homes:
         own_lines = "--set replicas.home.stages.line=null"
-        say(f"with real homes: hetero-pp serve {shown} --set exchange.listen=0.0.0.0:{_PORT} {own_lines}")
-        say(f"with real homes: hetero-pp invite {answers.name} --address HOST:{_PORT}    # a ticket for each home")
+        announce(f"with real homes: hetero-pp serve {shown} --set exchange.listen=0.0.0.0:{_PORT} {own_lines}")
+        announce(f"with real homes: hetero-pp invite {answers.name} --address HOST:{_PORT}    # a ticket for each home")
         if answers.machines.has_datacenter:
-            say(f"with real homes: hetero-pp invite {answers.name} --slot dc --address HOST:{_PORT}")
+            announce(f"with real homes: hetero-pp invite {answers.name} --slot dc --address HOST:{_PORT}")

@@ -17,10 +17,9 @@ from hetero_pp.core.units import format_percent
 from hetero_pp.data.corpora import corpus_bytes
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.model.transformer import ModelSettings
+from hetero_pp.model.transformer import ModelSettings, ModelShape
 from hetero_pp.planner.search import search
-from hetero_pp.program.init.answers import Answers, Machines
-from hetero_pp.program.init.sizes import model_of, parameters_of
+from hetero_pp.program.init.questions import Answers, Machines
 from hetero_pp.program.launch.this_machine import usable_cores
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import ASSUMED, CATALOG
@@ -46,7 +45,6 @@ class Draft:
     """A configuration, and what the comments of its YAML say."""
 
     sections: dict[str, Any]
-    """Sections of the YAML."""
     parameters: int
     boundary: str
     """Origin of the boundary in words; empty without a boundary."""
@@ -161,7 +159,7 @@ def _config(sections: dict[str, Any]) -> RunConfig:
 
 
 def _planned(sections: dict[str, Any], vocabulary: int) -> str:
-    """Let the planner choose the boundary and the micro-batches; return who chose them, in words."""
+    """Let the planner choose the boundary and the micro-batches; return the origin of the boundary in words."""
     group = next((one for one in sections["replicas"] if "boundary" in one), None)
     if group is None:
         return ""
@@ -193,9 +191,47 @@ def _fitted(sections: dict[str, Any], answers: Answers, vocabulary: int) -> Pred
 
 
 def _rounds(sections: dict[str, Any], answers: Answers, prediction: Prediction) -> float:
-    length = answers.length
+    length = answers.time
     if length.seconds is not None:
         return length.seconds / prediction.round_seconds
     batches = sum(one["batch_size"] * one.get("count", 1) for one in sections["replicas"])
     tokens = batches * sections["data"]["sequence_length"] * sections["inner"]["steps"]
     return math.ceil((length.tokens or 0) / tokens)
+
+
+_HEAD_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 64, 64, 16384
+_LAYER_WIDTH = 128
+"""Width for each layer, from the papers' models: 1024 / 9, 1536 / 12, 2048 / 16."""
+_FEWEST_LAYERS = 4
+_FEED_FORWARD = 8 / 3
+
+
+def model_of(size: str | float, vocabulary: int, layers: int) -> dict[str, str | int]:
+    """Return the `model` section: a preset, or the shape whose number of parameters is nearest to `size`.
+
+    `layers`: least number of layers.
+    """
+    if isinstance(size, str):
+        return {"preset": size}
+    widths = range(_LEAST_WIDTH, _MOST_WIDTH + 1, _HEAD_WIDTH)
+    return min((_model(width, layers) for width in widths), key=lambda one: _distance(one, size, vocabulary))
+
+
+def parameters_of(shape: ModelShape) -> int:
+    """Return the number of parameters of a model."""
+    layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward + 2 * shape.width
+    return shape.layers * layer + shape.width + 2 * shape.vocabulary * shape.width
+
+
+def _distance(model: dict[str, str | int], size: float, vocabulary: int) -> float:
+    shape = ModelSettings.model_validate(model).resolve(vocabulary)
+    return abs(math.log(parameters_of(shape) / size))
+
+
+def _model(width: int, layers: int) -> dict[str, str | int]:
+    return {
+        "width": width,
+        "layers": max(_FEWEST_LAYERS, layers, round(width / _LAYER_WIDTH)),
+        "heads": max(2, width // _HEAD_WIDTH),
+        "feed_forward": _HEAD_WIDTH * round(_FEED_FORWARD * width / _HEAD_WIDTH),
+    }

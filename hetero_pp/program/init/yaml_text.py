@@ -12,7 +12,6 @@ from hetero_pp.core.units import format_duration, format_ratio, format_seconds
 from hetero_pp.program.init.draft import Draft
 
 _COLUMN = 40
-"""Column of the comments."""
 
 
 def yaml_of(draft: Draft, path: str) -> str:
@@ -22,6 +21,7 @@ def yaml_of(draft: Draft, path: str) -> str:
 
 def _lines(draft: Draft, path: str) -> Iterator[str]:
     found, rounds = draft.sections, draft.rounds
+    data, inner = found["data"], found["inner"]
     total = format_duration(rounds * draft.prediction.round_seconds)
     yield "# `hetero-pp init` wrote this file. docs/configuration.md explains the keys, docs/reference lists all."
     yield f"#   hetero-pp launch {shlex.quote(path) if path.isprintable() else 'YAML'}"
@@ -31,21 +31,17 @@ def _lines(draft: Draft, path: str) -> Iterator[str]:
     yield ""
     yield _key(f"model: {_flow(found['model'])}", f"This model has {draft.parameters:,} parameters.")
     yield "data:"
-    yield _key(f"  corpus: {_quoted(found['data']['corpus'])}", "This text is trained on; a path is your own text.")
+    yield _key(f"  corpus: {_quoted(data['corpus'])}", "This text is trained on; a path is your own text.")
     yield _key("  tokenizer: bytes", "A token is a byte; a path to a tokenizer.json is another tokenizer.")
-    yield _key(f"  sequence_length: {found['data']['sequence_length']}", "A sequence has this many tokens.")
-    if "validation_share" in found["data"]:
-        yield _key(
-            f"  validation_share: {found['data']['validation_share']:g}", "This share is held out: the text is small."
-        )
-        yield _key(
-            f"  validation_sequences: {found['data']['validation_sequences']}",
-            "The validation loss is computed on these.",
-        )
+    yield _key(f"  sequence_length: {data['sequence_length']}", "A sequence has this many tokens.")
+    if "validation_share" in data:
+        yield _key(f"  validation_share: {data['validation_share']:g}", "This share is held out: the text is small.")
+        sequences = data["validation_sequences"]
+        yield _key(f"  validation_sequences: {sequences}", "The validation loss is computed on these.")
     yield "inner:"
-    yield _key(f"  steps: {found['inner']['steps']}", "A round has this many steps; then replicas exchange changes.")
-    yield _key(f"  learning_rate: {found['inner']['learning_rate']:g}", "This is the peak of the cosine.")
-    yield _key(f"  warmup_steps: {found['inner']['warmup_steps']}", "The learning rate rises for this many steps.")
+    yield _key(f"  steps: {inner['steps']}", "A round has this many steps; then replicas exchange changes.")
+    yield _key(f"  learning_rate: {inner['learning_rate']:g}", "This is the peak of the cosine.")
+    yield _key(f"  warmup_steps: {inner['warmup_steps']}", "The learning rate rises for this many steps.")
     yield "outer:"
     seconds = format_seconds(draft.prediction.round_seconds)
     yield _key(f"  rounds: {rounds}", f"A round is predicted to take {seconds}, and the run {total}.")
@@ -74,9 +70,8 @@ def _replica(replica: Mapping[str, Any], draft: Draft) -> Iterator[str]:
     yield _key(f"    stages: {_flow(replica['stages'])}", "Each home of a group computes some layers.")
     yield _key(f"    batch_size: {replica['batch_size']}", "A step has this many sequences.")
     if "boundary" in replica:
-        yield _key(
-            f"    micro_batches: {replica['micro_batches']}", "Homes work on parts of the batch at the same time."
-        )
+        parts = "Homes work on parts of the batch at the same time."
+        yield _key(f"    micro_batches: {replica['micro_batches']}", parts)
         boundary = dict(replica["boundary"])
         if isinstance(boundary.get("rank"), float):
             boundary["rank"] = format_ratio(boundary["rank"])

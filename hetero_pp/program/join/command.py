@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.lines import Way
@@ -30,11 +29,12 @@ from hetero_pp.program.join.membership import Membership, renewed, take_place, u
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.launch.mode import AS_A_RUN
 from hetero_pp.program.launch.over import keep_over, read_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.rehearse.own_line import OwnLine
 from hetero_pp.program.report.json_lines import name_run
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce, standard_output
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.admission_client import give
 from hetero_pp.rpc.credentials import InvitedKeys
@@ -65,7 +65,6 @@ class Here:
     listen: str | None = None
     """HOST:PORT at which the neighbouring stages dial this one."""
     device: str = "auto"
-    """Device that computes."""
     rehearses: bool = False
     """Whether the user wants to rehearse."""
 
@@ -78,18 +77,17 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
     """
     _require_device(here.device)
     print_without_fail()
-    say = partial(tell, standard_output())
     try:
         ticket = Ticket.from_text(text)
         _require_wanted(ticket.rehearsal, here)
         name_run(ticket.run)
-        membership = take_place(ticket, here.runs.absolute(), say)
+        membership = take_place(ticket, here.runs.absolute(), announce)
     except LinkTimeout as error:
         raise ConfigError((), unanswered(error, ticket.run)) from None
     except (Refused, TooMuch) as error:
         raise ConfigError((), str(error)) from None
     except RunOver as error:
-        say(f"{ticket.run}: {error}")
+        announce(f"{ticket.run}: {error}")
         keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
         return
     _train(membership, here, not ticket.is_over, operations)
@@ -112,42 +110,41 @@ def _require_device(setting: str) -> None:
 
 
 def _train(membership: Membership, here: Here, has_answered: bool, operations: Operations | None = None) -> None:
-    say, runs = partial(tell, standard_output()), here.runs.absolute()
+    runs = here.runs.absolute()
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
     with leavable(folder, membership.place):  # outside the `try`: a refused second join frees no slot
         try:
             prepared = _prepared(membership, here, folder)
             _require_same_text(membership, prepared)
-            with renewed(membership, say):
+            with renewed(membership, announce):
                 exchange = _exchange(membership, prepared.spec.config, here, has_answered)
+                own = None
                 if here.rehearses:
-                    own = OwnLine(prepared.spec, membership.place, _measured_line(membership, prepared.spec, say))
-                    run_members(prepared, runs, membership.place, exchange, operations, own)
-                    for line in own.lines():
-                        say(f"{membership.run}: {line}")
-                else:
-                    run_members(prepared, runs, membership.place, exchange, operations)
+                    own = OwnLine(prepared.spec, membership.place, _measured_line(membership, prepared.spec))
+                run_members(prepared, runs, membership.place, exchange, operations, own or AS_A_RUN)
+                for line in own.lines() if own is not None else ():
+                    announce(f"{membership.run}: {line}")
                 if (over := read_over(folder)) is not None:
-                    say(f"{membership.run}: {over.told}")
+                    announce(f"{membership.run}: {over.told}")
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
-                say(f"{membership.run}: {became}")
+                announce(f"{membership.run}: {became}")
             raise
 
 
 def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared:
     """Configure this host for its slot and open the inputs. Raises ConfigError if something is missing."""
     _configure(membership, here, folder)
-    tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
-    tell(standard_output(), f"{membership.run}: to see the run on a page: hetero-pp view {membership.run}")
+    announce(f"{membership.run}: this host has joined as {membership.place}")
+    announce(f"{membership.run}: to see the run on a page: hetero-pp view {membership.run}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(
             ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.place, on_progress=on_progress
         )
     if prepared.devices:
-        tell(standard_output(), f"{membership.run}: devices: {in_words(prepared.devices)}")
+        announce(f"{membership.run}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
-        tell(standard_output(), note)
+        announce(note)
     return prepared
 
 
@@ -159,32 +156,32 @@ def _require_same_text(membership: Membership, prepared: Prepared) -> None:
     tokens = tokens_digest(prepared.source)
     if not tokens:
         return
-    client = ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK)
     try:
-        client.agree(membership.place, prepared.spec.agreed, tokens)
+        with _client(membership) as client:
+            client.agree(membership.place, prepared.spec.agreed, tokens)
     except Refused as error:
         raise ConfigError((), str(error)) from None
     except LinkError:
         pass
-    finally:
-        client.close()
 
 
-def _measured_line(membership: Membership, spec: RunSpec, say: Callable[[str], None]) -> dict[Way, Rate]:
+def _measured_line(membership: Membership, spec: RunSpec) -> dict[Way, Rate]:
     """Measure this host's line to the exchange, and report it; empty if that is not possible now."""
-    client = ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK)
     try:
-        up, down = measure(membership.address, membership.identity.latest)
-        client.agree(membership.place, spec.agreed, "")
-        told = MeasuredLine(up=up.bits_per_second, down=down.bits_per_second)
-        if told.up and told.down:  # nothing crosses a line of some hundred kbit/s in the time of a measurement
-            client.report([Report(time=time.time(), member=membership.place, measured_line=told)])
+        with _client(membership) as client:
+            up, down = measure(membership.address, membership.identity.latest)
+            client.agree(membership.place, spec.agreed, "")
+            told = MeasuredLine(up=up.bits_per_second, down=down.bits_per_second)
+            if told.up and told.down:  # nothing crosses a line of some hundred kbit/s in the time of a measurement
+                client.report([Report(time=time.time(), member=membership.place, measured_line=told)])
     except (Refused, LinkError) as error:
-        say(f"{membership.run}: the line was not measured: {error}")
+        announce(f"{membership.run}: the line was not measured: {error}")
         return {}
-    finally:
-        client.close()
     return {"up": up, "down": down}
+
+
+def _client(membership: Membership) -> closing[ExchangeClient]:
+    return closing(ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK))
 
 
 def _exchange(membership: Membership, config: RunConfig, here: Here, has_answered: bool) -> Exchange:
@@ -201,21 +198,15 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     config = config.model_copy(update={"store": _store(membership)})
     _require_wanted(config.rehearsal is not None, here)
     if config.name != membership.run:
-        raise ConfigError(
-            (),
-            f"found the configuration of the run {config.name}, expected that of {membership.run}; ask for "
-            "another ticket",
-        )
+        found = f"found the configuration of the run {config.name}, expected that of {membership.run}"
+        raise ConfigError((), f"{found}; ask for another ticket")
     if config.rehearsal is None:
         require_data(config, place, here.data)
     address = listen_told(told, place)
     if address not in (None, RELAYED) and here.listen is None:
-        tell(
-            standard_output(),
-            f"{membership.run}: the run's YAML lets {place} listen at {address}. This host dials "
-            f"its neighbours instead, through the exchange if necessary; add --listen {address} to listen "
-            "there",
-        )
+        told = f"the run's YAML lets {place} listen at {address}"
+        instead = "This host dials its neighbours instead, through the exchange if necessary"
+        announce(f"{membership.run}: {told}. {instead}; add --listen {address} to listen there")
     save_config(config, folder.config)
 
 
@@ -226,16 +217,12 @@ def _store(membership: Membership) -> StoreSettings:
     try:
         store = StoreSettings(url=membership.store)
     except ValueError:
-        raise ConfigError(
-            (), "the ticket names a store of an unknown kind; install the hetero-pp version of the run"
-        ) from None
+        told = "the ticket names a store of an unknown kind; install the hetero-pp version of the run"
+        raise ConfigError((), told) from None
     if origins := store.origins():
         where = f"{parsed(membership.store)[0]} at {' or '.join(origins)}"
-        told = (
-            f"contributions go to {where}, with URLs that the exchange signs; the exchange cannot "
-            "direct this host to any other address"
-        )
-        tell(standard_output(), f"{membership.run}: {told}")
+        told = f"contributions go to {where}, with URLs that the exchange signs"
+        announce(f"{membership.run}: {told}; the exchange cannot direct this host to any other address")
     return store
 
 

@@ -17,8 +17,9 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.program.join.on_disk import is_running
+from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
-from hetero_pp.program.report.output import complain, standard_output, tell
+from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.tickets import make_ticket
@@ -29,7 +30,6 @@ from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import NAMED, listed
 
 _EVERYWHERE = ("0.0.0.0", "[::]")
-_EVERYWHERE_IS_HERE = ("0.0.0.0", "127.0.0.1")
 _SECONDS_TO_ASK = 3.0
 _NUMBERED = re.compile(r"-\d+$")
 
@@ -76,10 +76,9 @@ def good_for(config: RunConfig, place: str | None) -> str:
 
 def _entries(groups: Sequence[str]) -> list[str]:
     """Return the YAML entries behind the names of groups: `home` for home-1, home-2 and so on."""
-    stems = Counter(_NUMBERED.sub("", name) for name in groups)
-    return list(
-        dict.fromkeys(stem if stems[stem] > 1 else name for name in groups for stem in [_NUMBERED.sub("", name)])
-    )
+    stems = {name: _NUMBERED.sub("", name) for name in groups}
+    counts = Counter(stems.values())
+    return list(dict.fromkeys(stem if counts[stem] > 1 else name for name, stem in stems.items()))
 
 
 def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority) -> list[str]:
@@ -93,8 +92,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
     if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
         return found
     try:  # hosts started with the run's token have no ticket, so only the exchange knows of them
-        listen = config.exchange.listen.replace(*_EVERYWHERE_IS_HERE)
-        reply = status(listen, authority.identity(LAUNCHER), _SECONDS_TO_ASK)
+        reply = status(dialled_here(config.exchange.listen), authority.identity(LAUNCHER), _SECONDS_TO_ASK)
     except HeteroPPError:
         return found
     held = {slot.name for slot in reply.places if slot.held}
@@ -110,7 +108,7 @@ def revoke(runs: Path, run: str, what: str) -> None:
         except HeteroPPError as error:
             raise ConfigError((), str(error)) from None
     for one in taken:
-        tell(standard_output(), f"{run}: revoked {one}")
+        announce(f"{run}: revoked {one}")
 
 
 def seconds_of(text: str) -> float:
@@ -125,9 +123,8 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
     """Return the folder and the configuration of a run that this host serves. Raises ConfigError for any other run."""
     folder = RunFolder(runs.absolute() / run)
     if not folder.config.is_file() or not folder.token.is_file():
-        raise ConfigError(
-            (), f"{runs / run}: found no run that this host serves; start one with: hetero-pp serve CONFIG"
-        )
+        found = "found no run that this host serves; start one with: hetero-pp serve CONFIG"
+        raise ConfigError((), f"{runs / run}: {found}")
     config = config_of(folder)
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
@@ -141,9 +138,8 @@ def _require_place(config: RunConfig, place: str | None) -> None:
         if place in [*groups, *_entries(groups)]:
             stage = next(one for one in places if one.startswith(place))
             any_stage = "leave out --slot for a ticket to any free stage of a group"
-            raise ConfigError(
-                (), f"--slot {place}: found the name of a group: {any_stage}, or name a stage, such as {stage}"
-            )
+            told = f"found the name of a group: {any_stage}, or name a stage, such as {stage}"
+            raise ConfigError((), f"--slot {place}: {told}")
         near = get_close_matches(place, places, n=NAMED) if len(places) > NAMED else []
         raise ConfigError((), f"--slot {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
 
@@ -152,9 +148,6 @@ def _reached(config: RunConfig) -> str:
     """Return the address at which other hosts dial the exchange, as its YAML says. Raises ConfigError if none can."""
     listen = config.exchange.listen
     if listen.rpartition(":")[0] in _EVERYWHERE:
-        raise ConfigError(
-            (),
-            f"the exchange listens at {listen}, which other hosts cannot dial; give its address with --address "
-            "HOST:PORT",
-        )
+        told = "which other hosts cannot dial; give its address with --address HOST:PORT"
+        raise ConfigError((), f"the exchange listens at {listen}, {told}")
     return listen

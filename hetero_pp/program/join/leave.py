@@ -1,19 +1,37 @@
-"""`hetero-pp leave`: interrupts this host's `join`, which frees its slot."""
+"""`hetero-pp leave`: finds this host's `join` of a run and interrupts it, which frees the slot."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import psutil
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
-from hetero_pp.program.join.processes import own_process, running_process
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.folder import RunFolder
+
+_SECONDS_APART = 1.0
+"""Seconds by which two readings of a process's creation time may differ."""
+
+
+def own_process() -> str:
+    """Return an identification of this process for `running_process`."""
+    return f"{os.getpid()} {psutil.Process().create_time()}"
+
+
+def running_process(text: str) -> psutil.Process | None:
+    """Return the process that `own_process` identified; None if it has ended. Raises ValueError for any other text."""
+    number, created = text.split()
+    try:
+        process = psutil.Process(int(number))
+        return process if abs(process.create_time() - float(created)) < _SECONDS_APART else None
+    except psutil.NoSuchProcess:
+        return None
+
 
 SECONDS = 30.0
 """Seconds to wait for an interrupted process to end."""
@@ -40,20 +58,20 @@ def leave(runs: Path, run: str, place: str | None) -> None:
 
     Raises ConfigError if there are none.
     """
-    say, folder = partial(tell, standard_output()), RunFolder(runs.absolute() / run)
+    folder = RunFolder(runs.absolute() / run)
     found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
     if not found:
-        raise ConfigError(
-            (), f"{runs / run}: found no `hetero-pp join` of this run on this host{f' for {place}' if place else ''}"
-        )
+        slot = f" for {place}" if place else ""
+        raise ConfigError((), f"{runs / run}: found no `hetero-pp join` of this run on this host{slot}")
     for path in found:
         process = _process(path)
         if process is not None:
             process.terminate()
             if psutil.wait_procs([process], SECONDS)[1]:
-                say(f"{run}: process {process.pid} has not ended within {SECONDS:g} s; it may still save its state")
+                late = f"has not ended within {SECONDS:g} s; it may still save its state"
+                announce(f"{run}: process {process.pid} {late}")
                 continue
-        say(f"{run}: {path.stem.removeprefix('joined-')} has left")
+        announce(f"{run}: {path.stem.removeprefix('joined-')} has left")
 
 
 def _process(path: Path) -> psutil.Process | None:

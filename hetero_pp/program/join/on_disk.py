@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hetero_pp.config.changed_keys import LAST, read_changes
 from hetero_pp.config.links import EXCHANGE
@@ -30,9 +30,6 @@ class RunOnDisk:
     resume: str = ""
     """Command that resumes the run; empty if there is nothing to resume."""
     rehearsal: bool = False
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def read_run_on_disk(folder: RunFolder) -> RunOnDisk:

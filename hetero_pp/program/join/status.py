@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.invite import good_for
 from hetero_pp.program.join.membership import Wait, has_joined, memberships_in, waits_in
 from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_disk
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
+from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import Over, read_over
 from hetero_pp.program.report.earlier import who_takes_part
 from hetero_pp.program.report.live_view import status_lines
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
@@ -51,10 +50,8 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
     elif ":" in run:
         found = _of_address(runs.absolute(), run)
     else:
-        folder = run_folder(runs.absolute(), run)
-        found = _of_folder(folder, address)
-    if json_path is not None:
-        write_whole(json_path, (json.dumps(found, indent=2) + "\n").encode())
+        found = _of_folder(run_folder(runs.absolute(), run), address)
+    write_json(json_path, found)
 
 
 def run_folder(runs: Path, run: str) -> RunFolder:
@@ -67,13 +64,9 @@ def run_folder(runs: Path, run: str) -> RunFolder:
             return RunFolder(path)
     names = sorted(path.name for path in runs.glob("*/") if _is_of_a_run(path))
     near = get_close_matches(run, names, n=3)
-    there = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"known runs: {listed(names)}"
-        if names
-        else "this folder has no runs"
-    )
+    there = f"known runs: {listed(names)}" if names else "this folder has no runs"
+    if near:
+        there = f"did you mean {' or '.join(near)}?"
     raise ConfigError((), f"{runs}: found no run {run} that this host started, serves or joined: {there}")
 
 
@@ -120,15 +113,11 @@ def _may_ask(folder: RunFolder) -> bool:
 def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
     print_status(known.name, reply)
     if known.serves:
-        _print_tickets(known.folder)
+        config = config_of(known.folder)
+        with closing(Memberships(known.folder.memberships)) as memberships:
+            tickets = memberships.tickets()
+        print_tickets(tickets, {one.place: good_for(config, one.place) for one in tickets}, time.time())
     return as_json(reply)
-
-
-def _print_tickets(folder: RunFolder) -> None:
-    config = config_of(folder)
-    with closing(Memberships(folder.memberships)) as memberships:
-        tickets = memberships.tickets()
-    print_tickets(tickets, {one.place: good_for(config, one.place) for one in tickets}, time.time())
 
 
 @dataclass(frozen=True)
@@ -180,7 +169,7 @@ def runs_at(runs: Path, address: str) -> list[Known]:
 def known_run(folder: RunFolder) -> Known:
     """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
-        listen = config_of(folder).exchange.listen.replace("0.0.0.0", "127.0.0.1")
+        listen = dialled_here(config_of(folder).exchange.listen)
         return Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
@@ -195,24 +184,21 @@ def known_run(folder: RunFolder) -> Known:
 
 def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
     """Print what the exchange last answered to processes of this host that wait for a group."""
-    say = partial(tell, standard_output())
     for wait in waits:
         more = max(wait.needed - wait.here, 0)
         until = f"{more} more needed" if more else "a group is being formed"
         since = f"for {format_seconds(max(time.time() - wait.since, 0.0))}"
         asked = f"the exchange answered {format_seconds(max(time.time() - wait.asked, 0.0))} ago"
-        say(
-            f"{run}: this host waits for a group to form, {since}: {wait.here} of {wait.needed} hosts are "
-            f"waiting, {until}"
-        )
-        say(f"{run}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
+        here = f"{wait.here} of {wait.needed} hosts are waiting"
+        announce(f"{run}: this host waits for a group to form, {since}: {here}, {until}")
+        announce(f"{run}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
     return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
 
 
 def _print_over(run: str, over: Over) -> dict[str, object]:
     """Print what this host heard at the end of a run that another host served."""
     when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
-    tell(standard_output(), f"{run}: {over.told}, as reported {when}; its exchange no longer answers")
+    announce(f"{run}: {over.told}, as reported {when}; its exchange no longer answers")
     return {"state": "over", "told": over.told, "changed": over.heard}
 
 
@@ -226,19 +212,18 @@ _ENDS: Mapping[str, str] = {
 
 
 def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
-    """Print the state of a run from its folder."""
-    say, name = partial(tell, standard_output()), folder.path.name
+    name = folder.path.name
     why = "it was killed, or its host stopped" if found.state == "killed" else found.why
     when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
-    say(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
+    announce(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
     trouble = _trouble(folder) if found.state == "running" else []
     for line in trouble:
-        say(f"{name}: {line}")
+        announce(f"{name}: {line}")
     if found.resume:
-        say(f"{name}: resume with: {found.resume}")
-    return found.as_json() | {"trouble": trouble}
+        announce(f"{name}: resume with: {found.resume}")
+    return asdict(found) | {"trouble": trouble}
 
 
 def _trouble(folder: RunFolder) -> list[str]:
@@ -259,24 +244,23 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
     slots = ticket.good_for or "a slot that it does not name (it was made by an older version)"
     state = "expired" if ticket.is_over else "used" if is_used else "open"
-    told: dict[str, object] = {
-        "run": ticket.run,
-        "id": ticket.id,
-        "good_for": ticket.good_for,
-        "exchange": ticket.address,
-    }
-    told |= {"rehearsal": ticket.rehearsal}
     words = {
         "expired": "it expired",
         "used": "it was used; the host that used it may return with it until",
         "open": "it admits one host until",
     }
     when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    tell(
-        standard_output(),
-        f"{ticket.run}: ticket {ticket.id} is for {rehearsal}{slots}; {when}; the exchange is at {ticket.address}",
-    )
-    return told | {"until": until, "state": state}
+    told_for = f"ticket {ticket.id} is for {rehearsal}{slots}"
+    announce(f"{ticket.run}: {told_for}; {when}; the exchange is at {ticket.address}")
+    return {
+        "run": ticket.run,
+        "id": ticket.id,
+        "good_for": ticket.good_for,
+        "exchange": ticket.address,
+        "rehearsal": ticket.rehearsal,
+        "until": until,
+        "state": state,
+    }
 
 
 def _is_used(ticket: Ticket, folder: RunFolder) -> bool:

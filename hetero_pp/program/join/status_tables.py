@@ -38,9 +38,8 @@ def headline(reply: StatusReply) -> str:
     round_ = f"round {reply.last_round + 1} of {reply.rounds}"
     match state_of(reply):
         case "over":
-            return f"over, after round {reply.last_round} of {reply.rounds}" + (
-                f"; {missing} still finishing" if missing else ""
-            )
+            finishing = f"; {missing} still finishing" if missing else ""
+            return f"over, after round {reply.last_round} of {reply.rounds}{finishing}"
         case "joining":
             stage = f"resuming after round {reply.last_round}" if reply.last_round else "not started"
             return f"{stage}; waiting for members to join: {missing or 'none'}"
@@ -61,9 +60,7 @@ def print_status(run: str, reply: StatusReply) -> None:
     rehearsal = "a rehearsal, which trains nothing: " if reply.rehearsal else ""
     tell(console, f"{run}: {rehearsal}{headline(reply)}")
     incomplete = _incomplete(reply)
-    table = Table()
-    for name in ("Slot", "State", "Since", "Admitted by", "Connection"):
-        table.add_column(name)
+    table = Table("Slot", "State", "Since", "Admitted by", "Connection")
     left_out = _empty(reply)[EMPTY_SHOWN:]
     for slot in reply.places:
         if slot.replica not in left_out:
@@ -150,9 +147,7 @@ def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, st
     console = standard_output()
     open_ = [one for one in tickets if not one.is_used and one.until > now]
     if open_:
-        table = Table()
-        for name in ("Open ticket", "Admits to", "Until"):
-            table.add_column(name)
+        table = Table("Open ticket", "Admits to", "Until")
         for one in open_:
             table.add_row(one.id, good_for[one.place], f"{datetime.fromtimestamp(one.until):%Y-%m-%d %H:%M}")
         console.print(table)
@@ -162,7 +157,6 @@ def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, st
 
 
 def as_json(reply: StatusReply) -> dict[str, object]:
-    """Return the status for JSON."""
     return {
         "state": state_of(reply),
         "last_round": reply.last_round,

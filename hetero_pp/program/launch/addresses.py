@@ -13,6 +13,7 @@ import psutil
 from hetero_pp.config.links import EXCHANGE, RELAYED
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.run.config import RunConfig
 
 
@@ -27,7 +28,7 @@ class FixedAddress:
 
     @property
     def host(self) -> str:
-        return self.address.rpartition(":")[0].strip("[]")
+        return host_and_port(self.address)[0]
 
     @cached_property
     def is_of_this_host(self) -> bool:
@@ -42,10 +43,9 @@ class FixedAddress:
 
     def try_to_listen(self) -> None:
         """Raise ConfigError if this machine cannot listen at the address."""
-        port = int(self.address.rpartition(":")[2])
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            with socket.create_server((self.host, port), family=family):
+            with socket.create_server(host_and_port(self.address), family=family):
                 pass
         except OSError as error:
             expected = f"found `{self.address}`, expected a free port of this machine ({error.strerror})"
@@ -79,12 +79,17 @@ def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
 
 
 def _stages(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
-    """Yield (key, member, address) of every stage whose address the YAML gives."""
+    """Yield (key, member, address) of every stage that has an address in the YAML."""
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             for stage, own in enumerate(replica.stages):
                 if own.listen is not None:
                     yield ("replicas", index, "stages", stage, "listen"), replica.members[stage], own.listen
+
+
+def dialled_here(listen: str) -> str:
+    """Return the address at which this host itself dials a listener of its own."""
+    return listen.replace("0.0.0.0", "127.0.0.1")
 
 
 def own_addresses() -> set[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.store.lease import acting_for
@@ -55,8 +54,7 @@ def claim_store(config: RunConfig, folder: RunFolder) -> Iterator[None]:
     if config.store.url is None:
         yield
         return
-    say = partial(tell, standard_output())
-    with acting_for(config.store.open(config.name, folder.log), say, say):
+    with acting_for(config.store.open(config.name, folder.log), announce, announce):
         yield
 
 
@@ -90,10 +88,7 @@ def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> No
             raise Timeout(lock.lock_file)
         held.enter_context(lock)
     except Timeout:
-        raise ConfigError(
-            (),
-            f"{runs / name}: another launch is using this folder ({part}); wait until it has ended, or give "
-            "this run another `name`",
-        ) from None
+        mend = "wait until it has ended, or give this run another `name`"
+        raise ConfigError((), f"{runs / name}: another launch is using this folder ({part}); {mend}") from None
     except OSError as error:
         raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None

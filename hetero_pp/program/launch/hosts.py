@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.changed_keys import Values
@@ -27,7 +26,7 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.own_rounds import OwnRounds
-from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
 from hetero_pp.run.changes import Given
 from hetero_pp.run.config import RunConfig
@@ -71,11 +70,8 @@ def listens(config: RunConfig, members: Sequence[str]) -> str:
 def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
     """Raise ConfigError for an address that no other host can dial."""
     if EXCHANGE in members and config.exchange.listen.endswith(":0"):
-        raise ConfigError(
-            ("exchange", "listen"),
-            f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, such as "
-            "`0.0.0.0:47600`",
-        )
+        expected = "expected a fixed port that other hosts can dial, such as `0.0.0.0:47600`"
+        raise ConfigError(("exchange", "listen"), f"found `{config.exchange.listen}`, {expected}")
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, ParticipantsReplica):
             continue
@@ -84,10 +80,8 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
             host = "" if own is None or own.listen is None else own.listen.rpartition(":")[0]
             if member in members and host in ("0.0.0.0", "[::]"):
                 neighbour = replica.members[stage - 1 if stage > 0 else min(1, replica.stage_count - 1)]
-                raise ConfigError(
-                    ("replicas", index, "stages", stage, "listen"),
-                    f"found `{host}`, expected the address at which {neighbour} can dial this host",
-                )
+                expected = f"expected the address at which {neighbour} can dial this host"
+                raise ConfigError(("replicas", index, "stages", stage, "listen"), f"found `{host}`, {expected}")
 
 
 def read_token(path: Path) -> str:
@@ -95,11 +89,8 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError(
-            (),
-            f"--token-file {path}: cannot be read ({error.strerror}); make one token for all hosts: openssl "
-            f"rand -hex 16 > {path}",
-        ) from None
+        found = f"--token-file {path}: cannot be read ({error.strerror})"
+        raise ConfigError((), f"{found}; make one token for all hosts: openssl rand -hex 16 > {path}") from None
     if len(token) < SHORTEST_TOKEN:
         found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} random ones"
         raise ConfigError((), f"--token-file {path}: {found}; make one with: openssl rand -hex 16 > {path}")
@@ -119,8 +110,7 @@ def launch_exchange(
     keys = SecretKeys(secret, encrypted=not spec.config.exchange.insecure)
     with Supervisor(spec, folder, on_report, EXCHANGE, keys, resume) as supervisor:
         supervisor.start([EXCHANGE])
-        told = partial(reports_of, supervisor.open_exchange(), supervisor.credentials, supervisor.on_silence)
-        watcher = Watcher(told, supervisor.on_report)
+        watcher = supervisor.watch(supervisor.open_exchange())
         supervisor.wait()
         watcher.join()
 
@@ -149,7 +139,6 @@ def launch_members(
     folder: RunFolder,
     exchange: Exchange,
     rounds: OwnRounds,
-    say: Callable[[str], None],
     operations: Operations,
     mode: Mode = AS_A_RUN,
 ) -> None:
@@ -166,10 +155,10 @@ def launch_members(
         nonlocal refused
         refused = cause
         waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
-        say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
+        rounds.say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
 
     def on_wait(seconds: float, has_answered: bool) -> None:
-        say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
+        rounds.say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
 
     def on_report(report: Report) -> None:
         with about_report(report):
@@ -178,18 +167,17 @@ def launch_members(
         operations.on_report(report)
         if report.HasField("over"):
             keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
-        if rounds.failed is not None:
-            supervisor.end_soon(rounds.failed)
+        if rounds.state.failed is not None:
+            supervisor.end_soon(rounds.state.failed)
 
     with Supervisor(spec, folder, on_report, only, exchange.keys) as supervisor:
         supervisor.start(members)
         supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
 
         def told() -> Iterator[Report]:
-            waiting = (exchange.timeout, on_wait, on_refused)
-            how, beside = (exchange.address, supervisor.credentials, members), mode.watched(spec, members)
+            how, waiting = (exchange.address, supervisor.credentials, members), (exchange.timeout, on_wait, on_refused)
             try:
-                yield from reports_to_members(*how, *waiting, beside=beside)
+                yield from reports_to_members(*how, *waiting, beside=mode.watched(spec, members))
             except RunOver:
                 supervisor.end_idle()
 
@@ -197,12 +185,17 @@ def launch_members(
         try:
             supervisor.wait()
         except RunFailed as error:
-            if refused and refused in str(error):
-                raise ConfigError((), refused) from None
-            if rounds.failed is None or rounds.failed in str(error):
-                raise
-            raise RunFailed(f"{error}; the run ended because {rounds.failed}") from None
+            raise _cause(error, refused, rounds.state.failed) from None
         watcher.join()
+
+
+def _cause(error: RunFailed, refused: str, failed: str | None) -> ConfigError | RunFailed:
+    """Return the cause of an error: a refusal by another run's exchange, or also why the run has `failed` elsewhere."""
+    if refused and refused in str(error):
+        return ConfigError((), refused)
+    if failed is None or failed in str(error):
+        return error
+    return RunFailed(f"{error}; the run ended because {failed}")
 
 
 def no_answer(address: str, seconds: float, limit: float, has_answered: bool, last: str = "") -> str:
@@ -246,17 +239,16 @@ def notes(file: ConfigFile) -> list[str]:
     """Return notes on the commands: the token to make, and the addresses to replace, with file and line."""
     found = [f"make one token, and copy it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
     exchange, *stages = fixed_addresses(file.config)
-    listens = (
-        f"the exchange listens at `{exchange.address}`; replace EXCHANGE_HOST with an address that other "
-        "hosts can reach"
-    )
-    found.append(str(file.located(ConfigError(exchange.key, listens))))
+
+    def add(key: Sequence[str | int], note: str) -> None:
+        found.append(str(file.located(ConfigError(key, note))))
+
+    replace = "replace EXCHANGE_HOST with an address that other hosts can reach"
+    add(exchange.key, f"the exchange listens at `{exchange.address}`; {replace}")
     for one in (exchange, *stages):
         if one.is_loopback:
-            complaint = (
-                f"found `{one.address}`, expected an address that other hosts can reach, unless they use a tunnel"
-            )
-            found.append(str(file.located(ConfigError(one.key, complaint))))
+            expected = "expected an address that other hosts can reach, unless they use a tunnel"
+            add(one.key, f"found `{one.address}`, {expected}")
     for index, replica in enumerate(file.config.replicas):
         if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
             for stage in range(1, replica.stage_count):
@@ -265,7 +257,6 @@ def notes(file: ConfigFile) -> list[str]:
                     found_by = f"dials {replica.members[stage - 1]}" if before else "is reached through the exchange"
                     beside = "must run on the host of the previous stage"
                     how = beside if file.config.exchange.insecure else found_by
-                    complaint = f"found no address, so {replica.members[stage]} {how}"
                     key = ("replicas", index, "stages", stage, "listen")
-                    found.append(str(file.located(ConfigError(key, complaint))))
+                    add(key, f"found no address, so {replica.members[stage]} {how}")
     return found

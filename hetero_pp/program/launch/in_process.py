@@ -72,10 +72,8 @@ def require_threads(spec: RunSpec) -> None:
         raise ConfigError(("audit", "by"), "found `validators`, expected `exchange` with --in-process")
     for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
-            raise ConfigError(
-                ("replicas", index, "engine"),
-                f"found `{replica.engine}`, expected `torch` with --in-process; leave out --in-process",
-            )
+            expected = "expected `torch` with --in-process; leave out --in-process"
+            raise ConfigError(("replicas", index, "engine"), f"found `{replica.engine}`, {expected}")
 
 
 class ThreadConnections:
@@ -106,7 +104,6 @@ class ThreadConnections:
                 link.give_up(before, cause)
 
     def close(self) -> None:
-        """Close the links in use."""
         self._ends.close()
 
 
@@ -256,7 +253,6 @@ class MemberThreads:
 
 
 def _links(spec: RunSpec, lines: Lines) -> Mapping[str, InProcessLink]:
-    """Return the links between the stages of all groups, by name."""
     names = [
         stage_link_name(replica.name, hop)
         for replica in spec.config.replicas

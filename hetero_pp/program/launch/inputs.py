@@ -123,7 +123,7 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
 
 
 def _devices(spec: RunSpec, names: Sequence[str]) -> dict[str, str]:
-    """Return the name of the device of each member; that of the setting if this machine does not have the device."""
+    """Return the name of each member's device; its setting if this machine does not have the device."""
     try:
         return {name: name_of(device) for name, device in devices_of(spec, names).items()}
     except ConfigError:
@@ -146,11 +146,8 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
         if not isinstance(replica, DatacenterReplica) or replica.nodes == 1 or replica.name not in names:
             continue
         if only is None:
-            raise ConfigError(
-                ("replicas", index, "nodes"),
-                f"found {replica.nodes}, expected 1 without --only; `launch --print-commands` prints the command for "
-                "each machine",
-            )
+            expected = "expected 1 without --only; `launch --print-commands` prints the command for each machine"
+            raise ConfigError(("replicas", index, "nodes"), f"found {replica.nodes}, {expected}")
         from hetero_pp.program.launch.rendezvous import meeting_place  # with torch's, which few runs need
 
         try:
@@ -178,16 +175,12 @@ def require_launchable(config: RunConfig) -> None:
     """Raise ConfigError for averaged gradients where rounds have other than one step, or engines apply steps."""
     if config.outer.source == "gradient" and config.inner.steps != 1:
         key, found = ("steps", config.inner.steps) if config.inner.seconds is None else ("seconds", config.inner.length)
-        raise ConfigError(
-            ("inner", key),
-            f"found {found}, expected 1: with method {config.outer.method} every step is an outer round",
-        )
+        expected = f"expected 1: with method {config.outer.method} every step is an outer round"
+        raise ConfigError(("inner", key), f"found {found}, {expected}")
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch" and config.outer.source == "gradient":
-            raise ConfigError(
-                ("replicas", index, "engine"),
-                f"found `{replica.engine}`, expected `torch` with method {config.outer.method}",
-            )
+            found = f"found `{replica.engine}`, expected `torch` with method {config.outer.method}"
+            raise ConfigError(("replicas", index, "engine"), found)
     require_own_steps(config)
 
 

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -45,7 +46,7 @@ from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.memory import giving_freed_memory_back
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
-from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
 from replica_groups.audit.beside import audited, followed
 from replica_groups.exchange.admission import Told
@@ -78,12 +79,12 @@ def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Fault
         lifeline = _Lifeline(launcher)
         spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
-        faults = make_faults()
+        own = _Process(spec, job, message, launcher, make_faults(), lifeline)
         if job.member == EXCHANGE:
             with giving_freed_memory_back(_SECONDS_KEPT):
-                code = _run_exchange(spec, job, message, launcher, faults, lifeline)
+                code = _run_exchange(own)
         else:
-            code = _run_member(spec, job, message, launcher, faults, lifeline)
+            code = _run_member(own)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it sent the job
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -136,24 +137,41 @@ def _send(launcher: Connection, **message: str) -> None:
         launcher.send_bytes(json.dumps(message).encode())
 
 
-def _run_exchange(
-    spec: RunSpec, job: Job, message: Mapping[str, Any], launcher: Connection, faults: Faults, lifeline: _Lifeline
-) -> int:
-    lifeline.stop = _leave
+@dataclass(frozen=True)
+class _Process:
+    """This process, as the launcher has told it."""
+
+    spec: RunSpec
+    job: Job
+    message: Mapping[str, Any]
+    """Secrets and addresses."""
+    launcher: Connection
+    faults: Faults
+    lifeline: _Lifeline
+
+    def fails(self, cause: object, code: int = FAILED) -> int:
+        """Tell the launcher why this process ends, and return its exit code."""
+        _send(self.launcher, failure=str(cause))
+        return code
+
+
+def _run_exchange(own: _Process) -> int:
+    spec, job = own.spec, own.job
+    own.lifeline.stop = _leave
 
     def make() -> Exchange:
-        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=faults), spec)
+        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=own.faults), spec)
 
     try:
         exchange = keep_trying(make, _say) if job.again else make()
-        lifeline.stop = partial(_stop_exchange, exchange)
+        own.lifeline.stop = partial(_stop_exchange, exchange)
     except (ConfigError, StoreError) as error:
-        _send(launcher, failure=str(error))
-        return FAILED
+        return own.fails(error)
 
     def open_house() -> OpenHouse:
         return _open_house(spec, job)
 
+    message = own.message
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         # Each further node of a member keeps its own connection, under the member's name.
@@ -162,9 +180,8 @@ def _run_exchange(
         house = opened() if message["encrypted"] else None
         server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house)
     except (OSError, StoreError) as error:
-        _send(launcher, failure=str(error))
-        return FAILED
-    _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
+        return own.fails(error)
+    _send(own.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, spec.config.exchange.timeout):
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
@@ -172,16 +189,16 @@ def _run_exchange(
             exchange.wait_until_finished()
         followers.join()
     except UnderWay as error:
-        _send(launcher, failure=str(error))
+        code = own.fails(error)
         server.stop(None).wait()
-        return FAILED
+        return code
     except HeteroPPError as error:
-        _send(launcher, failure=str(error))
+        code = own.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED)
         exchange.end_watching()
         exchange.presence.wait_until_left(_SECONDS_TO_HEAR)
         _tell_guests(house)
         server.stop(1).wait()
-        return CONSEQUENCE if isinstance(error, RunFailed) else FAILED
+        return code
     exchange.end_watching()
     _tell_guests(house)
     server.stop(5).wait()
@@ -213,61 +230,53 @@ def _open_house(spec: RunSpec, job: Job) -> OpenHouse:
     return OpenHouse(Memberships(job.folder.memberships), told, lobby, spec.unnamed_slots)
 
 
-def _run_member(
-    spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults, lifeline: _Lifeline
-) -> int:
-    member, credentials = spec.members[job.member], Credentials.from_json(message["credentials"])
-    exchange = faults.route(exchange_link_name(job.member), message["exchange"])
+def _run_member(own: _Process) -> int:
+    name, message = own.job.member, own.message
+    replica, credentials = own.spec.members[name].replica, Credentials.from_json(message["credentials"])
+    exchange = own.faults.route(exchange_link_name(name), message["exchange"])
     try:
-        is_real = spec.config.rehearsal is None
-        if is_real and isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
-            _run_ranks(spec, member.replica, job, exchange, credentials, faults, lifeline)
+        is_real = own.spec.config.rehearsal is None
+        if is_real and isinstance(replica, DatacenterReplica) and replica.engine != "torch":
+            _run_ranks(own, replica, exchange, credentials)
         else:
-            _take_part(spec, member, job, exchange, credentials, faults, message["listen"], lifeline)
+            _take_part(own, exchange, credentials)
     except OSError as error:  # such as a full disk, which may pass
         print(error, file=sys.stderr)
-        _send(launcher, failure=str(error))
-        return CRASHED
+        return own.fails(error, CRASHED)
     except HeteroPPError as error:
         cause = str(error)
         if isinstance(error, WrongToken):
             cause += f" than this host, which has the token in {message['token_file']}"
         print(cause, file=sys.stderr)
-        _send(launcher, failure=cause)
-        if isinstance(error, RankDied):
-            return CRASHED
-        if isinstance(error, OutOfMemory):
-            return GONE
-        return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
+        return own.fails(cause, _code_of(error))
     return 0
 
 
-def _run_ranks(
-    spec: RunSpec,
-    replica: DatacenterReplica,
-    job: Job,
-    exchange: str,
-    credentials: Credentials,
-    faults: Faults,
-    lifeline: _Lifeline,
-) -> None:
+def _code_of(error: HeteroPPError) -> int:
+    if isinstance(error, RankDied):
+        return CRASHED
+    if isinstance(error, OutOfMemory):
+        return GONE
+    return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
+
+
+def _run_ranks(own: _Process, replica: DatacenterReplica, exchange: str, credentials: Credentials) -> None:
     """Run one node of a replica. On failure, report it to the nodes that wait for this one, even if none has joined."""
     from hetero_pp.program.launch.ranks import run_ranks  # only ranks need torchrun's agent
 
     def on_start(stop: Callable[[int | None], None]) -> None:
-        lifeline.stop = stop
+        own.lifeline.stop = stop
 
-    timeout = spec.config.exchange.timeout
+    spec, job = own.spec, own.job
     try:
-        where = (job.folder, exchange, credentials, timeout, job.device)
-        run_ranks(replica, spec.run, *where, missed=faults.missed, on_start=on_start)
+        where = (job.folder, exchange, credentials, spec.config.exchange.timeout, job.device)
+        run_ranks(replica, spec.run, *where, missed=own.faults.missed, on_start=on_start)
     except Refused:  # a node too many must not fail the run
         raise
     except (HeteroPPError, OSError) as error:
         if replica.nodes > 1 and not isinstance(error, RunFailed | RankDied):
-            with NetworkConnections(
-                spec, spec.members[job.member], exchange, credentials, Lines(job.folder.lines)
-            ) as connections:
+            member, lines = spec.members[job.member], Lines(job.folder.lines)
+            with NetworkConnections(spec, member, exchange, credentials, lines) as connections:
                 connections.report_failure(f"{platform.node()}: {error}")
         raise
 
@@ -277,18 +286,11 @@ def _further_nodes(spec: RunSpec) -> int:
     return sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
 
 
-def _take_part(
-    spec: RunSpec,
-    member: MemberSpec,
-    job: Job,
-    exchange: str,
-    credentials: Credentials,
-    faults: Faults,
-    listen: str,
-    lifeline: _Lifeline,
-) -> None:
+def _take_part(own: _Process, exchange: str, credentials: Credentials) -> None:
+    spec, job, faults = own.spec, own.job, own.faults
+    member, listen = spec.members[job.member], own.message["listen"]
     lines, stopping = Lines(job.folder.lines), Stopping(signal.SIGTERM, _end_by_sigterm)
-    lifeline.stop = stopping.ask
+    own.lifeline.stop = stopping.ask
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
             ranks = Ranks(device=torch.device(job.device))

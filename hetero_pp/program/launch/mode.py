@@ -1,12 +1,15 @@
-"""Starts a YAML as a run; a subclass starts it in another way, and prints another result."""
+"""How a command starts a YAML: as a run or in another mode, and what follows it meanwhile."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Console
 
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.result import print_result
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
@@ -16,7 +19,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 
 class Mode:
-    """A run: it trains what the YAML says, and can be resumed."""
+    """A run: it trains what the YAML says, and can be resumed. Subclasses start something else."""
 
     resumes = True
     """Whether it leaves something to resume from."""
@@ -41,3 +44,17 @@ class Mode:
 
 
 AS_A_RUN = Mode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """A command that starts a run, as the user typed it."""
+
+    typed: Sequence[str] = ()
+    """The command, to print how to resume."""
+    since: float = field(default_factory=time.time)
+    """Time at which the user typed it, in seconds since 1970."""
+    operations: Operations = field(default_factory=Operations)
+    """Follows the run for an operator."""
+    mode: Mode = AS_A_RUN
+    """What to start of the YAML."""

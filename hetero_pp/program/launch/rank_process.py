@@ -110,9 +110,8 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
     runs = ranks.gather_bytes(run.encode())
     for rank, other in enumerate(runs):
         if other != runs[0]:
-            raise HeteroPPError(
-                f"rank {rank} of {member} has another configuration than rank 0; compare the YAML files of their hosts"
-            )
+            mend = "compare the YAML files of their hosts"
+            raise HeteroPPError(f"rank {rank} of {member} has another configuration than rank 0; {mend}")
 
 
 def _follow_member(lifeline: Connection, stopping: Stopping) -> None:

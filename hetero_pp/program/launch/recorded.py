@@ -13,14 +13,13 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
-from hetero_pp.program.launch.mode import AS_A_RUN, Mode
+from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
-from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.json_lines import about, about_report
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.round_lines import earlier_line
 from hetero_pp.program.report.state import RunState
@@ -40,75 +39,106 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 
 
 def run_and_record(
-    prepared: Prepared,
-    runs: Path,
-    start: Start,
-    resume: bool,
-    since: float,
-    on_stopped: Callable[[], None],
-    operations: Operations | None = None,
-    mode: Mode = AS_A_RUN,
+    prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation, on_stopped: Callable[[], None]
 ) -> None:
-    """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
+    """Run a topology with metrics, summary, pictures and a live view.
 
-    `on_stopped` is called after an interrupt, once everything but the pictures is saved. `mode` prints the result.
+    `on_stopped` is called after an interrupt, once everything but the pictures is saved. The mode prints the result.
 
     Raises RunFailed if the run ended early without a reason.
     """
-    console, folder = standard_output(), RunFolder(runs.absolute() / prepared.spec.config.name)
+    folder = RunFolder(runs.absolute() / prepared.spec.config.name)
     spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
     if not resume:
         begin_folder(spec, runs.absolute())
-
-    def say(line: str) -> None:
-        tell(console, f"{spec.config.name}: {line}")
-
-    state, operations = RunState(spec), operations or Operations()
-    operations.follow(state)
-    recorder = Recorder(spec, folder, state, resume, say, operations.boards)
-    refuse, happenings, begun = _teller_of_refusals(say), Happenings(spec), Beginnings(resume)
-
-    def take(report: Report) -> None:
-        if state.apply(report):
-            show(report)
-            mode.on_report(report)
-        recorder.on_report(report)
-
-    def on_report(report: Report) -> None:
-        with about_report(report):
-            take_in(report)
-        operations.on_report(report)
-
-    def take_in(report: Report) -> None:
-        if report.HasField("begun") and report.member == EXCHANGE:
-            if begun.is_taken_over(report.begun):
-                _catch_up(spec, folder, report, state, take)
-                return
-            if resume:
-                _go_on(spec, folder, report, state, take, say)
-                recorder.go_on()
-        if report.HasField("refusal"):
-            refuse(report)
-        for line in happenings.lines(report):
-            say(line)
-        take(report)
-
-    is_stopped = False
+    recording, is_stopped = _Recording(spec, folder, resume, invocation), False
+    state, console = recording.state, recording.console
     try:
-        with operations.page(state, say) as show, LiveDisplay(state, console, since=since):
-            start(spec, folder, on_report, changed)
+        page = invocation.operations.page(state, recording.say)
+        with page as recording.show, LiveDisplay(state, console, since=invocation.since):
+            start(spec, folder, recording.on_report, changed)
         _require_over(state)
     except (HeteroPPError, KeyboardInterrupt) as error:
-        recorder.fail(str(error) or INTERRUPTED)
+        state.fail(str(error) or INTERRUPTED)
         is_stopped = isinstance(error, KeyboardInterrupt)
         raise
     except Exception as error:
-        recorder.fail(f"{type(error).__name__}: {error}")
+        state.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
-        recorder.close(on_stopped if is_stopped else None)
+        recording.recorder.close(on_stopped if is_stopped else None)
     with about("result"):
-        mode.conclude(console, state, folder)
+        invocation.mode.conclude(console, state, folder)
+
+
+class _Recording:
+    """Prints, shows and records the reports of a run, those of an earlier start included."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, resume: bool, invocation: Invocation) -> None:
+        self._spec, self._folder, self._resume = spec, folder, resume
+        self._operations, self._mode = invocation.operations, invocation.mode
+        self.console = standard_output()
+        self.state = RunState(spec)
+        self._operations.observed.follow(self.state)
+        self.recorder = Recorder(spec, folder, self.state, resume, self.say, self._operations.boards)
+        self.show: OnReport = lambda report: None
+        """Shows a report on the page of the run."""
+        self._refuse = _teller_of_refusals(self.say)
+        self._happenings, self._beginnings = Happenings(spec), Beginnings(resume)
+
+    def say(self, line: str) -> None:
+        tell(self.console, f"{self._spec.config.name}: {line}")
+
+    def on_report(self, report: Report) -> None:
+        """Take in a report of this start of the run."""
+        with about_report(report):
+            self._take_in(report)
+        self._operations.on_report(report)
+
+    def _take_in(self, report: Report) -> None:
+        if report.HasField("begun") and report.member == EXCHANGE:
+            if self._beginnings.is_taken_over(report.begun):
+                self._catch_up(report)
+                return
+            if self._resume:
+                self._go_on(report.begun)
+                self.recorder.go_on()
+        if report.HasField("refusal"):
+            self._refuse(report)
+        for line in self._happenings.lines(report):
+            self.say(line)
+        self._take(report)
+
+    def _take(self, report: Report) -> None:
+        if self.state.apply(report):
+            self.show(report)
+            self._mode.on_report(report)
+        self.recorder.on_report(report)
+
+    def _go_on(self, begun: Begun) -> None:
+        """Take the reports of earlier rounds again, and print a line about them."""
+        last_round = begun.last_round
+        for damaged in begun.damaged:
+            self.say(f"skipping a damaged file: {damaged}")
+        self.say(f"resuming after round {last_round}")
+        if begun.note:
+            self.say(begun.note)
+        for change in _changed_after(Changes.from_json(begun.changes), last_round):
+            self.say(change)
+        earlier = reports_until(self._spec.config, self._folder, last_round, self.say)
+        with self.state.lock:  # the display then shows these rounds as one line only
+            self.state.closed_earlier = last_round
+            for one in earlier:
+                self._take(one)
+        if last_round:
+            self.say(earlier_line(self.state))
+
+    def _catch_up(self, report: Report) -> None:
+        """Take the rounds that were recorded, but not reported before the earlier exchange ended."""
+        log = open_log(self._spec.config, self._folder)
+        for round_ in range(1, report.begun.last_round + 1):
+            if round_ not in self.state.closed:
+                self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
 
 
 def _require_over(state: RunState) -> None:
@@ -167,7 +197,7 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     except ConfigError as error:
         raise prepared.located(error) if error.key else error from None
     for line in unheeded(prepared.spec.config, agreement):
-        tell(standard_output(), f"{prepared.spec.config.name}: {line}")
+        announce(f"{prepared.spec.config.name}: {line}")
     _keep_wanted(agreement, folder)
     save_config(spec.config, folder.config)
     return spec, agreement.wanted
@@ -185,27 +215,6 @@ def _keep_wanted(agreement: Agreement, folder: RunFolder) -> None:
         write_changes(found, folder.changes)
 
 
-def _go_on(
-    spec: RunSpec, folder: RunFolder, report: Report, state: RunState, take: OnReport, say: Callable[[str], None]
-) -> None:
-    """Apply and record the reports of earlier rounds again, and print a line about them."""
-    last_round = report.begun.last_round
-    for damaged in report.begun.damaged:
-        say(f"skipping a damaged file: {damaged}")
-    say(f"resuming after round {last_round}")
-    if report.begun.note:
-        say(report.begun.note)
-    for change in _changed_after(Changes.from_json(report.begun.changes), last_round):
-        say(change)
-    earlier = reports_until(spec.config, folder, last_round, say)
-    with state.lock:  # the display then shows these rounds as one line only
-        state.closed_earlier = last_round
-        for one in earlier:
-            take(one)
-    if last_round:
-        say(earlier_line(state))
-
-
 class Beginnings:
     """Distinguishes a run that begins or resumes from an exchange that was restarted during the run."""
 
@@ -219,14 +228,6 @@ class Beginnings:
         """
         is_first, self._has_begun = not self._has_begun, True
         return not is_first or (begun.last_round > 0 and not self._resume)
-
-
-def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState, take: OnReport) -> None:
-    """Report the rounds that were recorded, but not reported before the earlier exchange ended."""
-    log = open_log(spec.config, folder)
-    for round_ in range(1, report.begun.last_round + 1):
-        if round_ not in state.closed:
-            take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
 
 
 def _changed_after(changes: Changes, last_round: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero_pp.core.errors import HeteroPPError, Refused
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.core.units import format_seconds
 from hetero_pp.program.launch.addresses import reached_addresses, resolved
 
@@ -66,7 +67,7 @@ class NodeRendezvous(RendezvousHandler):
 
         Raises Refused if too many nodes join, HeteroPPError with those that joined if too few do within the timeout.
         """
-        host, port = _split(self._endpoint)
+        host, port = host_and_port(self._endpoint)
         try:
             store = _store(host, port, self._timeout)
         except DistError:
@@ -127,7 +128,7 @@ def interface_towards(endpoint: str) -> str:
 
     Ranks listen on this interface only. Raises HeteroPPError if there is none.
     """
-    host, port = _split(endpoint or f"{LOOPBACK}:1")
+    host, port = host_and_port(endpoint or f"{LOOPBACK}:1")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:
@@ -148,7 +149,7 @@ def meeting_place(endpoint: str) -> str:
     On Debian a machine's own name resolves to 127.0.1.1, which other machines cannot reach. If the machine has exactly
     one other address, that one replaces it. Raises HeteroPPError with what to write instead if it has none or several.
     """
-    host, port = _split(endpoint)
+    host, port = host_and_port(endpoint)
     found = resolved(host)
     if host == "localhost" or host in found or host.startswith("127.") or not found <= {"127.0.0.1", "::1"}:
         return endpoint
@@ -158,11 +159,5 @@ def meeting_place(endpoint: str) -> str:
     if len(own) == 1:
         return f"{own[0]}:{port}"
     choices = f"one of {', '.join(f'`{one}:{port}`' for one in own)}" if own else "an address of a network"
-    raise HeteroPPError(
-        f"{endpoint}: {host} is this machine's loopback address, which other nodes cannot reach; use {choices}"
-    )
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host.strip("[]"), int(port)
+    told = "is this machine's loopback address, which other nodes cannot reach"
+    raise HeteroPPError(f"{endpoint}: {host} {told}; use {choices}")

@@ -37,9 +37,8 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
         if dotted(key) not in began
     ]
     if refused:
-        raise ConfigError(
-            (), f"--resume: {'; '.join(refused)}, as in {path}: these keys cannot change when a run is resumed"
-        )
+        told = "these keys cannot change when a run is resumed"
+        raise ConfigError((), f"--resume: {'; '.join(refused)}, as in {path}: {told}")
     wanted = _wanted(config, given, before, changes)
     if (replicas := wanted_replicas(config, had[-1])) != had[-1]:
         wanted |= {REPLICAS: replicas}
@@ -67,13 +66,11 @@ def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: 
 
 
 def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:
-    """Yield a line for each key of the YAML whose value the run never had, with how to change it."""
+    """Yield a line for each key that has a value in the YAML which the run never had, with how to change it."""
     began = values_of(agreement.first)
     for key, value in values_of(config).items():
         had = [*agreement.changes.had(key, began[key]), *([agreement.wanted[key]] if key in agreement.wanted else [])]
         if value not in had:
             told = json.dumps(value)
-            yield (
-                f"{key} stays {json.dumps(had[-1])}: a resumed run ignores {told} in the YAML; to change "
-                f"it, use --set {key}={told}"
-            )
+            change = f"to change it, use --set {key}={told}"
+            yield f"{key} stays {json.dumps(had[-1])}: a resumed run ignores {told} in the YAML; {change}"

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,13 +27,12 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
-from hetero_pp.program.launch.open_files import require_open_files
-from hetero_pp.program.launch.restarts import Restarts
-from hetero_pp.program.launch.start_job import start_job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job, start_job
+from hetero_pp.program.launch.this_machine import require_open_files
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
+from hetero_pp.run.config import RestartSettings
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -76,11 +76,28 @@ def launch(
         supervisor.tell_exchange()
         supervisor.start(list(spec.needed))  # while the exchange opens its log and its port
         address = supervisor.exchange_address()
-        told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
-        watcher = Watcher(told, supervisor.on_report)
+        watcher = supervisor.watch(address)
         supervisor.join_exchange(list(spec.needed), address)
         supervisor.wait()
         watcher.join()
+
+
+class Restarts:
+    """Allows a number of restarts per process within a time window. Pure: every time is an argument."""
+
+    def __init__(self, settings: RestartSettings) -> None:
+        self.settings = settings
+        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    def take(self, member: str, now: float) -> int | None:
+        """Count a restart of a member. Return its number within the window, or None if the limit is reached."""
+        begun = self._begun[member]
+        while begun and now - begun[0] > self.settings.within:
+            begun.popleft()
+        if len(begun) >= self.settings.count:
+            return None
+        begun.append(now)
+        return len(begun)
 
 
 class Supervisor:
@@ -166,11 +183,9 @@ class Supervisor:
                 process.join(max(0.0, started + seconds - time.monotonic()))
             left = [member for member in asked if self._processes[member].is_alive()]
             if left and seconds < _SECONDS_TO_SAVE:
-                line = (
-                    f"waiting for {format_count(len(left), 'member')} to save the state after the last finished round"
-                )
+                who = f"waiting for {format_count(len(left), 'member')} to save the state after the last finished round"
                 limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; press Ctrl-C again to stop without saving"
-                print(f"{self._spec.config.name}: {line}, {limit}", file=sys.stderr, flush=True)
+                print(f"{self._spec.config.name}: {who}, {limit}", file=sys.stderr, flush=True)
 
     def _ask_to_stop(
         self, members: Sequence[str], request: Mapping[str, str], seconds: float = _SECONDS_TO_ANSWER
@@ -220,8 +235,7 @@ class Supervisor:
     def tell_exchange(self, listen: str = "") -> None:
         """Have the exchange listen, at `listen` or else as the configuration says. Raises RunFailed if it has ended."""
         assert isinstance(self._keys, SecretKeys)
-        secret, encrypted = self._keys.secret.text, self._keys.encrypted
-        self._send(EXCHANGE, {"secret": secret, "listen": listen, "encrypted": encrypted})
+        self._send(EXCHANGE, {"secret": self._keys.secret.text, "listen": listen, "encrypted": self._keys.encrypted})
 
     def exchange_address(self) -> str:
         """Return the address at which the exchange listens. Raises RunFailed if the exchange ends instead."""
@@ -231,10 +245,13 @@ class Supervisor:
         self._exchange = {"exchange": answer["address"], "token_file": "", "listen": ""}
         if self._spec.config.audit.by == "validators":
             assert isinstance(self._keys, SecretKeys)
-            secret, encrypted = self._keys.secret.text, self._keys.encrypted
-            told = {"exchange": answer["address"], "secret": secret, "encrypted": encrypted}
+            told = {"exchange": answer["address"], "secret": self._keys.secret.text, "encrypted": self._keys.encrypted}
             write_whole(self._folder.validators, json.dumps(told).encode(), is_secret=True)
         return answer["address"]
+
+    def watch(self, address: str) -> Watcher:
+        """Follow the reports of the exchange at this address, in a thread."""
+        return Watcher(partial(reports_of, address, self.credentials, self.on_silence), self.on_report)
 
     def join_exchange(self, members: Sequence[str], address: str, token_file: str = "", listen: str = "") -> None:
         """Send members the exchange's address and their credentials, so that they join.
@@ -247,7 +264,6 @@ class Supervisor:
             self._send_exchange(member)
 
     def _send_exchange(self, member: str) -> None:
-        """Send a member the exchange's address and its own credentials."""
         credentials = self._keys.of(member, self._spec.links.values())
         self._send(member, {**self._exchange, "credentials": credentials.to_json()})
 
@@ -397,9 +413,7 @@ class Supervisor:
     def end_soon(self, cause: str) -> None:
         """End processes that do not notice in a moment that the run failed elsewhere, because they wait for others."""
         self._told = self._told or cause
-        timer = threading.Timer(_SECONDS_TO_NOTICE, self._let_go)
-        timer.daemon = True
-        timer.start()
+        self._let_go_soon()
 
     def end_idle(self, finishing: Collection[str] = ()) -> None:
         """After the last round closed, end the members of all replicas but `finishing`, unless they end by themselves.
@@ -408,7 +422,10 @@ class Supervisor:
         """
         members = self._spec.members
         self._idle |= {one for one in self._processes if one in members and members[one].replica.name not in finishing}
-        timer = threading.Timer(_SECONDS_TO_NOTICE, self._let_go, [self._idle.copy()])
+        self._let_go_soon(self._idle.copy())
+
+    def _let_go_soon(self, members: Collection[str] | None = None) -> None:
+        timer = threading.Timer(_SECONDS_TO_NOTICE, self._let_go, [members])
         timer.daemon = True
         timer.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops, part_of
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.memory import LAUNCHER_BYTES, Memory, memory_of_member
+from hetero_pp.simulator.memory import LAUNCHER_BYTES, memory_of_member
 from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
@@ -45,12 +46,12 @@ class Limit:
 def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
     """Return the limits that starting these members on this machine would exceed."""
     members = [spec.members[name] for name in names if name in spec.members]
-    return [
-        *_of_devices(spec, members),
-        *_of_memory(spec, names),
-        *_of_device_memory(spec, members),
-        *_of_time(spec, members),
-    ]
+    of_memory, of_time = _of_memory(spec, members, EXCHANGE in names), _of_time(spec, members)
+    try:
+        devices = devices_of(spec, [member.name for member in members])
+    except ConfigError as error:
+        return [Limit(error.key, error.message, is_final=True), *of_memory, *of_time]
+    return [*_of_ranks(members, devices), *of_memory, *_of_device_memory(spec, members, devices), *of_time]
 
 
 def require_carried(limits: Sequence[Limit]) -> None:
@@ -60,12 +61,7 @@ def require_carried(limits: Sequence[Limit]) -> None:
             raise ConfigError(limit.key, limit.message)
 
 
-def _of_devices(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
-    try:
-        devices = devices_of(spec, [member.name for member in members])
-    except ConfigError as error:
-        yield Limit(error.key, error.message, is_final=True)
-        return
+def _of_ranks(members: Sequence[MemberSpec], devices: Mapping[str, torch.device]) -> Iterator[Limit]:
     for member in members:
         ranks, count = _processes(member), len(accelerators())
         if devices[member.name].type != "cpu" and ranks > count:
@@ -74,49 +70,36 @@ def _of_devices(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]
             yield Limit(("replicas", member.replica_index, "ranks"), expected, is_final=True)
 
 
-def _of_memory(spec: RunSpec, names: Sequence[str]) -> Iterator[Limit]:
-    members = [spec.members[name] for name in names if name in spec.members]
+def _of_memory(spec: RunSpec, members: Sequence[MemberSpec], has_exchange: bool) -> Iterator[Limit]:
     if not members:
         return
     memories = [(member, memory_of_member(spec, member, not _computes_here(member))) for member in members]
     memory = psutil.virtual_memory()
     total = min([memory.total, *_limits_of_containers()])
     free = min(memory.available, total)
-    held = [_by_purpose_here(member, memory) for member, memory in memories]
+    held = [{name: _on_this_node(member, size) for name, size in memory.held().items()} for member, memory in memories]
     parameters = sum(_on_this_node(member, part_of(spec, member).parameters) for member in members)
     who = format_count(len(members), "member")
-    if EXCHANGE in names:
+    if has_exchange:
         held, who = [*held, exchange_load(spec).memory_bytes], f"{who} and the exchange"
     who, why = f"{who} with {parameters:,.0f} parameters", f"({listed_by_kind(held)})"
     needed = LAUNCHER_BYTES + sum(sum(one.values()) for one in held)
     if needed > total:
         helps = remedy(spec, memories, needed, total, "host")
-        yield Limit(
-            ("replicas",),
-            f"found {who} to start on this machine, which need {format_bytes(needed)} {why}, expected at most its "
-            f"{format_bytes(total)} of memory: {helps}; or start fewer members here, with `launch --only`",
-            is_final=True,
-        )
+        found = f"found {who} to start on this machine, which need {format_bytes(needed)} {why}"
+        expected = f"expected at most its {format_bytes(total)} of memory"
+        helps = f"{helps}; or start fewer members here, with `launch --only`"
+        yield Limit(("replicas",), f"{found}, {expected}: {helps}", is_final=True)
     elif needed > free:
         helps = remedy(spec, memories, needed, free, "host")
-        yield Limit(
-            ("replicas",),
-            f"{who} need {format_bytes(needed)} {why}; {format_bytes(free)} of memory are free: {helps}",
-            is_final=False,
-        )
+        told = f"{who} need {format_bytes(needed)} {why}; {format_bytes(free)} of memory are free: {helps}"
+        yield Limit(("replicas",), told, is_final=False)
 
 
-def _by_purpose_here(member: MemberSpec, memory: Memory) -> Mapping[str, float]:
-    """Return what this machine's memory holds of a member."""
-    return {name: _on_this_node(member, size) for name, size in memory.held().items()}
-
-
-def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+def _of_device_memory(
+    spec: RunSpec, members: Sequence[MemberSpec], devices: Mapping[str, torch.device]
+) -> Iterator[Limit]:
     """Compare what members hold on accelerators, which several may share, with the free memory of these."""
-    try:
-        devices = devices_of(spec, [member.name for member in members])
-    except ConfigError:
-        return  # `_of_devices` tells it
     shared: dict[torch.device, list[MemberSpec]] = {}
     for member in members:
         shared.setdefault(devices[member.name], []).append(member)
@@ -128,13 +111,10 @@ def _of_device_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[
         if free is not None and needed > free:
             why = listed_by_kind([memory.held("device") for _, memory in memories])
             helps = remedy(spec, memories, ranks * needed, ranks * free, "device")
-            yield Limit(
-                ("replicas", same[0].replica_index),
-                f"found {format_names([member.name for member in same], _SHOWN)} on {device} with "
-                f"{format_bytes(needed)} ({why}), expected at most the {format_bytes(free)} that are free there: "
-                f"{helps}",
-                is_final=True,
-            )
+            who = format_names([member.name for member in same], _SHOWN)
+            found = f"found {who} on {device} with {format_bytes(needed)} ({why})"
+            expected = f"expected at most the {format_bytes(free)} that are free there"
+            yield Limit(("replicas", same[0].replica_index), f"{found}, {expected}: {helps}", is_final=True)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -156,13 +136,9 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
     inner, rounds = spec.config.inner, spec.latest.outer.rounds
     whole = rounds * (step * inner.steps if inner.steps is not None else max(step, inner.seconds or 0.0))
     if step > LONG_STEP or whole > LONG_RUN:
-        yield Limit(
-            ("replicas",),
-            f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}, and "
-            f"the run {format_duration(whole)}, at {speed / 1e9:g} GFLOP/s per core (`hetero-pp "
-            "calibrate` measures it)",
-            is_final=False,
-        )
+        long = f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}"
+        rate = f"{speed / 1e9:g} GFLOP/s per core (`hetero-pp calibrate` measures it)"
+        yield Limit(("replicas",), f"{long}, and the run {format_duration(whole)}, at {rate}", is_final=False)
 
 
 def _step_flops(spec: RunSpec, member: MemberSpec) -> float:
@@ -178,7 +154,6 @@ def _computes_here(member: MemberSpec) -> bool:
 
 
 def _on_this_node(member: MemberSpec, amount: float) -> float:
-    """Return one node's share of an amount."""
     return amount / member.replica.nodes if isinstance(member.replica, DatacenterReplica) else amount
 
 
@@ -196,3 +171,23 @@ def _limits_of_containers() -> Iterator[int]:
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
         if text.isdigit():
             yield int(text)
+
+
+_OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
+"""Least number of files that the launcher, and each member, opens."""
+
+
+def require_open_files(processes: int) -> None:
+    """Raise this process's limit of open files to what its child processes need.
+
+    Raises ConfigError if the system does not allow it.
+    """
+    needed = _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    told = f"found a limit of {soft} open files, expected at least {needed} for {processes} processes"
+    raise ConfigError((), f"{told}; raise it with: ulimit -n {needed}")

@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -23,10 +22,9 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import begin_forked, fork_server, unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED
-from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor, launch
-from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.rpc.connections import NetworkConnections, reports_of
+from hetero_pp.program.launch.this_machine import require_open_files
+from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
@@ -66,8 +64,7 @@ def launch_rehearsal(
         with Supervisor(spec, folder, on_report, LAUNCHER, keys) as supervisor:
             supervisor.start([EXCHANGE])
             address = supervisor.open_exchange()
-            told = partial(reports_of, address, supervisor.credentials, supervisor.on_silence)
-            watcher = Watcher(told, supervisor.on_report)
+            watcher = supervisor.watch(address)
             for first in range(0, len(names), size):
                 own = {name: keys.of(name, spec.links.values()) for name in names[first : first + size]}
                 crowds.append(_Crowd(folder, own, address, supervisor.end_soon))
@@ -117,7 +114,7 @@ class _Crowd:
 
 
 def _crowd_main(launcher: Connection, folder: RunFolder, output: str) -> NoReturn:
-    """Run the members whose credentials arrive, until the run is over or the launcher is gone."""
+    """Run the members that the launcher sends credentials for, until the run is over or the launcher is gone."""
     begin_forked(folder.output(output), False)
     code = CRASHED
     try:

@@ -1,4 +1,4 @@
-"""Finds an unfinished run of the same name, so that no command replaces it by accident."""
+"""Finds an unfinished run of the same name, so that no command replaces it by accident, and says how to resume one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from pathlib import Path
 from rich.prompt import Prompt
 
 from hetero_pp.config.changed_keys import Changes, read_changes
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.claim import claim_all
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.launch.inputs import Prepared
+from hetero_pp.program.report.output import SafeConsole, standard_output, tell
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.open_log import fetch_configuration, open_log
+from replica_groups.loop.saved_states import SavedStates
 
 CONTINUE, NEW, QUIT = "continue", "new", "quit"
 
@@ -46,9 +49,8 @@ class Unfinished:
         if self.last_round:
             return f"{self.where}: run {self.name} stopped after round {self.last_round} of {self.rounds}"
         tickets = f"{format_count(self.tickets, 'ticket')} {'is' if self.tickets == 1 else 'are'}"
-        return (
-            f"{self.where}: run {self.name} stopped before round 1 of {self.rounds} closed, and {tickets} still valid"
-        )
+        stopped = f"stopped before round 1 of {self.rounds} closed, and {tickets} still valid"
+        return f"{self.where}: run {self.name} {stopped}"
 
 
 def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typed: Sequence[str] = ()) -> bool:
@@ -81,7 +83,6 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
 
 
 def _refusal(found: Unfinished, typed: Sequence[str]) -> str:
-    """Return one line that says what to type instead."""
     other = "use another `name` for a new run" if found.is_in_store else "start a new run with --new"
     command = f" (to resume: {shlex.join([*typed, '--resume'])})" if typed else ""
     return f"{found}; resume it with --resume, or {other}{command}"
@@ -129,3 +130,51 @@ def _valid_tickets(folder: RunFolder) -> int:
         return 0
     with closing(Memberships(folder.memberships)) as memberships:
         return memberships.valid_tickets()
+
+
+class ResumeHint:
+    """Prints how to resume the run, once, if the block is interrupted."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, command: Sequence[str], resumes: bool = True) -> None:
+        """`command`: the command as the user typed it. `resumes`: whether there is something to resume."""
+        self._prepared, self._folder, self._command = prepared, folder, command
+        self._is_printed = not resumes
+
+    def print_once(self) -> None:
+        """Print how to resume the run, if it is not printed yet. Call it once the member checkpoints are saved."""
+        if not self._is_printed:
+            name = self._prepared.spec.config.name
+            line = f"{name}: {how_to_go_on(self._prepared, self._folder, self._command)}"
+            SafeConsole().print(line, soft_wrap=True, highlight=False, markup=False)
+        self._is_printed = True
+
+    def __enter__(self) -> ResumeHint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.print_once()
+
+
+def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> str:
+    """Return one line that ends with the command to type."""
+    command = [part for part in command if part != "--new"]
+    has_exchange = EXCHANGE in prepared.names
+    members = [name for name in prepared.names if name != EXCHANGE]
+    if not has_exchange:
+        return f"after the exchange has been resumed, rejoin it with: {shlex.join(command)}"
+    resuming = [*command, *(() if "--resume" in command else ("--resume",))]
+    if not members:
+        token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
+        return f"resume with (on other hosts, repeat their commands): {shlex.join([*resuming, *token])}"
+    if all(_states(prepared, folder, member) for member in members):
+        return f"resume with: {shlex.join(resuming)}"
+    every = format_count(prepared.spec.latest.states_every, "round")
+    saved = f"no state has been saved yet (states are saved every {every})"
+    if open_log(prepared.spec.config, folder).last_record() == 0:
+        return f"{saved}; start the run again with: {shlex.join(command)}"
+    return f"{saved}; resume from the log, with new optimizer moments, with: {shlex.join(resuming)}"
+
+
+def _states(prepared: Prepared, folder: RunFolder, member: str) -> list[int]:
+    return SavedStates(folder.state(member), prepared.spec.run, prepared.spec.latest.states_every).rounds()

@@ -44,10 +44,8 @@ class Watcher:
     def raise_error(self) -> None:
         """Raise RunFailed if a report could not be handed on."""
         if self._error is not None:
-            kind = type(self._error).__name__
-            raise RunFailed(
-                f"the launcher stopped receiving the run's reports before the run was over ({kind}: {self._error})"
-            )
+            told = "the launcher stopped receiving the run's reports before the run was over"
+            raise RunFailed(f"{told} ({type(self._error).__name__}: {self._error})")
 
     def _run(self) -> None:
         try:
@@ -56,11 +54,7 @@ class Watcher:
                 with self._changed:
                     self._handed_on += 1
                     self._changed.notify_all()
-        except (
-            LinkError,
-            Refused,
-            RunFailed,
-        ) as error:
+        except (LinkError, Refused, RunFailed) as error:
             # The supervisor reports the cause, and the record shows whether the run ended early.
             self._on_lost(str(error))
         except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run reports it)

@@ -82,7 +82,6 @@ class RunCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families."""
         yield self._build
         state = self._observed.state
         if state is not None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
 from hetero_pp.config.topology import parse_address
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.program.operate.collector import RunCollector
 from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import Observed
@@ -34,16 +35,15 @@ OPTION = "--metrics"
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of [ADDRESS:]PORT; without an address, that of the loopback interface.
+    """Return host and port of [ADDRESS:]PORT. Without an address the host is the loopback interface.
 
     Raises ConfigError for another text.
     """
     try:
-        host, _, port = parse_address(f"{LOOPBACK}:{text}" if text.isdigit() else text).rpartition(":")
+        return host_and_port(parse_address(f"{LOOPBACK}:{text}" if text.isdigit() else text))
     except ValueError:
         found = f"{OPTION}: found `{text}`, expected PORT or ADDRESS:PORT, such as `9464` or `0.0.0.0:9464`"
         raise ConfigError((), found) from None
-    return host.strip("[]"), int(port)
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from importlib.metadata import version
 
 from prometheus_client.core import GaugeMetricFamily
 
-from hetero_pp.config.lines import WAYS
+from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.operate.collector import Described, Samples, View
-from hetero_pp.program.operate.health import Condition, seconds_without_progress
-from hetero_pp.program.report.carried import DirectionState
+from hetero_pp.program.operate.observed import Condition, seconds_without_progress
+from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import PARTS, awaiting
 from hetero_pp.program.report.standings import Outcome
@@ -127,21 +127,11 @@ def _waited(view: View) -> Samples:
                 yield (link.name, way), view.state.spent[receiver].seconds(part)
 
 
-def _line_bytes(view: View) -> Samples:
-    return [((name, way), line.wire_bytes(way)) for name, line in view.state.lines.items() for way in WAYS]
-
-
-def _line_seconds(view: View) -> Samples:
-    return [((name, way), line.busy_seconds(way)) for name, line in view.state.lines.items() for way in WAYS]
-
-
-def _line_capacity(view: View) -> Samples:
-    lines = view.state.lines.items()
-    return [((name, way), bytes_per_second(line.spec.bandwidth(way))) for name, line in lines for way in WAYS]
+def _of_lines(value: Callable[[LineState, Way], float | None], view: View) -> Samples:
+    return [((name, way), value(line, way)) for name, line in view.state.lines.items() for way in WAYS]
 
 
 def build_info() -> GaugeMetricFamily:
-    """Return the family about the program."""
     labels = {"version": version("hetero-pp"), "python": platform.python_version(), "torch": version("torch")}
     family = GaugeMetricFamily("hetero_pp_build_info", "Versions of the program; the value is 1.", labels=list(labels))
     family.add_metric(list(labels.values()), 1)
@@ -216,11 +206,12 @@ METRICS = (
               "Time in finished rounds for which the receiver waited for messages of the direction. It contains the "
               "time in which the sender computes.", _waited),
     Described("hetero_pp_line_wire_bytes_total", LINE, "bytes", "Bytes on the wire of all links that share the line.",
-              _line_bytes, needs_all=True),
+              partial(_of_lines, LineState.wire_bytes), needs_all=True),
     Described("hetero_pp_line_busy_seconds_total", LINE, "seconds",
-              "Time that these bytes take at the line's rate, since the first inner step.", _line_seconds,
-              needs_all=True),
+              "Time that these bytes take at the line's rate, since the first inner step.",
+              partial(_of_lines, LineState.busy_seconds), needs_all=True),
     Described("hetero_pp_line_capacity_bytes_per_second", LINE, "bytes a second",
-              "Configured rate of the line; no sample without a limit.", _line_capacity, needs_all=True),
+              "Configured rate of the line; no sample without a limit.",
+              partial(_of_lines, lambda line, way: bytes_per_second(line.spec.bandwidth(way))), needs_all=True),
 )
 # fmt: on

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.operate.observed import Observed
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.sinks.sink import MakeSink, makers_of
 from hetero_pp.program.report.state import RunState
 
@@ -41,10 +40,6 @@ class Operations:
         """Whether something needs the reports of all members, which only the exchange's host gets."""
         return bool(self.boards or self.followers)
 
-    def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
-        """Show a run from now on. `members`: those whose reports this host gets; None: all."""
-        self.observed.follow(state, members)
-
     def on_report(self, report: Report) -> None:
         """Take in a report, after the state has."""
         self.observed.on_report(report)
@@ -66,19 +61,19 @@ def operated(
     `page`: shows the run on a page. Raises ConfigError before anything starts if the port is in use, or if an extra is
     not installed.
     """
-    observed, say, makers = Observed(), partial(tell, standard_output()), makers_of(boards)
+    observed, makers = Observed(), makers_of(boards)
     with ExitStack() as stack:
         followers: list[Callable[[Report], None]] = []
         if metrics is not None:
             from hetero_pp.program.operate.http_server import served
 
             url = stack.enter_context(served(metrics, observed))
-            say(f"metrics: {url}/metrics, health: {url}/healthz")
+            announce(f"metrics: {url}/metrics, health: {url}/healthz")
         if otlp is not None:
             try:
                 from hetero_pp.program.operate.traces import traced
             except ImportError as error:
                 needed = "install it with: pip install 'hetero-pp[otel]'"
                 raise ConfigError((), f"--otlp: {error.name} is not installed; {needed}") from None
-            followers.append(stack.enter_context(traced(otlp, observed, say)))
-        yield Operations(makers, observed, followers, say, page)
+            followers.append(stack.enter_context(traced(otlp, observed, announce)))
+        yield Operations(makers, observed, followers, announce, page)

@@ -161,28 +161,19 @@ class RoundTraces:
             "evaluation": told.evaluation_seconds,
         }
         start = end - sum(parts.values())
-        whole = self._tracer.start_span(
-            "member round",
-            set_span_in_context(root, Context()),
-            attributes={
-                "hetero_pp.round": told.round,
-                "hetero_pp.member": member,
-                "hetero_pp.compute_seconds": told.compute_seconds,
-                "hetero_pp.wait_seconds": told.wait_seconds,
-                "hetero_pp.blocked_seconds": told.blocked_seconds,
-            },
-            start_time=_nanoseconds(start),
-        )
+        fields = ("round", "compute_seconds", "wait_seconds", "blocked_seconds")
+        own = {"hetero_pp.member": member}
+        found = own | {f"hetero_pp.{field}": getattr(told, field) for field in fields}
+        above = set_span_in_context(root, Context())
+        whole = self._tracer.start_span("member round", above, attributes=found, start_time=_nanoseconds(start))
         below = set_span_in_context(whole, Context())
         for name, seconds in parts.items():
-            attributes = {"hetero_pp.member": member}
-            span = self._tracer.start_span(name, below, attributes=attributes, start_time=_nanoseconds(start))
+            span = self._tracer.start_span(name, below, attributes=own, start_time=_nanoseconds(start))
             start += seconds
             span.end(_nanoseconds(start))
         whole.end(_nanoseconds(end))
 
     def _event(self, report: Report) -> None:
-        """Add a membership event to the open round."""
         told, root = report.standing, self._rounds.get(self._last_closed + 1)
         if root is not None:
             attributes = {"place": told.place, "replica": told.replica, "cause": told.cause}

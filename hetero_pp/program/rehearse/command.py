@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +10,14 @@ import psutil
 from rich.console import Console
 
 from hetero_pp.core.errors import ConfigError, RunFailed
-from hetero_pp.core.files import write_whole
+from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_count, format_duration, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.comparison import compare
 from hetero_pp.program.rehearse.show import MARK, print_comparison
 from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
-from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.output import announce, say
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.show_prediction import print_assumption
 from hetero_pp.run.config import RunConfig
@@ -36,7 +35,7 @@ ROUNDS, STEPS = 3, 4
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for the rounds of a rehearsal, and for those of the run that it stands for."""
+    """Predictions for the rounds of a rehearsal, and for the rounds of the run that it stands for."""
 
     rehearsed: Prediction
     whole: Prediction
@@ -90,9 +89,9 @@ class AsRehearsal(Mode):
         self._spec, self._timings = spec, Timings(spec)
         lasts = spec.config.outer.rounds * self._predictions.rehearsed.round_seconds
         name, until = spec.config.name, format_duration(lasts)
-        tell(standard_output(), f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
+        announce(f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
         for line in self._left_out:
-            tell(standard_output(), f"{name}: {line}")
+            announce(f"{name}: {line}")
 
     def on_report(self, report: Report) -> None:
         self._timings.apply(report)
@@ -109,9 +108,8 @@ class AsRehearsal(Mode):
             busy = f"The processors of this machine were busy for {format_percent(found.busy)} of the rehearsal"
             say(console, f"{MARK} {busy}, so members may have been late: repeat it while nothing else runs here.")
         print_assumption(console, assumed_in(self._spec))
-        text = (json.dumps(found.as_json(), indent=1) + "\n").encode()
-        for path in (folder.rehearsal, *([self._json] if self._json is not None else [])):
-            write_whole(path, text)
+        for path in (folder.rehearsal, self._json):
+            write_json(path, found.as_json())
         say(console, f"Files: {folder.path} (rehearsal.json, metrics.jsonl)")
 
 

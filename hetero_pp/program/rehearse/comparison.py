@@ -29,7 +29,7 @@ Quantities = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Parting:
-    """A quantity whose measurement and prediction part."""
+    """A quantity that was measured differently from its prediction."""
 
     what: str
     measured: float
@@ -97,9 +97,9 @@ def share(part: float, whole: float) -> float:
 
 
 def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Prediction) -> Comparison:
-    """Return what was measured beside the prediction for the same rounds, which are those of `timings`.
+    """Return the measurements of `timings` beside the prediction for the same rounds.
 
-    `whole`: the prediction for the run that was rehearsed, whose rounds are longer. `timings` must have a timed round.
+    `whole`: the prediction for the rehearsed run, which has longer rounds. `timings` must have a timed round.
     """
     measured, predicted = dict(_measured(spec, timings, prediction)), dict(_predicted(prediction))
     members = {name: _seconds_of(timings, name) for name in spec.needed}
@@ -111,7 +111,7 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Pred
         timed=len(timings.timed),
         measured=measured,
         predicted=predicted,
-        parts=list(_parts(spec, timings, prediction, measured, predicted)),
+        parts=list(_parts(timings, prediction, measured, predicted)),
         whole_run=_whole_run(spec, whole, measured),
         members=members,
         lines={member: {"up": one.up, "down": one.down} for member, one in sorted(timings.lines.items())},
@@ -147,13 +147,14 @@ def _predicted(found: Prediction) -> Iterator[tuple[str, float]]:
 
 
 def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterator[tuple[str, float]]:
-    own = {one.name: _of_replica(timings, replica, one) for replica, one in _replicas(spec, prediction)}
+    replicas = list(zip(spec.config.replicas, prediction.replicas, strict=True))
+    own = {one.name: _of_replica(timings, replica, one) for replica, one in replicas}
     inner, round_seconds = max(one["inner_seconds"] for one in own.values()), timings.round_seconds
-    outer = min(_longest(timings, replica, "outer_seconds") for replica, _ in _replicas(spec, prediction))
+    outer = min(max(timings.of_member(name, "outer_seconds") for name in replica.members) for replica, _ in replicas)
     compute = [timings.of_member(name, "compute_seconds") for name in spec.needed]
     tokens = sum(
         timings.steps(replica.members[0]) * replica.batch_size * spec.config.data.sequence_length
-        for replica, _ in _replicas(spec, prediction)
+        for replica, _ in replicas
     )
     rate = share(tokens, round_seconds)
     yield "round_seconds", round_seconds
@@ -164,21 +165,12 @@ def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterat
     yield "tokens_per_second", rate
     yield "utilization.absolute", share(fmean(compute), round_seconds)
     yield "utilization.relative", rate / (prediction.tokens_per_second / prediction.utilization["relative"])
-    for _, one in _replicas(spec, prediction):
+    for _, one in replicas:
         for name, value in own[one.name].items():
             yield f"replicas.{one.name}.{name}", value
         for link in one.links:
             for way in DIRECTIONS:
                 yield f"links.{link.name}.{way}_bytes", timings.wire_bytes(link.name, way)
-
-
-def _replicas(spec: RunSpec, prediction: Prediction) -> Iterator[tuple[ReplicaSettings, ReplicaPrediction]]:
-    """Yield the replicas with their predictions."""
-    yield from zip(spec.config.replicas, prediction.replicas, strict=True)
-
-
-def _longest(timings: Timings, replica: ReplicaSettings, field: str) -> float:
-    return max(timings.of_member(member, field) for member in replica.members)
 
 
 def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPrediction) -> dict[str, float]:
@@ -203,24 +195,19 @@ def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPredic
 # ---- where they part, and what follows ----
 
 
-def _parts(
-    spec: RunSpec, timings: Timings, prediction: Prediction, measured: Quantities, predicted: Quantities
-) -> Iterator[Parting]:
+def _parts(timings: Timings, prediction: Prediction, measured: Quantities, predicted: Quantities) -> Iterator[Parting]:
     """Yield the times and bytes that part. Other quantities follow from these.
 
     The parts of a round part if they differ by a share of the whole round.
     """
     for name, value in measured.items():
-        wanted = predicted[name]
-        is_step = name.startswith("replicas.") and name.endswith(".step_seconds")
-        if name in _OF_A_ROUND:
-            is_apart = abs(value - wanted) > APART * predicted["round_seconds"]
-        else:
-            is_apart = abs(value - wanted) > APART * wanted and (is_step or name.endswith("_bytes"))
-        if is_apart and name in _OF_A_ROUND:
+        wanted, difference = predicted[name], abs(value - predicted[name])
+        if name in _OF_A_ROUND and difference > APART * predicted[_ROUND]:
             yield Parting(name, value, wanted, _component_of_round(measured, predicted) if name == _ROUND else "")
-        elif is_apart:
-            yield Parting(name, value, wanted, _component_of_step(spec, timings, prediction, name) if is_step else "")
+        elif name.endswith(".step_seconds") and difference > APART * wanted:
+            yield Parting(name, value, wanted, _component_of_step(timings, prediction, name.split(".")[1]))
+        elif name.endswith("_bytes") and difference > APART * wanted:
+            yield Parting(name, value, wanted, "")
 
 
 def _component_of_round(measured: Quantities, predicted: Quantities) -> str:
@@ -228,17 +215,15 @@ def _component_of_round(measured: Quantities, predicted: Quantities) -> str:
     return words[max(words, key=lambda name: abs(measured[name] - predicted[name]))]
 
 
-def _component_of_step(spec: RunSpec, timings: Timings, prediction: Prediction, name: str) -> str:
-    """Return what parts in the inner loop of a replica: the compute of a member, or its waits for messages."""
-    own, apart = name.split(".")[1], dict[str, float]()
-    for _, one in _replicas(spec, prediction):
-        if own == one.name:
-            for stage in one.stages:
-                compute = timings.of_member(stage.member, "compute_seconds")
-                trained = stage.utilization * prediction.round_seconds
-                waits = timings.of_member(stage.member, "wait_seconds")
-                apart[f"compute of {stage.member}"] = abs(compute - trained)
-                apart[f"waits of {stage.member} for messages"] = abs(waits - (one.inner_seconds - trained))
+def _component_of_step(timings: Timings, prediction: Prediction, replica: str) -> str:
+    """Return what differs most in a replica's inner loop: the compute of a member, or its waits for messages."""
+    own, apart = next(one for one in prediction.replicas if one.name == replica), dict[str, float]()
+    for stage in own.stages:
+        compute = timings.of_member(stage.member, "compute_seconds")
+        trained = stage.utilization * prediction.round_seconds
+        waits = timings.of_member(stage.member, "wait_seconds")
+        apart[f"compute of {stage.member}"] = abs(compute - trained)
+        apart[f"waits of {stage.member} for messages"] = abs(waits - (own.inner_seconds - trained))
     return max(apart, key=lambda one: apart[one])
 
 

@@ -49,20 +49,23 @@ class OwnLine(Mode):
         yield verdict(self._spec, self._member, found)
 
     def _reached(self) -> str:
-        shown = ", ".join(f"{_rate(self._rates[way])} {way}" for way in WAYS)
-        line = next((one for one in self._spec.lines.values() if self._member in one.members), None)
-        wanted = {} if line is None else {way: line.bandwidth(way) for way in WAYS}
-        slow = [
-            f"{format_bits_per_second(rate)} {way}"
-            for way, rate in wanted.items()
-            if rate is not None and self._rates[way].is_limited and self._rates[way].bits_per_second < SHORT * rate
-        ]
-        return f"{shown}; the run's YAML expects {' and '.join(slow)}" if slow else shown
+        shown, slow = shown_rates(self._rates), too_slow(self._spec, self._member, self._rates)
+        return f"{shown}; the run's YAML expects {slow}" if slow else shown
 
 
-def _rate(rate: Rate) -> str:
-    shown = format_bits_per_second(rate.bits_per_second)
-    return shown if rate.is_limited else f"at least {shown}"
+def shown_rates(rates: Mapping[Way, Rate]) -> str:
+    return ", ".join(f"{rates[way]} {way}" for way in WAYS)
+
+
+def too_slow(spec: RunSpec, member: str, rates: Mapping[Way, Rate]) -> str:
+    """Return the rates of the YAML that a member's line does not reach: `20 Mbit/s up`; empty if it reaches them."""
+    line = next((one for one in spec.lines.values() if member in one.members), None)
+    wanted = {} if line is None else {way: line.bandwidth(way) for way in WAYS}
+    return " and ".join(
+        f"{format_bits_per_second(rate)} {way}"
+        for way, rate in wanted.items()
+        if rate is not None and rates[way].is_less_than(SHORT * rate)
+    )
 
 
 def verdict(spec: RunSpec, member: str, found: Comparison) -> str:

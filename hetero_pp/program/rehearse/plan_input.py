@@ -48,8 +48,8 @@ class MeasuredInput:
     def applied(self, config: RunConfig, layers: int) -> RunConfig:
         """Return the configuration with measured lines and costs.
 
-        The latency of a line remains that of the YAML. Raises ConfigError for a member that is not of this run, or
-        whose line a site has.
+        Latencies remain as in the YAML. Raises ConfigError for a member of another run, and for one at a site, because
+        the line belongs to the site.
         """
         own = {member: replica for replica in config.replicas for member in replica.members}
         if strange := [name for name in self._members if name not in own]:

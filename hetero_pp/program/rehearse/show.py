@@ -36,7 +36,7 @@ _REPLICA = {
     "exposed_communication": "waits",
 }
 MARK = "<<"
-"""Sign beside a quantity whose measurement and prediction part."""
+"""Sign beside a quantity that was measured differently from its prediction."""
 
 
 def print_comparison(console: Console, found: Comparison) -> None:
@@ -64,13 +64,11 @@ def closing_lines(found: Comparison) -> Iterator[str]:
     rounds = format_count(run.rounds, "round")
     steps = f"{rounds} of {run.steps} inner steps" if run.steps is not None else rounds
     least = "at least " if run.is_bound else ""
-    shares = [f"{format_percent(run.utilization[kind])}" for kind in ("absolute", "relative")]
-    predicted = [f"{format_percent(run.predicted[kind])}" for kind in ("absolute", "relative")]
-    yield (
-        f"The run itself ({steps}) would take {format_duration(86400 * run.days)}. Its members would train {least}"
-        f"{shares[0]} of the time, {least}{shares[1]} of the share that free links allow (predicted: {predicted[0]} "
-        f"and {predicted[1]})."
-    )
+    absolute, relative_ = (f"{least}{format_percent(run.utilization[kind])}" for kind in ("absolute", "relative"))
+    predicted = " and ".join(format_percent(run.predicted[kind]) for kind in ("absolute", "relative"))
+    shares = f"{absolute} of the time, {relative_} of the share that free links allow (predicted: {predicted})"
+    lasts = format_duration(86400 * run.days)
+    yield f"The run itself ({steps}) would take {lasts}. Its members would train {shares}."
 
 
 def _parting(one: Parting) -> str:

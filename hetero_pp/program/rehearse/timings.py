@@ -64,7 +64,7 @@ class Timings:
 
     @property
     def round_seconds(self) -> float:
-        """Seconds from the close of a round to that of the next one; of a single round, all that a member did in it."""
+        """Seconds from the close of a round to the next close. For a single round: all that a member did in it."""
         pairs = [(round_ - 1, round_) for round_ in self.timed if round_ - 1 in self._closed]
         if pairs:
             return fmean(self._closed[later] - self._closed[sooner] for sooner, later in pairs)

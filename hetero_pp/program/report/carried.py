@@ -93,9 +93,7 @@ class DirectionState:
 
     def busy_share(self, training_seconds: float) -> float | None:
         """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
-        if self.bandwidth is None:
-            return None
-        return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
+        return None if self.bandwidth is None else _share(self.busy_seconds, training_seconds)
 
     def recent_bytes_per_second(self, now: float) -> float:
         """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
@@ -152,9 +150,7 @@ class LineState:
     def busy_share(self, way: Way, training_seconds: float) -> float | None:
         """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
         busy = self.busy_seconds(way)
-        if busy is None:
-            return None
-        return min(1.0, busy / training_seconds) if training_seconds > 0 else 0.0
+        return None if busy is None else _share(busy, training_seconds)
 
     def busy_seconds(self, way: Way) -> float | None:
         """Return the seconds that the bytes since the first inner step take; None without a bandwidth limit."""
@@ -165,6 +161,10 @@ class LineState:
     def recent_bytes_per_second(self, way: Way, now: float) -> float:
         """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
         return sum(direction.recent_bytes_per_second(now) for direction in self.carried[way])
+
+
+def _share(busy: float, seconds: float) -> float:
+    return min(1.0, busy / seconds) if seconds > 0 else 0.0
 
 
 def lines_of(spec: RunSpec, links: Mapping[str, LinkState]) -> dict[str, LineState]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,17 +26,10 @@ class LiveDisplay:
     """Shows a running run: a live view on a terminal, else one line per round."""
 
     def __init__(
-        self,
-        state: RunState,
-        console: Console,
-        clock: Callable[[], float] = time.time,
-        since: float | None = None,
+        self, state: RunState, console: Console, clock: Callable[[], float] = time.time, since: float | None = None
     ) -> None:
         """`since`: when the user started the command, in seconds of `clock`."""
-        self._state = state
-        self._since = since
-        self._console = console
-        self._clock = clock
+        self._state, self._console, self._clock, self._since = state, console, clock, since
         self._live: Live | None = None
         self._rounds_told = 0
         self._reading = now_and_then(self._say, clock)
@@ -56,16 +48,8 @@ class LiveDisplay:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop the display.
-
-        The live view of a run that ended well disappears, because `print_result` prints its tables.
-        """
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Stop the display. The view of a run that ended well disappears, because `print_result` prints its tables."""
         self._ended.set()
         self._thread.join()
         if self._live is not None:
@@ -83,7 +67,6 @@ class LiveDisplay:
             self._say_what_is_new(is_last=False)
 
     def view(self) -> Group:
-        """Return the whole live view."""
         with self._state.lock:
             return live_view(self._state, self._clock(), self._console.height)
 

@@ -9,31 +9,15 @@ import sys
 _ERRORS = "hetero_pp.ascii"
 """Name of the error handler for characters that the output's encoding lacks."""
 
-_ASCII = {
-    "–": "-",
-    "—": "-",
-    "−": "-",
+_ASCII = dict(zip("–—−─━│┃×·µ≈‘’“”\N{NO-BREAK SPACE}", "-----||x.u~''\"\" ", strict=True)) | {
     "…": "...",
-    "×": "x",
     "→": "->",
     "←": "<-",
     "↑": "up",
     "↓": "down",
     "≥": ">=",
     "≤": "<=",
-    "≈": "~",
     "±": "+-",
-    "·": ".",
-    "µ": "u",
-    "\N{NO-BREAK SPACE}": " ",
-    "‘": "'",
-    "’": "'",
-    "“": '"',
-    "”": '"',
-    "─": "-",
-    "━": "-",
-    "│": "|",
-    "┃": "|",
 }
 """Replacements of the program's signs; other characters become escapes such as `\\xe9` or `\\u03b8`."""
 

@@ -5,28 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hetero_pp.core.units import format_number, format_seconds
-from hetero_pp.messages.messages_pb2 import (
-    AUDITED,
-    EXCLUDED,
-    GIVEN_UP,
-    HEALED,
-    INJECTED,
-    LATE,
-    LEFT_OUT,
-    NOT_AWAITED,
-    PAUSED,
-    RESTARTED,
-    SCALED,
-    SILENT,
-    STORING,
-    SUSPENDED,
-    TERM_OVER,
-    UNAUDITED,
-    WENT_ON,
-    Report,
-    Standing,
-    StateSaving,
-)
+from hetero_pp.messages.messages_pb2 import STORING, Happened, Report, Standing, StateSaving
 from hetero_pp.run.spec import RunSpec
 from replica_groups.protocol.places import with_name
 
@@ -68,46 +47,40 @@ class Happenings:
 
     def _standing(self, time: float, told: Standing) -> Iterator[str]:
         match told.what:
-            case what if what in (RESTARTED, GIVEN_UP):
+            case Happened.RESTARTED | Happened.GIVEN_UP:
                 self._told_of[told.place] = told.cause
                 yield told.cause
-            case what if what == INJECTED:
+            case Happened.INJECTED:
                 yield f"injected fault: {told.cause}"
-            case what if what in (TERM_OVER, SILENT):
+            case Happened.TERM_OVER | Happened.SILENT:
                 yield from self._over(told, with_name(told.place, told.cause))
-            case what if what == SUSPENDED and told.replica in self._lost:
+            case Happened.SUSPENDED if told.replica in self._lost:
                 place = self._lost.pop(told.replica)
                 yield f"{told.replica} returns to the start of its round and waits for {place}"
-            case what if what == LATE:
+            case Happened.LATE:
                 became = "it continues from its own parameters" if self._keeps_local else self._what_becomes_of_it()
                 yield f"{told.replica} was too late for round {told.round}: {became}"
-            case what if what == LEFT_OUT:
+            case Happened.LEFT_OUT:
                 became = self._what_becomes_of_it()
                 why = f"is excluded ({told.cause})" if told.cause else "is far larger than expected and is excluded"
                 yield f"{told.replica}: its contribution to round {told.round} {why}: {became}"
-            case what if what == SCALED:
-                yield (
-                    f"{told.replica}: its contribution to round {told.round} is larger than expected "
-                    f"and is scaled by {told.cause}"
-                )
-            case what if what == PAUSED:
+            case Happened.SCALED:
+                larger = f"is larger than expected and is scaled by {told.cause}"
+                yield f"{told.replica}: its contribution to round {told.round} {larger}"
+            case Happened.PAUSED:
                 self._paused_at = time
                 yield f"round {told.round} is paused: {told.cause}; it continues when more replicas join"
-            case what if what == WENT_ON and self._paused_at is not None:
+            case Happened.WENT_ON if self._paused_at is not None:
                 yield f"round {told.round} continues after {format_seconds(time - self._paused_at)}"
-            case what if what == HEALED:
+            case Happened.HEALED:
                 yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the run log"
-            case what if what == EXCLUDED:
+            case Happened.EXCLUDED | Happened.AUDITED:
                 yield told.cause
-            case what if what == UNAUDITED:
+            case Happened.UNAUDITED:
                 yield f"unaudited: {told.cause}"
-            case what if what == AUDITED:
-                yield told.cause
-            case what if what == NOT_AWAITED:
-                yield (
-                    f"{told.replica} {told.cause} do not wait for it; its contributions are included if "
-                    "they arrive in time"
-                )
+            case Happened.NOT_AWAITED:
+                included = "its contributions are included if they arrive in time"
+                yield f"{told.replica} {told.cause} do not wait for it; {included}"
 
     def _over(self, told: Standing, cause: str) -> Iterator[str]:
         self._lost[told.replica] = told.place

@@ -23,7 +23,6 @@ from hetero_pp.program.report.tables import PlainTable, format_loss, format_two,
 ROWS_BESIDE_LINKS = 13
 """Rows of the live view that are neither a replica nor a link."""
 ROWS_OF_A_HEAD = 3
-"""Rows of a table's head."""
 ROWS_OF_TROUBLE = 3
 """Most rows of vacant slots in the live view."""
 

@@ -31,10 +31,7 @@ class SafeConsole(Console):
 
 
 def standard_output() -> Console:
-    """Return the console on which a command prints.
-
-    Its width is that of the terminal; without one, `COLUMNS`, else 80.
-    """
+    """Return the console on which a command prints, as wide as the terminal; without one, `COLUMNS`, else 80."""
     console = SafeConsole()
     is_given = os.environ.get("COLUMNS", "").isdigit()
     return console if console.is_terminal or is_given else SafeConsole(width=WIDTH_OF_FILES)
@@ -53,6 +50,11 @@ def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> N
     shown = in_ascii(line) if console.options.ascii_only else line
     shown = "\n".join(fold(shown, console.width, hanging=hanging)) if console.is_terminal else shown
     console.print(Text(shown, style=style), soft_wrap=True)
+
+
+def announce(line: str) -> None:
+    """Print an event on standard output, as `tell` does."""
+    tell(standard_output(), line)
 
 
 def complain(message: str) -> None:

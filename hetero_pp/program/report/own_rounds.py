@@ -33,41 +33,32 @@ class OwnRounds:
         self._since = since
         self._earlier: dict[str, int] = {}
         """Last round that each member reported before this start."""
-        self._state = RunState(spec)
+        self.state = RunState(spec)
+        """State of the run, as far as this host gets reports."""
         self._happenings = Happenings(spec)
         self._members = members
-        self._say = say
+        self.say = say
         self._has_begun = False
         self._reading = now_and_then(say, time.monotonic)
 
-    @property
-    def state(self) -> RunState:
-        """State of the run, as far as this host gets reports."""
-        return self._state
-
-    @property
-    def failed(self) -> str | None:
-        """Reason why the run has failed, on any host; None if it has not."""
-        return self._state.failed
-
     def on_report(self, report: Report) -> None:
         """Take in one report, and print what is new."""
-        had_joined = self._state.joined_at is not None
-        self._state.apply(report)
+        had_joined = self.state.joined_at is not None
+        self.state.apply(report)
         for line in self._happenings.lines(report):
-            self._say(line)
-        if not had_joined and self._state.joined_at is not None:
-            self._say(joined_line(self._state))
-        if report.HasField("waiting") and self._state.waiting is not None:
-            self._say(waiting_line(self._state, sees_all=False))
+            self.say(line)
+        if not had_joined and self.state.joined_at is not None:
+            self.say(joined_line(self.state))
+        if report.HasField("waiting") and self.state.waiting is not None:
+            self.say(waiting_line(self.state, sees_all=False))
         if report.HasField("reading"):
             self._reading(report.reading.what, report.reading.share)
         if report.HasField("begun"):
             if report.begun.last_round and not self._has_begun:
-                self._say(f"resuming after round {report.begun.last_round}")
+                self.say(f"resuming after round {report.begun.last_round}")
             self._has_begun = True
         if report.HasField("over") and not self._take_part(report.over.finishing):
-            self._say(f"{self._state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
+            self.say(f"{self.state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
         if report.HasField("member_round") and report.member in self._members:
             sent = report.sent if report.HasField("sent") else report.time
             self._round(sent, report.member, report.member_round)
@@ -78,13 +69,13 @@ class OwnRounds:
             self._earlier[member] = max(told.round, self._earlier.get(member, 0))
             return
         for name, last in self._earlier.items():
-            self._say(f"{name} trained up to round {last} in an earlier start")
+            self.say(f"{name} trained up to round {last} in an earlier start")
         self._earlier.clear()
-        self._say(self._line(member, told))
+        self.say(self._line(member, told))
 
     def _take_part(self, finishing: Collection[str]) -> bool:
         """Return whether a member of this host took part in the last round."""
-        return any(self._state.spec.members[member].replica.name in finishing for member in self._members)
+        return any(self.state.spec.members[member].replica.name in finishing for member in self._members)
 
     def _line(self, member: str, told: MemberRound) -> str:
         """Return the line of a member's round.
@@ -100,12 +91,12 @@ class OwnRounds:
             f"{format_seconds(whole)} ({within})",
             f"sent {format_bytes(self._sent(member, told.round))}",
         ]
-        return f"round {told.round}/{self._state.rounds_planned}: {member}: {', '.join(parts)}"
+        return f"round {told.round}/{self.state.rounds_planned}: {member}: {', '.join(parts)}"
 
     def _losses(self, member: str, round_: int) -> Iterator[str]:
         """Yield the losses of a round that are known on this host. A rehearsal has none."""
-        replica = self._state.replicas.get(self._state.spec.members[member].replica.name)
-        if replica is None or self._state.spec.config.rehearsal is not None:
+        replica = self.state.replicas.get(self.state.spec.members[member].replica.name)
+        if replica is None or self.state.spec.config.rehearsal is not None:
             return
         if round_ in replica.validation_loss:
             yield f"validation loss {replica.validation_loss[round_]:.4f}"
@@ -117,7 +108,7 @@ class OwnRounds:
         """Return the bytes on the wire of a round, over all links on which the member sends."""
         return sum(
             link.directions[way].wire_bytes_of_round(round_)
-            for link in self._state.links.values()
+            for link in self.state.links.values()
             for way in DIRECTIONS
             if sender(link.spec, way) == member
         )

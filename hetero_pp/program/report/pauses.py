@@ -20,7 +20,6 @@ class Pauses:
         """Round after which the run resumed, until a replica trains again; else None."""
 
     def apply(self, report: Report) -> None:
-        """Take in one report."""
         event = report.WhichOneof("event")
         if event == "begun" and report.begun.last_round > 0:
             if self._goes_on_after is None:

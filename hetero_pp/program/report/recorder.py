@@ -123,10 +123,6 @@ class Recorder:
             self._complain(f"{self._folder.path}: the record of the run {became}, but the run continues: {why}")
         self._complained = True
 
-    def fail(self, cause: str) -> None:
-        """Record the cause of a failed run for the summary."""
-        self._state.fail(cause)
-
     def close(self, before_drawing: Callable[[], None] | None = None) -> None:
         """Write summary.json and the pictures from what is known.
 
@@ -149,9 +145,9 @@ class Recorder:
             board.close()
 
     def _conclude(self, before_drawing: Callable[[], None] | None) -> None:
-        """Write the summary and the pictures."""
         folder = self._folder
-        unwritten = self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("was not written"))
+        summary = (to_json(summary_of(self._state), indent=2) + "\n").encode()
+        unwritten = self._last(lambda: write_whole(folder.summary, summary), _LATER.format("was not written"))
         if before_drawing is not None:
             before_drawing()
         pictures = {"loss.png": draw_losses, "links.png": draw_links}
@@ -163,9 +159,6 @@ class Recorder:
                 self._last(partial(draw, self._state, folder.path / name), became)
             else:  # a picture takes seconds of computing, for nothing while the disk is full
                 self._complain(f"{folder.path / name} {became}; the run itself is not affected: {complaint(unwritten)}")
-
-    def _summary(self) -> bytes:
-        return (to_json(summary_of(self._state), indent=2) + "\n").encode()
 
     def _last(self, do: Callable[[], object], became: str) -> OSError | None:
         """Call a function once, and complain if it fails. Return why the disk does not take it, if so."""

@@ -37,8 +37,6 @@ class SettledRound:
 
 @dataclass
 class ReplicaState:
-    """State of one replica."""
-
     name: str
     kind: str
     inner_steps: int | None

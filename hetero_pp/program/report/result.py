@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,7 @@ from rich.console import Console
 
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
-from hetero_pp.core.units import (
-    format_bits_per_second,
-    format_bytes,
-    format_count,
-    format_number,
-    format_seconds,
-    format_share,
-    format_times,
-)
+from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share, format_times
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_loss
 from replica_groups.exchange.patience import listed
@@ -28,9 +20,9 @@ from replica_groups.exchange.patience import listed
 def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print the results of a run from its summary. `folder`: where the run's files are."""
     console.print(_result_replicas(summary))
-    console.print(_result_links(summary))
+    console.print(_result_carried("link", DIRECTIONS, summary["links"]))
     if summary["lines"]:
-        console.print(_result_access_lines(summary))
+        console.print(_result_carried("line", WAYS, summary["lines"]))
     for line in _result_lines(summary, folder):
         say(console, line)
 
@@ -55,32 +47,18 @@ def _result_replicas(summary: Mapping[str, Any]) -> PlainTable:
     return table
 
 
-def _result_links(summary: Mapping[str, Any]) -> PlainTable:
-    table = PlainTable(["link", ""], ["bandwidth", "payload", "wire", "busy"])
-    for link in summary["links"]:
-        limits = link["bandwidth_bits_per_second"]
+def _result_carried(what: str, ways: Sequence[str], carried: Sequence[Mapping[str, Any]]) -> PlainTable:
+    """Return a table of what each link or line carried in each direction."""
+    table = PlainTable([what, ""], ["bandwidth", "payload", "wire", "busy"])
+    for one in carried:
+        has_lines = any(one.get("lines", {}).values())
         table.add_both(
-            link["name"],
-            DIRECTIONS,
-            [format_bandwidth(limits[way], any(link["lines"].values())) for way in DIRECTIONS],
-            [format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS],
-            [format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS],
-            [format_share(link["busy_share"][way]) for way in DIRECTIONS],
-        )
-    return table
-
-
-def _result_access_lines(summary: Mapping[str, Any]) -> PlainTable:
-    """Return a table of what each line carried in a run, from its summary."""
-    table = PlainTable(["line", ""], ["bandwidth", "payload", "wire", "busy"])
-    for line in summary["lines"]:
-        table.add_both(
-            line["name"],
-            WAYS,
-            [format_bits_per_second(line["bandwidth_bits_per_second"][way]) for way in WAYS],
-            [format_bytes(line["payload_bytes"][way]) for way in WAYS],
-            [format_bytes(line["wire_bytes"][way]) for way in WAYS],
-            [format_share(line["busy_share"][way]) for way in WAYS],
+            one["name"],
+            ways,
+            [format_bandwidth(one["bandwidth_bits_per_second"][way], has_lines) for way in ways],
+            [format_bytes(one["payload_bytes"][way]) for way in ways],
+            [format_bytes(one["wire_bytes"][way]) for way in ways],
+            [format_share(one["busy_share"][way]) for way in ways],
         )
     return table
 
@@ -88,17 +66,13 @@ def _result_access_lines(summary: Mapping[str, Any]) -> PlainTable:
 def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     first = sum(sum(rounds[0] for rounds in link["payload_bytes_per_round"].values()) for link in summary["links"])
     if first:
-        yield (
-            "The first snapshot and the evaluation of the initial weights account for "
-            f"{format_bytes(first)} of the payload."
-        )
+        before = "The first snapshot and the evaluation of the initial weights"
+        yield f"{before} account for {format_bytes(first)} of the payload."
     contributions = summary["contributions"]
     bits = contributions["bits_per_value"]
     if bits is not None:
-        yield (
-            f"Contributions: {format_bytes(contributions['bytes'])} in total, "
-            f"{contributions['kept_values']:,} values kept, {format_number(bits)} bits per kept value."
-        )
+        kept = f"{contributions['kept_values']:,} values kept, {format_number(bits)} bits per kept value"
+        yield f"Contributions: {format_bytes(contributions['bytes'])} in total, {kept}."
     hashes = set(summary["parameters_sha256"].values())
     if len(hashes) == 1:
         yield f"All replicas hold the same weights: sha256 {hashes.pop()[:16]}…"
@@ -111,10 +85,8 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
         told = summary.get("refusals_told_by", {}).items()
         words = ", ".join(f"{member} reports {count}" for member, count in told if member != EXCHANGE)
         yield f"Refused messages: {kinds}{words and f'; of these {words}'} (see metrics.jsonl)."
-    yield (
-        f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."
-    )
+    rounds = f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}"
+    yield f"{rounds}, {summary['tokens_per_second']:,.0f} tokens/s over all replicas."
     if "failed" in summary:
         yield f"Failed: {summary['failed']}"
     yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, links.png, tensorboard/)"
@@ -154,7 +126,6 @@ def _membership_events(summary: Mapping[str, Any]) -> Iterator[str]:
         seconds = sum(one["seconds"] or 0.0 for one in found["pauses"])
         yield f"Below quorum: {format_count(len(found['pauses']), 'pause')}, {format_seconds(seconds)} in total."
     if (found["members"] or by_replica or found["suspended"]) and goodput["share"] is not None:
-        counted = (
-            f"{goodput['tokens_per_second']:,.0f} tokens/s, {format_share(goodput['share'])} of the trained tokens"
-        )
+        rate = f"{goodput['tokens_per_second']:,.0f} tokens/s"
+        counted = f"{rate}, {format_share(goodput['share'])} of the trained tokens"
         yield f"Participation {format_share(found['participation'])}; included contributions: {counted}."

@@ -20,10 +20,9 @@ def start_line(state: RunState) -> str:
     """Return a line on the run that is about to start."""
     spec = state.spec
     replicas = format_count(sum(not replica.optional for replica in spec.config.replicas), "replica")
-    return (
-        f"{spec.config.name}: {replicas}, {format_count(len(spec.needed), 'member')}, "
-        f"{format_count(state.rounds_planned, 'outer round')} of {spec.config.inner.length}"
-    )
+    members = format_count(len(spec.needed), "member")
+    rounds = format_count(state.rounds_planned, "outer round")
+    return f"{spec.config.name}: {replicas}, {members}, {rounds} of {spec.config.inner.length}"
 
 
 def joined_line(state: RunState, since: float | None = None) -> str:
@@ -70,7 +69,7 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
 
 
 def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float, sees_all: bool) -> str:
-    """Return the line for a round whose contributions are awaited.
+    """Return the line for a round that waits for contributions.
 
     It is of the form `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`. It names the late
     members, and the `seconds` for which the round has stalled. A long step is no stall: while a member computes, the

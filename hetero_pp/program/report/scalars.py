@@ -27,7 +27,6 @@ class Scalars:
         """Last passed (tokens, training seconds), by replica and for all."""
 
     def on_report(self, report: Report) -> None:
-        """Pass the scalars of a report."""
         event = report.WhichOneof("event")
         if event == "inner_step":
             self._inner_step(report.time, report.inner_step)

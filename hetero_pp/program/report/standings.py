@@ -14,23 +14,7 @@ from typing import Any
 
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.messages.messages_pb2 import (
-    AUDITED,
-    GIVEN_UP,
-    HEALED,
-    LATE,
-    LEFT_OUT,
-    PAUSED,
-    RESTARTED,
-    SILENT,
-    SUSPENDED,
-    TERM_OVER,
-    UNAUDITED,
-    WENT_ON,
-    Report,
-    RoundRecord,
-    Standing,
-)
+from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord, Standing
 from hetero_pp.run.spec import RunSpec
 from replica_groups.protocol.places import with_name
 
@@ -154,26 +138,26 @@ class Standings:
 
     def _happened(self, time: float, told: Standing) -> None:
         match told.what:
-            case what if what in (TERM_OVER, SILENT):
+            case Happened.TERM_OVER | Happened.SILENT:
                 self._over(time, told)
-            case what if what == SUSPENDED:
+            case Happened.SUSPENDED:
                 self.suspended[told.replica] += told.replica in self._lost
                 self._lost.discard(told.replica)
-            case what if what == LATE:
+            case Happened.LATE:
                 self.returned[told.replica].append(told.round)
-            case what if what == PAUSED:
+            case Happened.PAUSED:
                 self.pauses.append(Pause(told.round, time, told.cause))
-            case what if what == WENT_ON and self.pauses:
+            case Happened.WENT_ON if self.pauses:
                 self.pauses[-1].end = time
-            case what if what == LEFT_OUT and told.cause:
+            case Happened.LEFT_OUT if told.cause:
                 self._out_by_audit[told.round, told.replica] = told.cause
-            case what if what in (UNAUDITED, AUDITED):
-                self.unaudited = told.cause if what == UNAUDITED else None
-            case what if what == HEALED:
+            case Happened.UNAUDITED | Happened.AUDITED:
+                self.unaudited = told.cause if told.what == Happened.UNAUDITED else None
+            case Happened.HEALED:
                 self.healed[told.place] += 1
-            case what if what == RESTARTED:
+            case Happened.RESTARTED:
                 self.restarts[told.place] += 1
-            case what if what == GIVEN_UP:
+            case Happened.GIVEN_UP:
                 self.given_up[told.place] = told.cause
 
     def _over(self, time: float, told: Standing) -> None:
@@ -265,7 +249,6 @@ class Standings:
         return sum(closed.tokens for closed in self.rounds.values())
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary for JSON."""
         missed = {round_: self.not_counted(round_) for round_ in sorted(self.rounds)}
         return {
             "participation": self.participation(),

@@ -49,8 +49,6 @@ MOST_STEPS_SHOWN = 1_000_000
 
 
 class Presence(StrEnum):
-    """Presence of a member."""
-
     MISSING = "missing"
     """It has not joined yet."""
     PRESENT = "present"

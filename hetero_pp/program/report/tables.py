@@ -82,7 +82,6 @@ class _Column:
     """Width that a text keeps before it is folded."""
 
     def in_ascii(self) -> _Column:
-        """Return the column for an ASCII output."""
         return replace(self, head=in_ascii(self.head), cells=[in_ascii(cell) for cell in self.cells])
 
     @property

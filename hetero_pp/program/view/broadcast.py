@@ -10,8 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
 from hetero_pp.program.report.recorder import to_json
-from hetero_pp.program.view.run_view import RunView
-from hetero_pp.program.view.sources import Source
+from hetero_pp.program.view.run_view import RunView, Source
 
 SECONDS_BETWEEN_FRAMES, _LONGEST = 0.5, 0.8
 _SHARE = 1 / 200

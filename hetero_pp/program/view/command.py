@@ -11,12 +11,12 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.status import Known, known_run, run_folder, runs_at
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import announce
 from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.exported import export_page
 from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.serving import LOOPBACK, Served
-from hetero_pp.program.view.sources import Source
 from hetero_pp.program.view.watched import Watched
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
@@ -37,10 +37,7 @@ def view(runs: Path, named: Sequence[str], listen: str, export: Path | None) -> 
 
 
 def show(
-    sources: Mapping[str, Source],
-    listen: str = LOOPBACK,
-    export: Path | None = None,
-    doors: Sequence[Door] = (),
+    sources: Mapping[str, Source], listen: str = LOOPBACK, export: Path | None = None, doors: Sequence[Door] = ()
 ) -> None:
     """Serve the page of some sources until an interrupt, or write it to a file."""
     served = None if export is not None else Served(sources, listen, doors)
@@ -56,9 +53,9 @@ def show(
                 if source.view is not None:
                     _tell_problems(name, source.view.problems)
             export_page(sources, export)
-            tell(standard_output(), f"{', '.join(sources)}: the page is in {export}")
+            announce(f"{', '.join(sources)}: the page is in {export}")
         elif served is not None:
-            tell(standard_output(), f"{', '.join(sources)}: {served.url} (Ctrl-C ends the page)")
+            announce(f"{', '.join(sources)}: {served.url} (Ctrl-C ends the page)")
             served.run()
 
 
@@ -66,7 +63,7 @@ def _tell_problems(name: str, problems: Sequence[str]) -> None:
     """Print what is missing or damaged in one line. The page lists all of it."""
     if problems:
         more = f"; the page lists {format_count(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
-        tell(standard_output(), f"{name}: {problems[0]}{more}")
+        announce(f"{name}: {problems[0]}{more}")
 
 
 def sources_of(folders: Sequence[RunFolder]) -> dict[str, Source]:

@@ -13,8 +13,7 @@ from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import awaiting
 from hetero_pp.program.report.state import Presence, RunState
-from hetero_pp.program.view.details import MemberDetails
-from hetero_pp.program.view.followed import Followed
+from hetero_pp.program.view.followed import Followed, MemberDetails
 from hetero_pp.program.view.topology import SIDES
 
 _DOINGS: Mapping[Doing, str] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_pp.program.compare import leaves
-from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.topology import topology_of
 
@@ -92,12 +91,7 @@ def _cell(view: Followed, round_: int, name: str, cause: str | None) -> dict[str
         "state": view.state.standings.outcome(name, round_),
         "why": cause,
         "bytes": view.contributed.get(round_, {}).get(name),
-        **_losses(replica, round_),
+        "training_loss": None if replica is None else replica.round_loss(round_),
+        "validation_loss": None if replica is None else replica.validation_loss.get(round_),
         **{f"{part}_seconds": seconds for part, seconds in view.times.of(round_, name).items()},
     }
-
-
-def _losses(replica: ReplicaState | None, round_: int) -> dict[str, float | None]:
-    if replica is None:
-        return {"training_loss": None, "validation_loss": None}
-    return {"training_loss": replica.round_loss(round_), "validation_loss": replica.validation_loss.get(round_)}

@@ -19,8 +19,7 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.key_frames import KeyFrames
-from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view.run_view import KeyFrames, RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from replica_groups.exchange.text import shown_digest
@@ -102,7 +101,7 @@ class Record:
     """The run in a folder. A thread follows its record until `close`. Implements Source."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """Raises ConfigError for a folder whose configuration cannot be read."""
+        """Raises ConfigError if the configuration in the folder cannot be read."""
         self.folder = folder
         self.view = self._new_view()
         self.prediction = None
@@ -116,7 +115,6 @@ class Record:
         self._thread = threading.Thread(target=self._run, name=f"record {folder.path.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow the record."""
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
@@ -124,7 +122,6 @@ class Record:
         return self._caught_up.wait(seconds)
 
     def close(self) -> None:
-        """Stop."""
         self._ended.set()
         self._thread.join()
         if self._file is not None:

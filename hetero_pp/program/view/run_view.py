@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import to_json
@@ -10,10 +13,76 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.frame import frame_of
 from hetero_pp.program.view.history import cost_of, history_of, round_of
-from hetero_pp.program.view.key_frames import KeyFrames
+
+
+class Source(Protocol):
+    """A run or a prediction on the page."""
+
+    @property
+    def view(self) -> RunView | None:
+        """The run as far as it is known; None for a prediction alone. It is replaced when the run begins anew."""
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        """The prediction of one step; None if there is none."""
+
+    def start(self) -> None:
+        """Begin to follow the run."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until what is known already has been read; return whether it has."""
+
+    def close(self) -> None:
+        """Stop."""
+
+
+MOST_FRAMES = 800
+"""Above this number every second frame is dropped, and later ones are taken half as often."""
+_SECONDS_OUT_OF_ORDER = 5.0
+"""A report that is older than the last frame by more belongs to an earlier start of the run, which is told again."""
+
+
+class KeyFrames:
+    """Frames by time, as JSON. Their number is bounded, and so is the memory: some MB for 100 members."""
+
+    def __init__(self, interval: float) -> None:
+        """`interval`: seconds between two frames at first."""
+        self._interval = interval
+        self._times: list[float] = []
+        self._frames: list[bytes] = []
+
+    def is_due(self, time: float) -> bool:
+        """Return whether a frame at this time is wanted."""
+        if not self._times:
+            return True
+        return time >= self._times[-1] + self._interval or time < self._times[-1] - _SECONDS_OUT_OF_ORDER
+
+    def add(self, time: float, frame: str) -> None:
+        """Add a frame. It replaces those at later times."""
+        kept = bisect_right(self._times, time)
+        del self._times[kept:], self._frames[kept:]
+        self._times.append(time)
+        self._frames.append(zlib.compress(frame.encode(), level=1))
+        if len(self._times) > MOST_FRAMES:
+            self._interval *= 2
+            self._times, self._frames = self._times[::2], self._frames[::2]
+
+    def at(self, time: float) -> str | None:
+        """Return the last frame up to a time, or the first one; None if there is none."""
+        if not self._times:
+            return None
+        return zlib.decompress(self._frames[max(0, bisect_right(self._times, time) - 1)]).decode()
+
+    def some(self, most: int) -> Iterator[str]:
+        """Yield at most this many frames, evenly spaced over all of them, with the last one."""
+        count = len(self._frames)
+        chosen = {round(index * (count - 1) / max(1, most - 1)) for index in range(most)}
+        for index in sorted(chosen) if count > most else range(count):
+            yield zlib.decompress(self._frames[index]).decode()
+
 
 _SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
-"""Interval of key frames at first: at least the one, and more for large runs, whose frames cost more."""
+"""Interval of key frames at first: its minimum, and the share for each member. Frames of large runs cost more."""
 
 
 class RunView(Followed):

@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hetero_pp.config.links import LOOPBACK_NAMES
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
-from hetero_pp.program.view.run_view import RunView
-from hetero_pp.program.view.sources import Source
+from hetero_pp.program.view.run_view import RunView, Source
 
 PAGE = Path(__file__).parent / "page"
 POLICY = (
@@ -39,7 +38,7 @@ _HEADERS: Mapping[str, str] = {
 
 
 def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> Starlette:
-    """Return the application. `hosts`: names under which it may be asked for; by default those of this machine.
+    """Return the application. `hosts`: names under which it may be asked for; by default names of this machine.
 
     Another name means that a foreign page has bound its own name to this machine's address.
     """

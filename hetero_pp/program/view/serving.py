@@ -22,10 +22,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.program.view.admitted import Door
 from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
+from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.server import page_app
-from hetero_pp.program.view.sources import Source
 from hetero_pp.rpc.certificates import Identity
 
 LOOPBACK = "127.0.0.1:0"
@@ -46,13 +47,12 @@ class Served:
 
         Raises ConfigError for an address that cannot be opened, or without doors beyond loopback.
         """
-        host, _, port = address.rpartition(":")
-        host, is_local = host.strip("[]"), is_loopback(address)
+        (host, port), is_local = host_and_port(address), is_loopback(address)
         if not is_local and not doors:
             found = "an address that others reach, and no certificate of a run by which to know its members"
             wanted = "127.0.0.1:PORT, or a run that this host serves or joined"
             raise ConfigError((), f"--listen {address}: found {found}, expected {wanted}")
-        self._socket = _listen(host, int(port), address)
+        self._socket = _listen(host, port, address)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
         app = page_app(sources, [*LOOPBACK_NAMES, host] if is_local else ["*"])

@@ -34,7 +34,6 @@ class Watched:
         self._thread = threading.Thread(target=self._run, name=f"watch {spec.config.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow the run."""
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
@@ -42,7 +41,6 @@ class Watched:
         return self._heard.wait(seconds)
 
     def close(self) -> None:
-        """Stop."""
         self._ended.set()
         if self._client is not None:
             self._client.close()

@@ -41,8 +41,8 @@ class Sink(Protocol):
 
 MakeSink = Callable[[RunState], Sink]
 
-BOARDS = ("wandb", "trackio")
-"""Further sinks, by the name of their extra and package. The module NAME_sink has a function `make_sink`."""
+BOARDS = {"wandb": "WandbSink", "trackio": "TrackioSink"}
+"""Name of an extra and its package -> class of the sink, in the module NAME_sink."""
 
 
 def makers_of(names: Sequence[str]) -> dict[str, MakeSink]:
@@ -51,10 +51,10 @@ def makers_of(names: Sequence[str]) -> dict[str, MakeSink]:
         if name not in BOARDS:
             raise ConfigError((), f"--board: found `{name}`, expected one of {', '.join(BOARDS)}")
         if find_spec(name) is None:
-            raise ConfigError(
-                (), f"--board {name}: the package is not installed; install it with: pip install 'hetero-pp[{name}]'"
-            )
-    return {name: import_module(f"hetero_pp.program.report.sinks.{name}_sink").make_sink for name in names}
+            mend = f"install it with: pip install 'hetero-pp[{name}]'"
+            raise ConfigError((), f"--board {name}: the package is not installed; {mend}")
+    modules = {name: import_module(f"hetero_pp.program.report.sinks.{name}_sink") for name in names}
+    return {name: getattr(module, BOARDS[name]) for name, module in modules.items()}
 
 
 class OptionalSink:
@@ -77,7 +77,6 @@ class OptionalSink:
                 self._fails(error)
 
     def close(self) -> None:
-        """Finish."""
         sink, self._sink = self._sink, None
         if sink is not None:
             try:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes scalars for TensorBoard."""
-
     def __init__(self, folder: Path, state: RunState) -> None:
         self._folder = folder
         self._state = state

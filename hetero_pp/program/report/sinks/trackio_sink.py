@@ -34,8 +34,3 @@ class TrackioSink:
         """Wait until everything is written. Call it in the thread that made the sink."""
         with redirect_stdout(io.StringIO()):
             trackio.finish()  # unlike the run's own method, this leaves nothing to do at exit
-
-
-def make_sink(state: RunState) -> TrackioSink:
-    """Return a sink for the run."""
-    return TrackioSink(state)

@@ -48,8 +48,3 @@ class WandbSink:
     def close(self) -> None:
         """Wait until everything is sent."""
         self._run.finish()
-
-
-def make_sink(state: RunState) -> WandbSink:
-    """Return a sink for the run."""
-    return WandbSink(state)

@@ -1,4 +1,4 @@
-"""Check of what earlier launches of the run have left: locks, processes, and an unfinished run."""
+"""Checks of what a start needs: valid settings, open files, free ports, and no other launch of the run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,55 @@ from pathlib import Path
 
 import psutil
 
-from hetero_pp.core.units import format_names
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_count, format_names
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
 from hetero_pp.program.doctor.subject import Subject
+from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.claim import held_parts
+from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.unfinished import find_unfinished
 
 _SHOWN = 4
+
+
+def check_settings(subject: Subject) -> Finding:
+    """Check the settings as `check` and `launch` do. Raises their errors."""
+    if subject.problem:
+        return fail(subject.problem)
+    if subject.part_ is None:
+        raise NotChecked("no YAML, ticket or run was given")
+    if subject.kind == "ticket" and subject.answer.reply.refusal:
+        return fail(subject.answer.reply.refusal)
+    part = subject.part_.result()
+    if subject.kind == "ticket":
+        return ok(f"{subject.told}: open now: {format_names([slot for (slot,) in part.choices], _SHOWN)}")
+    return ok(f"{subject.told}, starts {format_names(part.names, _SHOWN)} here")
+
+
+def check_open_files(subject: Subject) -> Finding:
+    """Check that the launcher may open enough files. Raises ConfigError as `launch` does."""
+    processes = 1 if subject.part_ is None else len(subject.part.names)
+    require_open_files(processes)
+    return ok(f"enough for {format_count(processes, 'process', 'processes')}")
+
+
+def check_ports(subject: Subject) -> Finding:
+    """Try to listen at each fixed address, as `check` and `launch` do."""
+    part = subject.part
+    running = held_parts(subject.runs.absolute(), subject.name) if subject.kind == "run" else []
+    own = [one for one in fixed_addresses(part.spec.config) if one.member in part.names and one.is_of_this_host]
+    for one in own:
+        if one.member in running:
+            continue
+        try:
+            one.try_to_listen()
+        except ConfigError as error:
+            return fail(str(part.located(error)))
+    if not own:
+        return ok("no fixed port on this host; free ones are chosen")
+    shown = [f"{one.address} ({'used by this run' if one.member in running else 'free'})" for one in own]
+    return ok(", ".join(shown))
 
 
 def check_leftovers(subject: Subject) -> Finding:
