@@ -11,8 +11,6 @@ or only gradients, are compressed. With --json, runs that the file contains are 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command_line import parse, save
+from command_line import earlier, parse, parser_of, save
 from engines_agree import CATALOG, LEAST
 from torch import Tensor, nn
 
@@ -316,17 +314,14 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Train the missing runs, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
     parser.add_argument("--ideas", default="*", metavar="PATTERN", help="train ideas whose names match, such as `*hop`")
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     RUNS.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": machine(), "scale": arguments.scale, "runs": []}
-    if arguments.json is not None and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())
+    found = earlier(arguments.json) or {"machine": machine(), "scale": arguments.scale, "runs": []}
     for seed in range(1, arguments.seeds + 1):
         for name in IDEAS:
             has = any((run["idea"], run["seed"]) == (name, seed) for run in found["runs"])

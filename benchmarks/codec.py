@@ -11,7 +11,6 @@ hetero-pp[benchmarks,numba]`.
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
@@ -25,7 +24,7 @@ import compressors
 import numpy as np
 import torch
 import zstandard
-from command_line import extra, parse, save
+from command_line import extra, origin, parse, parser_of, save
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +41,6 @@ from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -93,16 +91,6 @@ def limit(kept: int) -> float:
 # ---- coders of positions: [chunks, k] ascending -> bits ----
 
 
-def ours(positions: Tensor) -> float:
-    """Return the bits of this project's code: gaps as bytes, low bits apart, zstd."""
-    return 8 * len(_encoded(positions))
-
-
-def raw(positions: Tensor) -> float:
-    """Return the bits at 12 per position."""
-    return 12 * positions.numel()
-
-
 def plain_zstd(positions: Tensor) -> float:
     """Return the bits of 16-bit positions compressed by zstd."""
     return 8 * len(zstandard.ZstdCompressor(level=3).compress(positions.numpy().astype("<u2").tobytes()))
@@ -126,11 +114,11 @@ def range_coder(positions: Tensor) -> float:
 
 
 CODERS: dict[str, Callable[[Tensor], float]] = {
-    "ours": ours,
+    "ours": lambda positions: 8 * len(_encoded(positions)),  # gaps as bytes, low bits apart, zstd
     "constriction": range_coder,
     "rice": rice,
     "zstd": plain_zstd,
-    "12 bits": raw,
+    "12 bits": lambda positions: 12 * positions.numel(),
 }
 
 
@@ -345,9 +333,7 @@ def measure(size: Size) -> dict[str, Any]:
         for name, coder in CODERS.items()
     }
     speeds = compressors.measure_all(size.elements, size.message_kept, size.embedding)
-    return {
-        "machine": machine(),
-        "commit": commit(),
+    return origin() | {
         "limit": {str(kept): limit(kept) for kept in size.kept},
         "bits_per_position": {
             "uniform": coders["ours"],
@@ -391,8 +377,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=FULL.elements)
     arguments = parse(parser, {"elements": SMALLEST.elements})
     started = time.perf_counter()

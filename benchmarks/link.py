@@ -9,11 +9,6 @@ reads. All take turns in every round, so that a busy machine slows all of them.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import platform
-import re
 import socket
 import statistics
 import sys
@@ -24,14 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from itertools import product
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import grpc
-import psutil
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from processes import cpu_seconds, meanwhile, serving
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
@@ -73,7 +67,7 @@ Transfer = Callable[[int, int], float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="rates of shaped transfers")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
     parser.add_argument("--repeats", type=int, default=50, help="messages whose latency is measured")
@@ -86,15 +80,14 @@ def main() -> None:
     )
     arguments = parse(parser, SMOKE)
     prepare_process()
-    result = {
-        "machine": machine(),
+    sizes, total = [kib << 10 for kib in arguments.sizes], arguments.megabytes << 20
+    result = origin() | {
+        "grpc": grpc.__version__,
         "keeps_freed_memory": not arguments.default_malloc,
         "shaped": [measure_rate(name, RATES[name], arguments.seconds) for name in arguments.rates],
         "latency": measure_latency(0.020, arguments.repeats),
         "transit": measure_transit(arguments.transit_kib << 10, arguments.repeats),
-        "unshaped": measure_unshaped(
-            [kib << 10 for kib in arguments.sizes], arguments.rounds, arguments.megabytes << 20
-        ),
+        "unshaped": measure_unshaped(sizes, arguments.rounds, total),
     }
     print_tables(result)
     save(result, arguments.json)
@@ -106,20 +99,6 @@ def prepare_process() -> None:
         keep_freed_memory()
 
 
-def machine() -> dict[str, Any]:
-    """Return a description of the machine without its host name."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
-    return {
-        "cpu": fields.get("model name", platform.machine()),
-        "cpu_family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "grpc": grpc.__version__,
-    }
-
-
 # ---- the shape ----------------------------------------------------------------------------------------------
 
 
@@ -127,7 +106,7 @@ def measure_rate(name: str, rate: float, seconds: float) -> dict[str, Any]:
     """Return the bits on the wire per second of one long transfer, divided by the configured rate."""
     size = min(4 << 20, int(rate * seconds / 8 / 10))
     count = round(rate * seconds / 8 / size)
-    with peer(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
+    with serving(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
         taken = send_all(end, size, count)
         wire = end.ledger.of_round(0).wire_bytes
     return {
@@ -142,7 +121,7 @@ def measure_latency(latency: float, repeats: int) -> dict[str, float]:
     """Return the median seconds from sending a small message to its answer, over an unlimited way back."""
     result = {"configured": latency}
     for name, shape in {"with": LinkShape(latency=latency), "without": LinkShape()}.items():
-        with peer(serve_link, shape) as port, open_link(port, shape) as end:
+        with serving(serve_link, shape) as port, open_link(port, shape) as end:
             result[name] = statistics.median(send_all(end, 64, 1) for _ in range(repeats))
     return result
 
@@ -159,7 +138,7 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
             for size in sizes:
                 count = max(2, total // size)
                 for way, transfer in ways.items():
-                    before = cpu_seconds()
+                    before = cpu_seconds()  # of all ways, but only the ends of this one use CPU
                     gigabytes = size * count / 1e9
                     rate = gigabytes / transfer(size, count)
                     if round_ > 0:  # the first round is a warm-up
@@ -189,7 +168,7 @@ def measure_transit(size: int, repeats: int) -> dict[str, Any]:
             transfer(size, WARM_UP)
         for name in ("idle", "computes"):
             seen: dict[str, list[float]] = {way: [] for way in ways}
-            with issuing() if name == "computes" else nullcontext():
+            with meanwhile(issue) if name == "computes" else nullcontext():
                 for _, (way, transfer) in product(range(repeats), ways.items()):
                     time.sleep(PAUSE_SECONDS)
                     seen[way].append(transfer(size, 1))
@@ -197,24 +176,12 @@ def measure_transit(size: int, repeats: int) -> dict[str, Any]:
     return result
 
 
-@contextmanager
-def issuing() -> Iterator[None]:
-    """Run short operations in another thread while the block runs."""
-    is_over = threading.Event()
-
-    def run() -> None:
-        ones = torch.ones(16, 16)
-        while not is_over.is_set():
-            for _ in range(100):
-                torch.mul(ones, ones)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+def issue(is_over: threading.Event) -> None:
+    """Run short operations until the event is set."""
+    ones = torch.ones(16, 16)
+    while not is_over.is_set():
+        for _ in range(100):
+            torch.mul(ones, ones)
 
 
 @contextmanager
@@ -230,17 +197,10 @@ def all_ways() -> Iterator[dict[str, Transfer]]:
         }
 
 
-def cpu_seconds() -> float:
-    """Return CPU seconds of this process and its children. Only the two ends of a transfer use CPU; the others wait."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
-
-
 @contextmanager
 def tcp_transfer() -> Iterator[Transfer]:
     """Yield a transfer by sendall and recv_into, with one byte back at the end."""
-    with peer(serve_tcp) as port, socket.create_connection((HOST, port)) as connection:
+    with serving(serve_tcp) as port, socket.create_connection((HOST, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def transfer(size: int, count: int) -> float:
@@ -259,7 +219,7 @@ def tcp_transfer() -> Iterator[Transfer]:
 def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
     """Yield a transfer over a stage link, from tensors to tensors."""
     shape = LinkShape()
-    with peer(serve_link, shape, encrypted) as port, open_link(port, shape, encrypted) as end:
+    with serving(serve_link, shape, encrypted) as port, open_link(port, shape, encrypted) as end:
         yield lambda size, count: send_all(end, size, count)
 
 
@@ -267,7 +227,7 @@ def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
 def relayed_transfer() -> Iterator[Transfer]:
     """Yield a transfer over a stage link with TLS. Its ends dial a relay, and not each other."""
     shape = LinkShape()
-    with peer(serve_relay) as relay, peer(serve_link, shape, True, relay):
+    with serving(serve_relay) as relay, serving(serve_link, shape, True, relay):
         own = SECRET.credentials("home.0", encrypted=True)
         dialler = RelayedDialler(f"{HOST}:{relay}", own, spec_of(shape).name)
         with closing(dialler), open_link(dialler.address, shape, encrypted=True) as end:
@@ -278,7 +238,7 @@ def relayed_transfer() -> Iterator[Transfer]:
 def stream_transfer() -> Iterator[Transfer]:
     """Yield a transfer over a bare gRPC stream, of the frames that a link would send: full ones, if messages fit."""
     frames: SimpleQueue[bytes | None] = SimpleQueue()
-    with peer(serve_stream) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
+    with serving(serve_stream) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM_METHOD)
         answers = call(iter(frames.get, None))
 
@@ -325,21 +285,6 @@ def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Itera
     end = StageLinkDialer(spec, own, "home.0", seed=0).dial(address, 0, SECONDS)
     yield end
     end.close()
-
-
-@contextmanager
-def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
-    """Run `serve` in another process, and yield its port."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hetero_pp.rpc.stage_link"])  # imports torch and grpc, once for all peers
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
-    process.start()
-    try:
-        yield here.recv()
-    finally:
-        here.close()
-        process.join(SECONDS)
 
 
 def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, relay: int | None = None) -> None:
@@ -450,7 +395,6 @@ def print_tables(result: dict[str, Any]) -> None:
         ways = "".join(f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in COMPARED)
         cpu = "".join(f" {row['cpu_seconds_a_gigabyte'][way]:7.2f}" for way in ("link", "tls", "relayed"))
         print(f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}{ways} {cpu:>35}")
-    print(f"\n{result['machine']}")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 from torch import Tensor
 
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import prepare_corpus
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.replica import TableReplica
@@ -123,8 +122,7 @@ def _made_text(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs=2, default=["none", "all"], metavar="NAME", help="two rows of beyond/gap")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -142,7 +140,7 @@ def main() -> None:
             share = f"{name:<14}{100 * one['share']:>8.1f} %{first:>12.3f}{second:>12.3f}"
             print(f"{share}{one['gap']:>9.3f}{100 * one['gap'] / first:>7.1f}")
     asked = {name: getattr(arguments, name) for name in ("rows", "seed", "device")}
-    save({"machine": machine(), "commit": commit(), **asked, "groups": found}, arguments.json)
+    save(origin() | asked | {"groups": found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ the steps show the cost of its bytes. Each process of members then holds the mod
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import socket
@@ -35,7 +34,7 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 from emulated_members import run_members
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
@@ -45,7 +44,6 @@ from hetero_pp.model.transformer import PRESETS, shapes_by_block
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
@@ -381,8 +379,7 @@ def lines_of(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run, print, and write files if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--chart", type=Path)
     parser.add_argument("--members", type=int, nargs="+", default=MEMBERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -395,7 +392,7 @@ def main() -> None:
             results.append(measure(members, arguments.rounds, Path(folder), model))
         print("\n".join(lines_of(results[-1])), flush=True)
         found = {"model": arguments.model, "sizes": results, "growth": growth(results), "load": psutil.getloadavg()}
-        save({"machine": machine(), "commit": commit(), **found}, arguments.json)
+        save(origin() | found, arguments.json)
     for step, exponents in growth(results).items():
         of = " per member's bytes" if step in PER_BYTE else ""
         told = ", ".join(f"{what} ~ n^{p:.2f}" for what, p in exponents.items() if p is not None)

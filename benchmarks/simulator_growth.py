@@ -1,6 +1,6 @@
 """Measure how CPU seconds and memory of a prediction grow with participants, stages and micro-batches.
 
-    python benchmarks/simulator_growth.py [--json FILE] [--chart FILE] [--participants N ...]
+    python benchmarks/simulator_growth.py [--json FILE] [--participants N ...]
 
 Each size is predicted in a process of its own, on one core. The prediction is that of a round of 50 inner steps. Its
 groups of home machines are drawn from distributions, with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are
@@ -9,7 +9,6 @@ those after start-up (imports and reading the YAML). Memory is the peak of the p
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -20,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
@@ -88,34 +86,8 @@ def measured_alone(overrides: list[str]) -> dict[str, float]:
     return found
 
 
-def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Plot seconds and memory against size, both on logarithmic scales."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(results), figsize=(4 * len(results), 6), sharex="col", sharey="row")
-    for column, (of, points) in zip(axes.T, results.items(), strict=True):
-        sizes = [point["size"] for point in points]
-        column[0].loglog(sizes, [point["cpu_seconds"] for point in points], "o-")
-        column[1].loglog(sizes, [point["peak_memory_bytes"] / 1e9 for point in points], "o-")
-        column[1].set_xlabel(of)
-        column[1].set_xticks(sizes, [f"{size:,}" for size in sizes])
-        column[1].set_xticks([], minor=True)
-        for axis in column:
-            axis.grid(True, which="major", alpha=0.3)
-    axes[0, 0].set_ylabel("CPU seconds")
-    axes[1, 0].set_ylabel("peak memory, GB")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main() -> None:
-    """Run, print, and write files if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chart", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--participants", type=int, nargs="+", default=PARTICIPANTS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES_OF_A_GROUP)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
@@ -132,9 +104,7 @@ def main() -> None:
             results.setdefault(growth.of, []).append({"size": size} | found)
             memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
             print(f"{size:>14,} {found['cpu_seconds']:>12.2f} {memory:>12}", flush=True)
-    save({"machine": machine(), "commit": commit(), "growth": results}, arguments.json)
-    if arguments.chart is not None:
-        draw(results, arguments.chart)
+    save(origin() | {"growth": results}, arguments.json)
 
 
 if __name__ == "__main__":
