@@ -34,7 +34,7 @@ from hetero_pp.program.view.server import PAGE
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
-STAGES, STEP_SECONDS, STEPS, SECONDS_BETWEEN_MARKS = 4, 2.0, 5, 0.7
+STAGES, STEPS, SECONDS_BETWEEN_MARKS = 4, 5, 0.7
 _DOINGS = (pb.FORWARD, pb.WAITING_FOR_NEXT, pb.BACKWARD, pb.WAITING_FOR_PREVIOUS)
 
 

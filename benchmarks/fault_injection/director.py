@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from collections import defaultdict
@@ -174,12 +173,8 @@ class Director:
 
 def _wake(frozen: Iterable[psutil.Process]) -> None:
     for one in frozen:
-        _signal(one, signal.SIGCONT)
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with suppress(psutil.Error):
-        process.send_signal(number)
+        with suppress(psutil.Error):
+            one.resume()
 
 
 def _writes(process: psutil.Process, log: Path) -> bool:
