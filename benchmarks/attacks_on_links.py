@@ -136,7 +136,6 @@ def hostile_relay(target: Target, stretch: Stretch) -> None:
 
 
 def counted(stretch: Stretch, call: grpc.Future[bytes]) -> None:
-    """Count the status of a finished call."""
     stretch.codes[code_of(call)] += 1
 
 

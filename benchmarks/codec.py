@@ -321,7 +321,6 @@ def _drawn(
 
 
 def measure(size: Size) -> dict[str, Any]:
-    """Measure everything, and return the content of the JSON file."""
     torch.set_num_threads(1)
     drawn = uniform(size)
     with tempfile.TemporaryDirectory(prefix="hetero-pp-codec-") as folder:
@@ -354,7 +353,6 @@ def _messages(size: Size, runs: dict[int, list[Sent]], values: str) -> dict[str,
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print tables."""
     console = Console(width=120)
     table = Table(title="Bits a position (of 4096)")
     for column in ("coder", *(f"k = {kept}" for kept in found["limit"])):

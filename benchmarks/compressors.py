@@ -287,7 +287,6 @@ def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> d
 
 
 def measure_all_on_gpu(device: str, elements: int, ks: Sequence[int]) -> dict[str, Any]:
-    """Measure every way that runs on the device, at every k."""
     return {
         "elements": elements,
         "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in ks},
@@ -301,7 +300,6 @@ def _rows(rates: Mapping[str, float], floor: float) -> Iterator[tuple[str, ...]]
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print tables."""
     titles = {
         "elements_per_cpu_second": ("M elements a CPU second", "of the floor"),
         "values_added_per_cpu_second": ("M values decoded and added a CPU second", "of the fastest"),

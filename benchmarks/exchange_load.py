@@ -64,7 +64,6 @@ class Run:
     rounds: int = 6
 
     def yaml(self, corpus: Path) -> str:
-        """Return the run's YAML."""
         values = asdict(self) | {"feed_forward": 3 * self.width, "corpus": corpus}
         kind = "kind: datacenter" if self.stages == 1 else f"kind: participants, stages: {self.stages}"
         replicas = range(self.members // self.stages)
@@ -169,7 +168,6 @@ def idle_bytes() -> int:
 
 
 def line_of(found: Mapping[str, Any], idle: int) -> str:
-    """Return one row of the table."""
     predicted, measured = found["predicted"], found["measured"]
     bytes_, seconds = (sum(predicted[name].values()) for name in ("memory_bytes", "cpu_seconds"))
     cells = [bytes_ / 1e6, (measured["memory_bytes"] - idle) / 1e6, seconds, measured["cpu_seconds"]]

@@ -69,7 +69,6 @@ def fuzz(inputs: int, seed: int, corpus: Path, path: Path | None) -> None:
 
 
 def report(count: Count, seconds: float, corpus: int, path: Path | None) -> None:
-    """Print the counts so far, and write them."""
     print(f"{count.inputs:,} inputs: {count.decoded:,} valid, {count.refused:,} refused; {corpus} kept", flush=True)
     found = {
         "inputs": count.inputs,

@@ -167,7 +167,6 @@ class Run:
         self.processes[joined.place].wait()
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all events so far."""
         return events_of(self._own)
 
     def wait(self, is_so: Callable[[], bool]) -> None:
@@ -211,7 +210,6 @@ class Run:
         return sum(place["relayed_bytes"] for place in places) // 2, sum(told.values())  # both ends report each link
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the run, which must have ended."""
         return summary_of(self._own)
 
 

@@ -245,7 +245,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Name of the method."""
         return self.path.rpartition("/")[2]
 
     def saying(self, message: Message) -> Call:

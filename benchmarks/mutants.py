@@ -207,7 +207,6 @@ class Results:
         return found if found["caught"] or found["tests_key"] == mutant.tests_key else None
 
     def add(self, mutant: Mutant, outcome: Outcome) -> None:
-        """Keep the outcome of a bug."""
         result = {
             "id": mutant.id,
             "what": mutant.what,

@@ -177,7 +177,6 @@ def _blob(setup: Setup, name: str, round_: int, block: str, sent: Sent) -> bytes
 
 
 def line_of(found: Mapping[str, Any]) -> str:
-    """Return one row of the table."""
     seconds = found["seconds"]
     cells = [found["contribution_bytes"] / 1e6, *(seconds[phase] for phase in (*PHASES, "round"))]
     numbers = "".join(f"{cell:>10.3f}" for cell in [*cells, found["line_seconds"]])

@@ -34,7 +34,6 @@ SMOKE = {"rounds": 2, "bandwidth": "10 Mbit/s", "steps": 1}
 
 
 def measure(folder: Path, overlap: int, rounds: int, steps: int, bandwidth: str) -> dict[str, Any]:
-    """Train one run, and return its results."""
     yaml = folder / "run.yaml"
     yaml.write_text(YAML)
     changes = [f"outer.overlap={overlap}", f"outer.rounds={rounds}", f"inner.steps={steps}"]

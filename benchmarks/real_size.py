@@ -313,7 +313,6 @@ def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: a
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print a table of memory and a table of seconds."""
     print(f"{found['model']}: {found['parameters'] / 1e6:.1f} million parameters; GB")
     print(f"{'member':<10}{'start':>7}{'step':>7}{'round':>7}{'peak':>7}{'predicted':>11}{'ratio':>7}{'B/param':>9}")
     for one in found["members"]:

@@ -115,7 +115,6 @@ class Rounds:
         return {REPLICA: load_state(self.folder / f"state-{number}")} if number > 1 else {}
 
     def again(self, number: int, variant: Variant = Variant()) -> Blobs:
-        """Train a round again."""
         spec = variant.of(self.spec)
         torch.set_num_threads(variant.threads)
         torch.set_float32_matmul_precision(variant.products)

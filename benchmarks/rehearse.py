@@ -161,7 +161,6 @@ def of_free_links(found: Mapping[str, Any], replica: str, side: str) -> float:
 
 
 def replicas_of(found: Mapping[str, Any]) -> list[str]:
-    """Return the names of the replicas of a result."""
     return [key.split(".")[1] for key in found["predicted"] if key.endswith(".bubble")]
 
 
@@ -226,7 +225,6 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
 
 
 def show(name: str, found: Mapping[str, Any]) -> None:
-    """Print one result."""
     for quantity in TIMES:
         ours, theirs, by = (found[key][quantity] for key in ("measured", "predicted", "difference"))
         share = "" if by is None else f"{by:+.1%}"

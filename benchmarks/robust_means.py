@@ -44,7 +44,6 @@ def contributions(replicas: int, elements: int, density: float) -> list[tuple[fl
 
 
 def combine(name: str, shape: tuple[int, int], weighted: list[tuple[float, DecodedTensor]]) -> Tensor:
-    """Return the mean of this name."""
     if name == "mean":
         return mean_of(shape, weighted)
     return robust_mean(shape, weighted, OuterSettings.model_validate({"rounds": 1, "aggregation": name}))

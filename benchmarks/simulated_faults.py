@@ -50,7 +50,6 @@ class Total:
     violations: list[str] = field(default_factory=list)
 
     def add(self, history: History) -> None:
-        """Add one history."""
         self.histories += 1
         self.rounds += history.rounds
         self.events += history.events

@@ -49,7 +49,6 @@ class Growth:
 
 
 def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: Sequence[int]) -> list[Growth]:
-    """Return all growths that are measured."""
     groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
     return [
         Growth("participants", participants, lambda size: [f"simulate.fleets.home.count={size // STAGES}"]),

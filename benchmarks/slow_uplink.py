@@ -149,7 +149,6 @@ def beats(size: int) -> dict[str, Any]:
 
 
 def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run `beats` in the namespace."""
     with slow_uplink() as inside:
         command = [*inside, sys.executable, __file__, "--inside", "--bytes", str(arguments.bytes)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)

@@ -242,7 +242,6 @@ def outcome(run: LiveRun, honest: LiveRun | None) -> dict[str, Any]:
 
 
 def show_attack(name: str, one: dict[str, Any]) -> None:
-    """Print a line for an attack."""
     before, after, ratio = one["megabytes"]["before"], one["megabytes"]["after"], one["ratio"]
     told = f"{one['codes']}, {one['refusals_by_kind']}, {one['calls_a_second']:.0f}/s"
     print(f"{name}: {told}, {before:.0f} -> {after:.0f} MB, rounds take {ratio or 0:.3f} of the usual time", flush=True)
@@ -297,7 +296,6 @@ def campaign(
 
 
 def show_campaign(one: dict[str, Any], cells: dict[str, Any]) -> None:
-    """Print a line for a run that was fuzzed."""
     sent, seconds = (sum(cell[key] for cell in cells.values()) for key in ("sent", "seconds"))
     escaped = {name: cell["escaped"][:2] for name, cell in cells.items() if cell["escaped"]}
     size = f"{one['megabytes']['before']:.0f} -> {one['megabytes']['after']:.0f} MB, {one['threads']} threads"

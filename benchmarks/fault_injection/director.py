@@ -163,7 +163,6 @@ class Director:
         return sorted((one for one in others if _writes(one, log)), key=lambda one: (one.create_time(), one.pid))
 
     def _freeze(self, processes: Sequence[psutil.Process], seconds: float) -> None:
-        """Freeze processes for a number of seconds."""
         for one in processes:
             one.suspend()
         timer = threading.Timer(seconds, _wake, [processes])

@@ -27,7 +27,6 @@ _DRAWS = 2**63
 
 
 def replicas_in(config: RunConfig, round_: int) -> Sequence[ReplicaSettings]:
-    """Return the replicas that take part in a round."""
     counts = research_of(config).counts
     count = counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
     return config.replicas[:count]

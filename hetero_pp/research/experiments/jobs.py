@@ -56,7 +56,6 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Return the key of the job's outcome."""
         return key_of(self.identity)
 
     def outcome(self, result: FastResult, device: torch.device, commit: str) -> Outcome:

@@ -175,7 +175,6 @@ def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> N
 
 
 def print_result(console: Console, result: Mapping[str, Any], path: Path) -> None:
-    """Print the table."""
     where = "; ".join(part for part in (result["paper"], f"scale {result['scale']}") if part)
     say(console, f"{result['name']}: {result['title']} ({where})", bold=result["name"])
     say(console, result["facts"], style="dim", indent="  ")

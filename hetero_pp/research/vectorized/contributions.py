@@ -120,7 +120,6 @@ class Contributions:
         """Resume from the result of `state`."""
 
     def finish(self) -> None:
-        """End the round."""
         self._measured.finish()
 
 

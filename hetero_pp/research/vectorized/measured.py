@@ -82,7 +82,6 @@ class Measured:
             self._volume.add(shape, sent)
 
     def finish(self) -> None:
-        """End the round."""
         if self.outer is not None:
             self.outer.finish()
         if self._alike is not None and (found := self._alike.of_pairs()) is not None:
@@ -98,12 +97,10 @@ class Measured:
         return len(encode_blob(address, tensors, self._spec.config.outer.compression))
 
     def state(self) -> dict[str, Any]:
-        """Return the measurements, for AllReplicas.state."""
         outer = {} if self.outer is None else self.outer.state()
         return {"similarity": self.similarity, "volume": self.volume, **outer}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the measurements, for AllReplicas.load."""
         self.similarity, self.volume = state.get("similarity", []), state.get("volume", [])
         if self.outer is not None:
             self.outer.load(state, self._device)
