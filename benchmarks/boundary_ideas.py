@@ -22,16 +22,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from command_line import earlier, parse, parser_of, save
-from engines_agree import CATALOG, LEAST
+from engines_agree import CATALOG, LEAST, text_of
 from torch import Tensor, nn
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.data.sources import open_source
 from hetero_pp.pipeline.coefficients import Bits, Floats, Symbols, format_of
 from hetero_pp.pipeline.subspace import columns_of, expand_gradient, project
 from hetero_pp.research.experiments.corpus import prepare_corpus
 from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.jobs import make_job
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
@@ -275,16 +275,12 @@ def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
     idea, began, started = IDEAS[name], commit(), time.monotonic()
     cells = {} if idea.anchors is None else {"replicas.boundary.anchors": idea.anchors}
     row = Row.model_validate({"name": name, "compressed": "half", "rank": idea.rank, "bits": idea.bits, "cells": cells})
-    scale, text = CATALOG.scales.get(scale_name, LEAST), None
-    if scale is LEAST:
-        text = str(RUNS.absolute() / "text.txt")
-        Path(text).write_text(Path(__file__).read_text())
-    setting = Setting(scale, Experiment(name="ideas", title="ideas", baseline=name, rows=[row]), corpus=text)
-    config = setting.config(row, seed)
-    corpus = prepare_corpus(config.data, scale.vocabulary, RUNS.absolute() / CACHE)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
-    source = open_source(config.data, corpus.cache)
-    group = AllReplicas(RunSpec(config, source.vocabulary), source, compiles=scale is not LEAST)
+    scale = CATALOG.scales.get(scale_name, LEAST)
+    experiment = Experiment(name="ideas", title="ideas", baseline=name, rows=[row])
+    setting = Setting(scale, experiment, corpus=text_of(scale, RUNS))
+    corpus = prepare_corpus(setting.config(row).data, scale.vocabulary, RUNS.absolute() / CACHE)
+    config = make_job(setting, row, seed, corpus, RUNS).config
+    group = AllReplicas(RunSpec(config, corpus.source.vocabulary), corpus.source, compiles=scale is not LEAST)
     idea.change(group)
     for replica in group.replicas:
         replica.split_embedding()

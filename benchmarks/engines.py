@@ -30,7 +30,6 @@ import torch
 from command_line import origin, parse, parser_of, save
 from processes import reset_peak, serving, status_bytes
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -46,6 +45,7 @@ from hetero_pp.model.transformer import (
     shapes_by_block,
 )
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.hardware import CATALOG
@@ -276,19 +276,9 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _show(results: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
-    columns = (
-        "engine",
-        "tokens/s",
-        "over plain",
-        "MFU",
-        "MFU of plain",
-        "peak GB",
-        "outer round s",
-        "share of 50 steps",
-    )
-    for column in (*columns, "extra"):
-        table.add_column(column, justify="right")
+    print(f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
+    speeds = ["tokens/s", "over plain", "MFU", "MFU of plain", "peak GB"]
+    table = PlainTable(["engine"], [*speeds, "outer round s", "share of 50 steps"], ["extra"])
     for one in results:
         name = one["engine"] + (", compiled" if one["compile"] else "")
         if "failed" in one:

@@ -80,14 +80,21 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/engines_agree")
 
 
+def text_of(scale: Scale, folder: Path) -> str | None:
+    """Return a small text for the smallest scale, which it writes to the folder; None for the others."""
+    if scale is not LEAST:
+        return None
+    path = folder.absolute() / "text.txt"
+    path.write_text(Path(__file__).read_text())
+    return str(path)
+
+
 class Jobs:
     """The rows at a scale, each as `reproduce` would train it."""
 
     def __init__(self, scale: str) -> None:
-        self._scale, self._text = CATALOG.scales.get(scale, LEAST), None
-        if scale == LEAST.name:
-            self._text = RUNS.absolute() / "text.txt"
-            self._text.write_text(Path(__file__).read_text())
+        self._scale = CATALOG.scales.get(scale, LEAST)
+        self._text = text_of(self._scale, RUNS)
         self._kept = RESULTS / scale / KEPT
         self._outcomes = read_outcomes(self._kept)
         self._prepared: dict[str, Corpus] = {}
@@ -95,8 +102,7 @@ class Jobs:
     def job(self, name: str, seed: int) -> Job:
         """Return the job of a row at a seed. Encodes the job's corpus if necessary."""
         experiment, row = ROWS[name]
-        own = None if self._text is None else str(self._text)
-        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=own)
+        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=self._text)
         [one] = [one for one in setting.rows() if one.name == row]
         data = setting.config(one).data
         if data.corpus not in self._prepared:

@@ -23,7 +23,7 @@ from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.research.ablations import AblatedBoundary, grassmann_step
 from hetero_pp.research.outer import PretrainedOptimizer, RenewedWarmup, average_moments
-from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
+from hetero_pp.research.participation import Weights, replicas_in, sequences_in, share_of, table_batches
 from hetero_pp.research.peers.peer import average_peers
 from hetero_pp.research.settings import UNMEASURED, Every, research_of
 from hetero_pp.research.vectorized.bias import BiasMeter, require_rounds_together
@@ -126,8 +126,8 @@ class AllReplicas:
 
     def tokens_in(self, rounds: int) -> int:
         """Return the training tokens of all replicas, on all ranks, in the first `rounds` rounds."""
-        counted = (replicas_in(self.spec.config, round_) for round_ in range(1, rounds + 1))
-        return sum(self._weights.tokens[replica.name] for replicas in counted for replica in replicas)
+        config = self.spec.config
+        return sequences_in(config, rounds) * config.data.sequence_length * self.inner_steps
 
     @property
     def errors(self) -> list[dict[str, Tensor]]:
@@ -276,7 +276,10 @@ class AllReplicas:
         self.outer.begin(round_, self.weights)
         missed = self.contributions.missed if self.outer.settings.keep_local else frozenset()
         apart = [i for i, own in enumerate(self.settings) if own.name in missed]
-        self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
+        self.local = {
+            index: {name: tensor.detach().clone() for name, tensor in self.replicas[index].parameters.items()}
+            for index in apart
+        }
         for name, start in self.theta.items():
             mean = self.contributions.mean(name, self._deltas(name))[0]
             self.outer.take(self.theta, name, mean)
@@ -434,10 +437,6 @@ class AllReplicas:
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
             if replica.boundary.rank != "full" or has_peer
         ]
-
-
-def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in parameters.items()}
 
 
 @torch.no_grad()
