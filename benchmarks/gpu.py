@@ -6,8 +6,8 @@
   an outer round: selection and coding of a pseudo-gradient of 512M parameters;
 - stages: a launched group of four stages of the 512m model, beside a launched replica that is not split. The stages are
   processes on this GPU that exchange messages over loopback gRPC. They train once more with NVIDIA's Multi-Process
-  Service, which lets kernels of several processes run at the same time. `--batch`, `--micro-batches` and `--in-flight`
-  take other settings, several at once. The parts of a step are printed as well (benchmarks/stage_trace.py);
+  Service, which lets kernels of several processes run at the same time. `--micro-batches` and `--in-flight` take
+  several settings at once;
 - boundary: encoding, copying and decoding of one micro-batch's activations at one boundary of that model, beside
   copying them whole;
 - compression: top-k, quantisation and error feedback, beside a copy of the same bytes (benchmarks/compressors.py);
@@ -40,7 +40,6 @@ from typing import Any
 import torch
 from command_line import origin, parse, parser_of, save
 from launched import events_of, letters, run_quietly, summary_of
-from stage_trace import TracingSupervisor, milliseconds_a_step, table
 from torch import Tensor
 
 from hetero_pp.config.topology import BoundarySettings
@@ -48,8 +47,6 @@ from hetero_pp.core.copies import copies_of
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.program.launch.recorded import Start
-from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.run.folder import RunFolder
 from stages.boundary import Boundary, boundary_of
 
@@ -139,20 +136,13 @@ def stages(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict[s
         found.append({"way": "whole", "micro_batches": parts, "tokens_per_second": _tokens_per_second(run)})
         print(f"{parts} micro-batches: whole {found[-1]['tokens_per_second']:>12,.0f} tokens/s", flush=True)
         whole = found[-1]["tokens_per_second"]
-        for in_flight, switch_interval, way in product(asked.in_flight, asked.switch_intervals, _ways(asked.device)):
+        for in_flight, way in product(asked.in_flight, _ways(asked.device)):
             settings["in_flight"] = in_flight
-            traces = folder / f"traces-{len(found)}"
-            traces.mkdir()
-            start = partial(launch, make_supervisor=partial(TracingSupervisor, traces, switch_interval))
             with _multi_process(folder) if way == "staged-mps" else nullcontext():
-                run = _launched(f"{way}-{len(found)}", GROUP.format(**settings), scale, 1, folder, start)
-            row = {"way": way, "micro_batches": parts, "in_flight": in_flight, "switch_interval": switch_interval}
-            row["tokens_per_second"] = speed = _tokens_per_second(run)
-            row["milliseconds"] = times = milliseconds_a_step(traces, WARM_UP)
-            print(f"{way:<12}{speed:>12,.0f} tokens/s{speed / whole:>8.3f}", end="  ")
-            print(f"{in_flight} extra in flight, switch interval {1e3 * switch_interval:g} ms")
-            print(table(times), flush=True)
-            found.append(row)
+                run = _launched(f"{way}-{len(found)}", GROUP.format(**settings), scale, 1, folder)
+            speed = _tokens_per_second(run)
+            found.append({"way": way, "micro_batches": parts, "in_flight": in_flight, "tokens_per_second": speed})
+            print(f"{way:<12}{speed:>12,.0f} tokens/s{speed / whole:>8.3f}  {in_flight} extra in flight", flush=True)
     return found
 
 
@@ -175,7 +165,7 @@ def _multi_process(folder: Path) -> Iterator[None]:
             del os.environ[name]
 
 
-def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path, start: Start = launch) -> RunFolder:
+def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path) -> RunFolder:
     """Launch a run as a user would; return its folder. Prints the ends of its logs if it fails."""
     corpus, yaml, runs = folder / "corpus.txt", folder / f"{name}.yaml", folder / "runs"
     if not corpus.exists():
@@ -183,7 +173,7 @@ def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path,
     sizes = {"model": scale.model, "length": scale.length, "steps": scale.steps, "rounds": rounds}
     yaml.write_text(RUN.format(name=name, corpus=corpus, replicas=replicas, **sizes))
     try:
-        return run_quietly(yaml, [], runs, start=start)
+        return run_quietly(yaml, [], runs)
     except HeteroPPError:
         print(_logs(RunFolder(runs / name)))
         raise
@@ -286,9 +276,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step of `stages`")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16], help="of a step of `stages`")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1], help="`extra_in_flight` of the groups")
-    parser.add_argument(
-        "--switch-intervals", type=float, nargs="+", default=[sys.getswitchinterval()], help="of threads, in seconds"
-    )
     arguments = parse(parser, SMOKE)
     if arguments.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("benchmarks/gpu.py: found no GPU; --smoke runs everything on the CPU at its smallest size")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.recorded import Start
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -22,12 +21,10 @@ HETERO_PP = [sys.executable, "-m", "hetero_pp"]
 """The program, as the start of a command."""
 
 
-def run_quietly(
-    yaml: Path, overrides: Sequence[str], runs: Path, in_process: bool = False, start: Start | None = None
-) -> RunFolder:
+def run_quietly(yaml: Path, overrides: Sequence[str], runs: Path, in_process: bool = False) -> RunFolder:
     """Train a new run as `hetero-pp launch` does, but print nothing. Return its folder."""
     with redirect_stdout(StringIO()):
-        run_topology(yaml, overrides, runs, in_process, new=True, start=start)
+        run_topology(yaml, overrides, runs, in_process, new=True)
     return RunFolder(runs / ConfigFile(yaml, overrides).config.name)
 
 
