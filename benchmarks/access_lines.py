@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,10 @@ class Watch:
 
     def _rates(self, member: str, begin: float, end: float, counts_headers: bool) -> tuple[float, float]:
         """Return the mean bit/s up and down."""
-        first = max((sample for sample in self._samples if sample[0] <= begin), key=_time)
-        last = min((sample for sample in self._samples if sample[0] >= end), key=_time, default=self._samples[-1])
+        first = max((sample for sample in self._samples if sample[0] <= begin), key=itemgetter(0))
+        last = next((sample for sample in self._samples if sample[0] >= end), self._samples[-1])
         before, after = (_bits(counted[member], counts_headers) for _, counted in (first, last))
         return (after[0] - before[0]) / (last[0] - first[0]), (after[1] - before[1]) / (last[0] - first[0])
-
-
-def _time(sample: tuple[float, object]) -> float:
-    return sample[0]
 
 
 def _bits(counted: Counted, counts_headers: bool) -> tuple[int, int]:

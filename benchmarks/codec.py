@@ -26,11 +26,11 @@ import zstandard
 from command_line import extra, origin, parse, parser_of, save
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.transformer import ModelSettings, Transformer, shapes_by_block
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob
@@ -344,9 +344,7 @@ def _messages(size: Size, runs: dict[int, list[Sent]], values: str) -> dict[str,
 
 def show(found: dict[str, Any]) -> None:
     console = Console(width=120)
-    table = Table(title="Bits a position (of 4096)")
-    for column in ("coder", *(f"k = {kept}" for kept in found["limit"])):
-        table.add_column(column, justify="right")
+    table = PlainTable(["bits a position (of 4096)"], [f"k = {kept}" for kept in found["limit"]])
     for name, sizes in {"limit": found["limit"], **found["coders"]}.items():
         table.add_row(name, *(f"{bits:.3f}" for bits in sizes.values()))
     for kind in ("all", "embedding", "layers", "head"):

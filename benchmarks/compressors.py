@@ -30,9 +30,9 @@ from command_line import extra, origin, parse, parser_of, save
 from numpy.typing import NDArray
 from processes import reset_peak, status_bytes
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
@@ -224,17 +224,13 @@ def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
     target = torch.empty_like(error)
     works: dict[str, Callable[[], object]] = {"copy": partial(target.copy_, delta)}
     works |= {name: partial(way, error, delta, kept) for name, way in GPU_WAYS.items()}
-    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _clock_of(device)).items()}
+    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _when_idle).items()}
     return found | {"copy": found["copy"] * 8 / BYTES_PER_ELEMENT}
 
 
-def _clock_of(device: str) -> Callable[[], float]:
-    def now() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return now
+def _when_idle() -> float:
+    torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _interleaved(works: Mapping[str, Callable[[], object]], now: Callable[[], float]) -> dict[str, float]:
@@ -286,13 +282,6 @@ def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> d
     }
 
 
-def measure_all_on_gpu(device: str, elements: int, ks: Sequence[int]) -> dict[str, Any]:
-    return {
-        "elements": elements,
-        "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in ks},
-    }
-
-
 def _rows(rates: Mapping[str, float], floor: float) -> Iterator[tuple[str, ...]]:
     for name, rate in rates.items():
         peer = "templar, 8 at once" if "8" in name else "templar"
@@ -310,12 +299,8 @@ def show(found: Mapping[str, Any]) -> None:
             print(f"memory beside a tensor, {accelerator}, k = {kept}: {share:.2f} of the tensor's")
     for key, (unit, share) in titles.items():
         for kept, rates in found.get(key, {}).items():
-            table = Table(title=f"k = {kept} of {CHUNK}")
-            for column in ("way", unit, share, "over templar's"):
-                table.add_column(column, justify="right")
-            floors = (
-                [rate for name, rate in rates.items() if name in FLOORS] if key == "elements_per_cpu_second" else []
-            )
+            table = PlainTable([f"k = {kept} of {CHUNK}"], [unit, share, "over templar's"])
+            floors = [rates[name] for name in FLOORS if name in rates]
             for row in _rows(rates, rates.get("copy") or max(floors or rates.values())):
                 table.add_row(*row)
             Console(width=120).print(table)
@@ -330,10 +315,12 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parse(parser, SMOKE)
-    if arguments.device == "cuda":
-        found = measure_all_on_gpu("cuda", arguments.elements, arguments.kept)
+    elements, device = arguments.elements, arguments.device
+    if device == "cpu":
+        found = measure_all(elements, arguments.kept, arguments.embedding)
     else:
-        found = measure_all(arguments.elements, arguments.kept, arguments.embedding)
+        speeds = {str(kept): measure_gpu(device, elements, kept) for kept in arguments.kept}
+        found = {"elements": elements, "elements_per_second": speeds}
     show(found)
     save(origin() | found, arguments.json)
 

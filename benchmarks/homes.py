@@ -182,16 +182,13 @@ class Run:
 
     def first_step(self, joined: Joined) -> tuple[float, float]:
         """Return seconds from typing `join` to the end of the first inner step, and CPU seconds of its processes."""
-        found: list[float] = []
 
-        def is_there() -> bool:
-            for event in self.events():
-                if (event["event"], event["member"]) == ("inner_step", joined.place) and event["time"] > joined.typed:
-                    found.append(event["time"] - joined.typed)
-            return bool(found)
+        def steps() -> list[float]:
+            own = (one for one in self.events() if (one["event"], one["member"]) == ("inner_step", joined.place))
+            return [one["time"] - joined.typed for one in own if one["time"] > joined.typed]
 
-        self.wait(is_there)
-        return found[0], cpu_seconds(self.processes[joined.place].pid)
+        self.wait(lambda: bool(steps()))
+        return steps()[0], cpu_seconds(self.processes[joined.place].pid)
 
     def rounds(self) -> int:
         """Return the number of closed rounds."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from itertools import product
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +23,7 @@ from typing import Any
 import grpc
 import torch
 from command_line import origin, parse, parser_of, save
-from processes import cpu_seconds, meanwhile, serving
+from processes import cpu_seconds, serving
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
@@ -47,8 +45,6 @@ from hetero_pp.run.spec import Roster
 HOST = "127.0.0.1"
 SECRET = Secret("of this benchmark only")
 SECONDS = 60.0
-WARM_UP, PAUSE_SECONDS = 5, 0.005
-"""Messages before the transit is measured, and seconds between two of those that are."""
 SIZES = [64, 512, 4 << 10, 32 << 10]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
 SMOKE = {"rates": ["1 Gbit/s"], "seconds": 0.1, "repeats": 3, "rounds": 1, "sizes": [64, 4 << 10], "megabytes": 1}
@@ -71,7 +67,6 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="rates of shaped transfers")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
     parser.add_argument("--repeats", type=int, default=50, help="messages whose latency is measured")
-    parser.add_argument("--transit-kib", type=int, default=1536, help="size of the message whose transit is measured")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sizes of unshaped messages, in KiB")
     parser.add_argument("--megabytes", type=int, default=128, help="size of an unshaped measurement, in MiB")
@@ -86,7 +81,6 @@ def main() -> None:
         "keeps_freed_memory": not arguments.default_malloc,
         "shaped": [measure_rate(name, RATES[name], arguments.seconds) for name in arguments.rates],
         "latency": measure_latency(0.020, arguments.repeats),
-        "transit": measure_transit(arguments.transit_kib << 10, arguments.repeats),
         "unshaped": measure_unshaped(sizes, arguments.rounds, total),
     }
     print_tables(result)
@@ -155,33 +149,6 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
         found = {way: seen[way, size] for way in ways}
         rows.append({"message_bytes": size, **medians, **ratios, "cpu_seconds_a_gigabyte": cpu, "all": found})
     return rows
-
-
-def measure_transit(size: int, repeats: int) -> dict[str, Any]:
-    """Return the median seconds of each way from sending one message to a small answer.
-
-    With `computes`, another thread of the sender meanwhile issues short operations, as for a GPU.
-    """
-    result: dict[str, Any] = {"message_bytes": size}
-    with all_ways() as ways:
-        for transfer in ways.values():
-            transfer(size, WARM_UP)
-        for name in ("idle", "computes"):
-            seen: dict[str, list[float]] = {way: [] for way in ways}
-            with meanwhile(issue) if name == "computes" else nullcontext():
-                for _, (way, transfer) in product(range(repeats), ways.items()):
-                    time.sleep(PAUSE_SECONDS)
-                    seen[way].append(transfer(size, 1))
-            result[name] = {way: statistics.median(times) for way, times in seen.items()}
-    return result
-
-
-def issue(is_over: threading.Event) -> None:
-    """Run short operations until the event is set."""
-    ones = torch.ones(16, 16)
-    while not is_over.is_set():
-        for _ in range(100):
-            torch.mul(ones, ones)
 
 
 @contextmanager
@@ -384,11 +351,6 @@ def print_tables(result: dict[str, Any]) -> None:
         print(f"{row['rate']:<24} {row['seconds']:8.2f} {row['measured_over_configured']:14.4f}")
     latency = {name: f"{1e3 * value:.2f} ms" for name, value in result["latency"].items()}
     print(f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}")
-    transit = result["transit"]
-    print(f"\n{'one message there, a small answer back':<40}" + "".join(f"{way:>9}" for way in transit["idle"]))
-    for name in ("idle", "computes"):
-        label = f"{transit['message_bytes'] >> 10} KiB, sender {name}, ms"
-        print(f"{label:<40}" + "".join(f"{1e3 * seconds:>9.2f}" for seconds in transit[name].values()))
     ratios = "".join(f" {name:>9} (ratio)" for name in COMPARED)
     print(f"\nmessage        TCP GB/s{ratios}   CPU s a GB: link    TLS relayed")
     for row in result["unshaped"]:

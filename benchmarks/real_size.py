@@ -159,29 +159,23 @@ class Told:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.events = folder, events_of(folder)
 
+    def of(self, event: str, **values: object) -> list[dict[str, Any]]:
+        """Return the events of a kind with these values."""
+        found = (one for one in self.events if one["event"] == event)
+        return [one for one in found if all(one.get(name) == value for name, value in values.items())]
+
     def times(self, event: str, **values: object) -> list[float]:
-        """Return the times of events with these values."""
-        return [
-            one["time"]
-            for one in self.events
-            if one["event"] == event and all(one.get(name) == value for name, value in values.items())
-        ]
+        return [one["time"] for one in self.of(event, **values)]
 
     def total(self, member: str, round_: int, direction: str) -> int:
         """Return the payload bytes on a member's link to the exchange in a round."""
-        found = [
-            one["payload_bytes"]
-            for one in self.events
-            if (one["event"], one.get("link"), one.get("round"), one.get("direction"))
-            == ("link_use", exchange_link_name(member), round_, direction)
-        ]
-        return int(max(found, default=0))
+        found = self.of("link_use", link=exchange_link_name(member), round=round_, direction=direction)
+        return int(max((one["payload_bytes"] for one in found), default=0))
 
     def trains(self, member: str, at: float) -> bool:
         """Return whether a member took inner steps at a time; the first of a round begins when the one before ends."""
         for ended in [0.0, *self.times("member_round", member=member)]:
-            later = [one for one in self.events if one["event"] == "inner_step" and one["time"] > ended]
-            own = [one for one in later if one["member"] == member]
+            own = [one for one in self.of("inner_step", member=member) if one["time"] > ended]
             if own and ended < at <= max(one["time"] for one in own if one["round"] == own[0]["round"]):
                 return True
         return False
@@ -199,11 +193,7 @@ class Told:
 
     def outer(self, member: str, round_: int) -> tuple[float, float, dict[str, Any]]:
         """Return when a member began its outer round, when it held the new parameters, and the event after that."""
-        [done] = [
-            one
-            for one in self.events
-            if (one["event"], one.get("member"), one.get("round")) == ("member_round", member, round_)
-        ]
+        [done] = self.of("member_round", member=member, round=round_)
         applied = done["time"] - done["evaluation_seconds"]
         return applied - done["outer_seconds"], applied, done
 
@@ -322,11 +312,8 @@ def show(found: Mapping[str, Any]) -> None:
     print(f"\n{'seconds':<10}" + "".join(f"{part:>12}" for part in SECONDS) + f"{'of line':>9}")
     for one in found["members"][1:]:
         parts = (one["seconds"].get(part) for part in SECONDS)
-        print(
-            f"{one['member']:<10}"
-            + "".join("           –" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)
-            + f"{one['join_share_of_line']:>9.2f}"
-        )
+        cells = "".join(f"{'–':>12}" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)
+        print(f"{one['member']:<10}{cells}{one['join_share_of_line']:>9.2f}")
     whole = {"first snapshot": found["first_snapshot_seconds"], **found["seconds"]}
     print(", ".join(f"{part} {seconds:.2f} s" for part, seconds in whole.items()))
     for what in found["members"][1]["bytes"]:

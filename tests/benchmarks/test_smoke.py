@@ -53,7 +53,7 @@ PRINTED = {
         r"sign flip of one layer +min [1-9]",
         r"3 honest rounds computed again: 0 false alarms",
     ],
-    "scale": [r"4 members.*\n.*\n  join +\d", r"8 members", r"times\), \d", r"deposit: cpu_seconds ~ n\^-?\d"],
+    "scale": [r"4 members.*\n.*\n  join +\d", r"8 members", r"times\)\n", r"deposit: cpu_seconds ~ n\^-?\d"],
     "simulated_faults": [r"200 rounds of 4 histories.*: 0 violations; counted \d+\.\d%"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
