@@ -42,8 +42,6 @@ NICENESS = 10
 CONNECTIONS = 10_000
 FILES_FOR_ITSELF = 200
 
-Frames = Sequence[bytes]
-
 
 @dataclass(frozen=True)
 class Target:
@@ -138,7 +136,7 @@ class Call:
     """One call as it is sent. A call with a single frame is unary."""
 
     path: str
-    frames: Frames
+    frames: Sequence[bytes]
     metadata: Metadata
     by: Credentials
 

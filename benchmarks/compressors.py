@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from command_line import extra, origin, parse, parser_of, save
 from numpy.typing import NDArray
-from processes import reset_peak, status_bytes
+from processes import reset_peak, status_bytes, when_idle
 from rich.console import Console
 from torch import Tensor
 
@@ -223,14 +223,10 @@ def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
     error, delta = _inputs(elements, device)
     target = torch.empty_like(error)
     works: dict[str, Callable[[], object]] = {"copy": partial(target.copy_, delta)}
+    clock = partial(when_idle, error.device)
     works |= {name: partial(way, error, delta, kept) for name, way in GPU_WAYS.items()}
-    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _when_idle).items()}
+    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, clock).items()}
     return found | {"copy": found["copy"] * 8 / BYTES_PER_ELEMENT}
-
-
-def _when_idle() -> float:
-    torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def _interleaved(works: Mapping[str, Callable[[], object]], now: Callable[[], float]) -> dict[str, float]:

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from command_line import origin, parse, parser_of, save
-from processes import reset_peak, serving, status_bytes
+from processes import reset_peak, serving, status_bytes, when_idle
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -231,13 +230,9 @@ def _parameters(case: Case) -> dict[str, torch.Tensor]:
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     """Return wall-clock seconds until the work is done and the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
+    started = when_idle(device)
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    return when_idle(device) - started
 
 
 def _peak(device: torch.device) -> int:

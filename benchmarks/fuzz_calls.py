@@ -177,20 +177,17 @@ def any_message(message: Message, dice: random.Random, texts: Sequence[str], dep
             for _ in range(dice.randrange(4)):
                 entries[dice.choice(texts)] = dice.choice(BYTES)
         elif one.is_repeated:
+            values = getattr(message, one.name)
             for _ in range(dice.randrange(4)):
-                _add(getattr(message, one.name), one, dice, texts, depth)
+                if one.message_type is not None:
+                    any_message(values.add(), dice, texts, depth + 1)
+                else:
+                    values.append(_value(one, dice, texts))
         elif one.message_type is not None:
             any_message(getattr(message, one.name), dice, texts, depth + 1).SetInParent()
         else:
             setattr(message, one.name, _value(one, dice, texts))
     return message
-
-
-def _add(values: Any, one: Any, dice: random.Random, texts: Sequence[str], depth: int) -> None:
-    if one.message_type is not None:
-        any_message(values.add(), dice, texts, depth + 1)
-    else:
-        values.append(_value(one, dice, texts))
 
 
 def _value(one: Any, dice: random.Random, texts: Sequence[str]) -> Any:

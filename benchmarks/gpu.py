@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from command_line import origin, parse, parser_of, save
 from launched import events_of, letters, run_quietly, summary_of
+from processes import when_idle
 from torch import Tensor
 
 from hetero_pp.config.topology import BoundarySettings
@@ -129,6 +130,7 @@ def whole(scale: Scale, asked: argparse.Namespace, folder: Path) -> Any:
 def stages(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Launch a whole replica and groups of four stages, with equal work; return their tokens per second."""
     settings: dict[str, Any] = {"device": asked.device, "batch": scale.batch, "compiles": str(not asked.smoke).lower()}
+    ways = ["staged", *(["staged-mps"] if asked.device != "cpu" and shutil.which(MPS) else [])]
     found: list[dict[str, Any]] = []
     for parts in asked.micro_batches:
         settings["parts"] = parts
@@ -136,7 +138,7 @@ def stages(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict[s
         found.append({"way": "whole", "micro_batches": parts, "tokens_per_second": _tokens_per_second(run)})
         print(f"{parts} micro-batches: whole {found[-1]['tokens_per_second']:>12,.0f} tokens/s", flush=True)
         whole = found[-1]["tokens_per_second"]
-        for in_flight, way in product(asked.in_flight, _ways(asked.device)):
+        for in_flight, way in product(asked.in_flight, ways):
             settings["in_flight"] = in_flight
             with _multi_process(folder) if way == "staged-mps" else nullcontext():
                 run = _launched(f"{way}-{len(found)}", GROUP.format(**settings), scale, 1, folder)
@@ -144,10 +146,6 @@ def stages(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict[s
             found.append({"way": way, "micro_batches": parts, "in_flight": in_flight, "tokens_per_second": speed})
             print(f"{way:<12}{speed:>12,.0f} tokens/s{speed / whole:>8.3f}  {in_flight} extra in flight", flush=True)
     return found
-
-
-def _ways(device: str) -> list[str]:
-    return ["staged", *(["staged-mps"] if device != "cpu" and shutil.which(MPS) else [])]
 
 
 @contextmanager
@@ -232,17 +230,10 @@ def _microseconds(device: torch.device, work: Callable[[], object], repeats: int
     """Return the median time of a call until the device is idle."""
     found = []
     for _ in range(repeats + WARM_UP):
-        _wait(device)
-        started = time.perf_counter()
+        started = when_idle(device)
         work()
-        _wait(device)
-        found.append(time.perf_counter() - started)
+        found.append(when_idle(device) - started)
     return 1e6 * median(found[WARM_UP:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def compression(scale: Scale, asked: argparse.Namespace, folder: Path) -> Any:

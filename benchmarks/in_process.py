@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from command_line import origin, parse, parser_of, save
+from processes import when_idle
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model.loss import next_token_loss
@@ -137,10 +138,7 @@ def compare(
 
 def _now(device: torch.device) -> float:
     """Return CPU seconds of this process. On a GPU, return the wall clock once all work is done."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.monotonic()
+    return time.process_time() if device.type == "cpu" else when_idle(device)
 
 
 def _held(device: torch.device) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,6 @@ SECONDS = 60.0
 SIZES = [64, 512, 4 << 10, 32 << 10]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
 SMOKE = {"rates": ["1 Gbit/s"], "seconds": 0.1, "repeats": 3, "rounds": 1, "sizes": [64, 4 << 10], "megabytes": 1}
-DEFAULT_MALLOC = "--default-malloc"
 STREAM_METHOD = "/hetero_pp.Benchmark/Stream"
 LAST = b"the last frame"
 UNLIMITED = [
@@ -70,27 +68,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sizes of unshaped messages, in KiB")
     parser.add_argument("--megabytes", type=int, default=128, help="size of an unshaped measurement, in MiB")
-    parser.add_argument(
-        DEFAULT_MALLOC, action="store_true", help="do not change the allocator's settings in any process"
-    )
     arguments = parse(parser, SMOKE)
-    prepare_process()
+    keep_freed_memory()  # as every member of a run does
     sizes, total = [kib << 10 for kib in arguments.sizes], arguments.megabytes << 20
     result = origin() | {
         "grpc": grpc.__version__,
-        "keeps_freed_memory": not arguments.default_malloc,
         "shaped": [measure_rate(name, RATES[name], arguments.seconds) for name in arguments.rates],
         "latency": measure_latency(0.020, arguments.repeats),
         "unshaped": measure_unshaped(sizes, arguments.rounds, total),
     }
     print_tables(result)
     save(result, arguments.json)
-
-
-def prepare_process() -> None:
-    """Prepare this process as a member of a run does. The other process sees the same command line."""
-    if DEFAULT_MALLOC not in sys.argv:
-        keep_freed_memory()
 
 
 # ---- the shape ----------------------------------------------------------------------------------------------
@@ -259,7 +247,7 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, r
 
     With a relay's port, the relay is the only way to the link.
     """
-    prepare_process()
+    keep_freed_memory()
     spec = spec_of(shape)
     own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
     links = StageLinkServer(spec, own, "home.1", seed=0, expected=None)
@@ -297,7 +285,7 @@ class Door:
 
 def serve_relay(control: Connection) -> None:
     """Carry the link, as the process of an exchange does, until the parent is done."""
-    prepare_process()
+    keep_freed_memory()
     ends = {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1"}
     roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
     callers = Callers(SECRET, roster, encrypted=True)
@@ -312,7 +300,7 @@ def serve_relay(control: Connection) -> None:
 
 def serve_tcp(control: Connection) -> None:
     """Receive messages into one buffer, and answer the last one."""
-    prepare_process()
+    keep_freed_memory()
     with socket.create_server((HOST, 0)) as listener:
         control.send(listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -330,7 +318,7 @@ def serve_tcp(control: Connection) -> None:
 
 def serve_stream(control: Connection) -> None:
     """Receive messages and drop them, until the parent is done."""
-    prepare_process()
+    keep_freed_memory()
 
     def answer(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         return (b"!" for frame in frames if frame.endswith(LAST))

@@ -10,7 +10,6 @@ their rank in the training text, the most frequent first. A group's gap is the s
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from command_line import origin, parse, parser_of, save
+from launched import letters
 from torch import Tensor
 
 from hetero_pp.data.tokens import TokenStore
@@ -114,13 +114,6 @@ def _group(mask: Tensor, losses: Sequence[Tensor], targets_NL: Tensor) -> dict[s
     return {"share": mask.sum().item() / targets_NL.numel(), "losses": means, "gap": means[1] - means[0]}
 
 
-def _made_text(folder: Path) -> Path:
-    drawn, path = random.Random(1), folder / "made.txt"
-    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(1, 6))) for _ in range(400)]
-    path.write_text(" ".join(drawn.choices(words, k=60_000)))
-    return path
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs=2, default=["none", "all"], metavar="NAME", help="two rows of beyond/gap")
@@ -131,8 +124,11 @@ def main() -> None:
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="hetero-pp-loss-") as name:
-        text = _made_text(Path(name)) if arguments.smoke else None
-        found = measure(arguments, Path("runs/.tokens") if text is None else Path(name), text)
+        text, cache = None, Path("runs/.tokens")
+        if arguments.smoke:
+            text, cache = Path(name, "made.txt"), Path(name)
+            text.write_text(letters(300_000))
+        found = measure(arguments, cache, text)
     for kind, parts in found.items():
         print(f"{kind:<14}{'of tokens':>10}{arguments.rows[0]:>12}{arguments.rows[1]:>12}{'gap':>9}{'%':>7}")
         for name, one in parts.items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 SECONDS_TO_END = 60.0
 
@@ -33,6 +35,13 @@ def cpu_seconds(pid: int | None = None) -> float:
     """Return user and system time of a process, by default this one, and of all processes below it."""
     top = psutil.Process(pid)
     return sum(sum(one.cpu_times()[:2]) for one in (top, *top.children(recursive=True)))
+
+
+def when_idle(device: torch.device) -> float:
+    """Wait until all work on the device is done. Return the wall clock in seconds."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def writers_to(logs: Path) -> Iterator[tuple[int, str]]:

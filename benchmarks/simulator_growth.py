@@ -14,8 +14,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +37,13 @@ Their machines have enough memory, and their model enough layers.
 """
 
 
-@dataclass(frozen=True)
-class Growth:
-    """A quantity that grows, its sizes, and the overrides of the YAML for a size."""
-
-    of: str
-    sizes: Sequence[int]
-    overrides: Callable[[int], list[str]]
-
-
-def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: Sequence[int]) -> list[Growth]:
+def overrides(of: str, size: int) -> list[str]:
+    """Return the changes of the YAML for a size of what grows."""
+    if of == "participants":
+        return [f"simulate.fleets.home.count={size // STAGES}"]
     groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
-    return [
-        Growth("participants", participants, lambda size: [f"simulate.fleets.home.count={size // STAGES}"]),
-        Growth("stages", stages, lambda size: [*groups, f"replicas.0.stages={size}"]),
-        Growth(
-            "micro-batches",
-            micro_batches,
-            lambda size: [*groups, f"replicas.0.batch_size={size}", f"replicas.0.micro_batches={size}"],
-        ),
-    ]
+    keys = {"stages": ["stages"], "micro-batches": ["batch_size", "micro_batches"]}[of]
+    return groups + [f"replicas.0.{key}={size}" for key in keys]
 
 
 def measure(overrides: list[str]) -> dict[str, float]:
@@ -95,12 +80,13 @@ def main() -> None:
     if arguments.one is not None:
         print(json.dumps(measure(arguments.one)))
         return
+    sizes = {"stages": arguments.stages, "micro-batches": arguments.micro_batches}
     results: dict[str, list[dict[str, Any]]] = {}
-    for growth in growths(arguments.participants, arguments.stages, arguments.micro_batches):
-        print(f"{growth.of:>14} {'CPU seconds':>12} {'peak memory':>12}")
-        for size in growth.sizes:
-            found = measured_alone(growth.overrides(size))
-            results.setdefault(growth.of, []).append({"size": size} | found)
+    for of, own in {"participants": arguments.participants, **sizes}.items():
+        print(f"{of:>14} {'CPU seconds':>12} {'peak memory':>12}")
+        for size in own:
+            found = measured_alone(overrides(of, size))
+            results.setdefault(of, []).append({"size": size} | found)
             memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
             print(f"{size:>14,} {found['cpu_seconds']:>12.2f} {memory:>12}", flush=True)
     save(origin() | {"growth": results}, arguments.json)
