@@ -37,7 +37,7 @@ Their machines have enough memory, and their model enough layers.
 """
 
 
-def overrides(of: str, size: int) -> list[str]:
+def changes_for(of: str, size: int) -> list[str]:
     """Return the changes of the YAML for a size of what grows."""
     if of == "participants":
         return [f"simulate.fleets.home.count={size // STAGES}"]
@@ -85,7 +85,7 @@ def main() -> None:
     for of, own in {"participants": arguments.participants, **sizes}.items():
         print(f"{of:>14} {'CPU seconds':>12} {'peak memory':>12}")
         for size in own:
-            found = measured_alone(overrides(of, size))
+            found = measured_alone(changes_for(of, size))
             results.setdefault(of, []).append({"size": size} | found)
             memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
             print(f"{size:>14,} {found['cpu_seconds']:>12.2f} {memory:>12}", flush=True)
