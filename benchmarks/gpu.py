@@ -101,7 +101,7 @@ class Scale:
     batch: int = 8
 
 
-LARGE = {"model": "preset: 512m, vocabulary: 32000", "width": 1536, "vocabulary": 32000, "length": 1024}
+LARGE: dict[str, Any] = {"model": "preset: 512m, vocabulary: 32000", "width": 1536, "vocabulary": 32000, "length": 1024}
 
 
 def _script(name: str, arguments: Sequence[str], folder: Path, is_smoke: bool) -> Any:
