@@ -13,30 +13,29 @@ acknowledgements.
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import events_of, exit_on_sigterm, run_quietly, start_program, words
 from namespaces import HEADERS, Counted, Line, Machine, Network, network
-from simulator import calibrated_prediction, measured_step, words
+from processes import meanwhile
+from simulator import calibrated_prediction, measured_step
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.folder import RunFolder
 
 PORT = 47600
 STEPS = 6
@@ -100,24 +99,15 @@ SMALLEST = Group(200, 200, stages=2, sequence=64)
 
 
 class Watch:
-    """Samples the kernel's counts on all lines until the block ends."""
+    """Samples of the kernel's counts on all lines."""
 
     def __init__(self, watched: Network) -> None:
         self._network, self._samples = watched, [(time.time(), watched.counted())]
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
 
-    def _go_on(self) -> None:
-        while not self._over.wait(0.1):
+    def go_on(self, is_over: threading.Event) -> None:
+        """Take samples until the event is set."""
+        while not is_over.wait(0.1):
             self._samples.append((time.time(), self._network.counted()))
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *cause: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def used(self, member: str, begin: float, end: float, line: Line, counts_headers: bool) -> dict[str, float]:
         """Return the used shares of a line between two times, and the share of its upload in the fullest second."""
@@ -129,14 +119,10 @@ class Watch:
 
     def _rates(self, member: str, begin: float, end: float, counts_headers: bool) -> tuple[float, float]:
         """Return the mean bit/s up and down."""
-        first = max((sample for sample in self._samples if sample[0] <= begin), key=_time)
-        last = min((sample for sample in self._samples if sample[0] >= end), key=_time, default=self._samples[-1])
+        first = max((sample for sample in self._samples if sample[0] <= begin), key=itemgetter(0))
+        last = next((sample for sample in self._samples if sample[0] >= end), self._samples[-1])
         before, after = (_bits(counted[member], counts_headers) for _, counted in (first, last))
         return (after[0] - before[0]) / (last[0] - first[0]), (after[1] - before[1]) / (last[0] - first[0])
-
-
-def _time(sample: tuple[float, object]) -> float:
-    return sample[0]
 
 
 def _bits(counted: Counted, counts_headers: bool) -> tuple[int, int]:
@@ -155,9 +141,10 @@ def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, A
         (folder / "token").write_text("known to all of them, and to nobody else\n")
         hosts = [f"{made.machines[name].address}:{PORT}" for name in lines]
         (folder / "run.yaml").write_text(group.yaml(folder / "corpus.txt", steps, hosts))
-        with Watch(made) as watch:
+        watch = Watch(made)
+        with meanwhile(watch.go_on):
             launch_on_hosts(made, folder)
-        events = _events(folder / EXCHANGE)
+        events = events_of(RunFolder(folder / EXCHANGE / "measured"))
         times = [event["time"] for event in events if event["event"] == "inner_step" and event["member"] == "home.0"]
         span = min(times), max(times)
         used = {name: watch.used(name, *span, group.line, counts_headers) for name in group.members}
@@ -184,12 +171,10 @@ def launch_on_hosts(made: Network, folder: Path) -> None:
 
 
 def _launch(host: Machine, only: str, made: Network, folder: Path) -> subprocess.Popen[bytes]:
-    command = [*host.inside, sys.executable, "-m", "hetero_pp", "launch", str(folder / "run.yaml"), "--only", only]
-    command += ["--token-file", str(folder / "token"), "--runs", str(folder / only)]
+    own = ["--only", only, "--token-file", str(folder / "token"), "--runs", str(folder / only)]
     if only != EXCHANGE:
-        command += ["--exchange", f"{made.machines[EXCHANGE].address}:{PORT}"]
-    with (folder / f"{only}.txt").open("wb") as said:
-        return subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+        own += ["--exchange", f"{made.machines[EXCHANGE].address}:{PORT}"]
+    return start_program("launch", str(folder / "run.yaml"), *own, to=folder / f"{only}.txt", inside=host.inside)
 
 
 @contextmanager
@@ -199,17 +184,11 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _events(runs: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (runs / "measured" / "metrics.jsonl").open()]
-
-
 def by_launch(group: Group, steps: int) -> dict[str, Any]:
     """Run the group on this host's loopback, with lines that `launch` shapes."""
     with _folder() as folder:
-        yaml = _on_loopback(group, steps, folder)
-        with redirect_stdout(StringIO()):
-            run_topology(yaml, group.line_settings, folder / "runs", in_process=False, new=True)
-        return {"step_seconds": measured_step(_events(folder / "runs"))}
+        run = run_quietly(_on_loopback(group, steps, folder), group.line_settings, folder / "runs")
+        return {"step_seconds": measured_step(events_of(run))}
 
 
 def by_simulate(group: Group, steps: int) -> dict[str, Any]:
@@ -254,13 +233,12 @@ def show(way: str, found: dict[str, Any], kernel: float | None) -> None:
 
 
 def main() -> None:
-    """Run every way, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", help="run groups whose names contain one of these")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parse(parser, SMOKE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
+    exit_on_sigterm()
     torch.set_num_threads(1)
     lacks = why_not()
     if lacks is not None:
@@ -276,7 +254,7 @@ def main() -> None:
             ways[way] = WAYS[way](group, arguments.steps)
             show(way, ways[way], ways.get("kernel", {}).get("step_seconds"))
         results.append({"group": group.name, "ways": ways})
-    save({"machine": machine(), "commit": commit(), "groups": results}, arguments.json)
+    save(origin() | {"groups": results}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from hetero_pp.config.links import EXCHANGE, LinkSpec
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.rpc.callers import Metadata
+from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -41,8 +41,6 @@ NICENESS = 10
 """Niceness of attacks above that of the run. Attacks come from elsewhere, and so must not take the run's processors."""
 CONNECTIONS = 10_000
 FILES_FOR_ITSELF = 200
-
-Frames = Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -123,17 +121,14 @@ def authority_of(target: Target) -> str:
     return target.guest.identity.authority
 
 
-@contextmanager
-def seated(target: Target) -> Iterator[tuple[ExchangeClient, int]]:
-    """Hold the guest's slot while the block runs. Yields its client and its incarnation, and then reports its death."""
-    client = ExchangeClient(target.address, target.guest, target.run, timeout=TIMEOUT)
-    name = target.guest.name
-    try:
-        yield client, client.join(name, "")
-    finally:
-        with suppress(HeteroPPError):
-            client.died(name, "it has ended")
-        client.close()
+Attack = Callable[[Target, Stretch], None]
+REGISTERED: list[Attack] = []
+
+
+def attack(function: Attack) -> Attack:
+    """Register a function as an attack."""
+    REGISTERED.append(function)
+    return function
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ class Call:
     """One call as it is sent. A call with a single frame is unary."""
 
     path: str
-    frames: Frames
+    frames: Sequence[bytes]
     metadata: Metadata
     by: Credentials
 
@@ -150,6 +145,35 @@ def asked(call: str, request: Message, metadata: Metadata, by: Credentials) -> C
     """Return a call of the exchange or of the admission service, whose request is one message."""
     service = ADMISSION if call in ADMISSION.methods_by_name else SERVICE
     return Call(call_path(service, call), [request.SerializeToString()], metadata, by)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The guest's slot, which the attacker holds."""
+
+    client: ExchangeClient
+    by: Credentials
+    term: int
+    """Incarnation of the slot's holder."""
+    metadata: Metadata
+
+    def asked(self, call: str, request: Message) -> Call:
+        """Return a call by the slot's holder."""
+        return asked(call, request, self.metadata, self.by)
+
+
+@contextmanager
+def seated(target: Target) -> Iterator[Seat]:
+    """Hold the guest's slot while the block runs, and then report its death."""
+    client = ExchangeClient(target.address, target.guest, target.run, timeout=TIMEOUT)
+    name = target.guest.name
+    try:
+        term = client.join(name, "")
+        yield Seat(client, target.guest, term, shown(target.guest, target.run, term))
+    finally:
+        with suppress(HeteroPPError):
+            client.died(name, "it has ended")
+        client.close()
 
 
 def flood(

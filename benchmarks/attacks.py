@@ -5,38 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 
-from attack_calls import NICENESS, TIMEOUT, Call, Stretch, Target, asked
-from attacks_of_liars import (
-    absurd_reports,
-    claimed_steps,
-    claimed_weights,
-    former_holder,
-    growing_contributions,
-    heartbeats_only,
-    huge_headers,
-    made_up_hashes,
-    malformed_to_neighbour,
-    places_in_a_loop,
-    rapid_resets,
-    takes_rounds,
-    unread_snapshots,
-    unsent_deposits,
-)
-from attacks_of_members import (
-    abandoned_waits,
-    anothers_place,
-    forged_hashes,
-    forged_reports,
-    old_term,
-    oversized,
-    slow_readers,
-)
-from attacks_of_strangers import another_authority, another_run, connections, ended, half_open, no_certificate, tickets
-from attacks_on_links import hostile_relay, link_frames, misused_relay
+import attacks_of_liars
+import attacks_of_members
+import attacks_of_strangers
+import attacks_on_links
+from attack_calls import NICENESS, REGISTERED, TIMEOUT, Call, Stretch, Target, asked
 
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import shown
@@ -44,42 +21,9 @@ from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 
-ATTACKS: dict[str, Callable[[Target, Stretch], None]] = {
-    one.__name__: one
-    for one in (
-        no_certificate,
-        another_authority,
-        ended,
-        another_run,
-        tickets,
-        anothers_place,
-        old_term,
-        half_open,
-        slow_readers,
-        abandoned_waits,
-        forged_reports,
-        forged_hashes,
-        oversized,
-        connections,
-        link_frames,
-        misused_relay,
-        hostile_relay,
-        claimed_steps,
-        claimed_weights,
-        growing_contributions,
-        takes_rounds,
-        heartbeats_only,
-        absurd_reports,
-        made_up_hashes,
-        places_in_a_loop,
-        rapid_resets,
-        huge_headers,
-        unread_snapshots,
-        unsent_deposits,
-        malformed_to_neighbour,
-        former_holder,
-    )
-}
+MODULES = (attacks_of_strangers, attacks_of_members, attacks_on_links, attacks_of_liars)
+ATTACKS = {one.__name__: one for module in MODULES for one in REGISTERED if one.__module__ == module.__name__}
+"""Attacks by name, in the order in which they run."""
 COUNTED = (
     "claimed_steps",
     "claimed_weights",

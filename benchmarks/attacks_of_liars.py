@@ -11,7 +11,7 @@ from itertools import count
 
 import grpc
 import torch
-from attack_calls import LARGE_A_SECOND, TIMEOUT, Call, Stretch, Target, asked, channel_to, code_of, flood, seated
+from attack_calls import LARGE_A_SECOND, TIMEOUT, Call, Stretch, Target, attack, channel_to, code_of, flood, seated
 from lies import Call as Said
 from lies import Change, lies_about, link_lies, lying
 
@@ -23,7 +23,6 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.together import apart, together
 from hetero_pp.rpc.admission_client import status
-from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials
@@ -57,7 +56,7 @@ class _Ended(HeteroPPError):
 def members(
     target: Target,
     stretch: Stretch,
-    who: Sequence[Credentials],
+    own: Sequence[Credentials],
     change: Change = lambda call: call,
     stream: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda frames: frames,
 ) -> None:
@@ -73,8 +72,8 @@ def members(
         stretch.codes[call.name] += 1
         return change(call)
 
-    with lying(who[0].name, changed, stream):
-        threads = [threading.Thread(target=_member, args=(target, stretch, one), daemon=True) for one in who]
+    with lying(own[0].name, changed, stream):
+        threads = [threading.Thread(target=_member, args=(target, stretch, one), daemon=True) for one in own]
         for thread in threads:
             thread.start()
         stretch.is_over.wait()
@@ -115,17 +114,20 @@ def _with_steps(call: Said, steps: int) -> Said:
     return call.saying(header)
 
 
+@attack
 def claimed_steps(target: Target, stretch: Stretch) -> None:
     """Claim that each contribution comes from 4 billion inner steps."""
     members(target, stretch, [target.guest], lambda call: _with_steps(call, MOST_STEPS))
 
 
+@attack
 def claimed_weights(target: Target, stretch: Stretch) -> None:
     """Double the claimed inner steps of a contribution every eight calls, so as to weigh more."""
     steps, most = count(1), 31
     members(target, stretch, [target.guest], lambda call: _with_steps(call, 2 ** min(next(steps) // 8, most)))
 
 
+@attack
 def growing_contributions(target: Target, stretch: Stretch) -> None:
     """Contribute noise that is four times as large in each round as in the round before."""
     blocks, rounds = shapes_by_block(target.spec.parameter_shapes), dict[int, float]()
@@ -151,6 +153,7 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
     members(target, stretch, [target.guest], change)
 
 
+@attack
 def takes_rounds(target: Target, stretch: Stretch) -> None:
     """Ask for every round, report that it is being computed, and contribute nothing."""
 
@@ -167,19 +170,15 @@ def _without_deposits(stretch: Stretch, call: Said) -> Said:
 # ---- members that hold a slot and do not train ----
 
 
+@attack
 def heartbeats_only(target: Target, stretch: Stretch) -> None:
     """Hold a slot and send heartbeats that report progress, but ask for no round."""
-    with seated(target) as (_, term):
-        own, progress = shown(target.guest, target.run, term), count(1)
-        beats = [
-            asked(
-                "Beat", pb.BeatRequest(round=1, epoch=term, progress=next(progress), computes=True), own, target.guest
-            )
-            for _ in range(1000)
-        ]
-        flood(target.address, stretch, beats)
+    with seated(target) as seat:
+        beats = (pb.BeatRequest(round=1, epoch=seat.term, progress=number, computes=True) for number in range(1, 1001))
+        flood(target.address, stretch, [seat.asked("Beat", one) for one in beats])
 
 
+@attack
 def absurd_reports(target: Target, stretch: Stretch) -> None:
     """Report invalid values of steps, evaluations, links and times."""
     name, link = target.guest.name, f"{target.guest.name}-exchange"
@@ -189,33 +188,33 @@ def absurd_reports(target: Target, stretch: Stretch) -> None:
         pb.Report(link_use=pb.LinkUse(link=link, direction="forward", round=1)),
         pb.Report(member_round=pb.MemberRound(round=1, compute_seconds=1.0)),
     ]
-    with seated(target) as (_, term):
-        own = shown(target.guest, target.run, term)
+    with seated(target) as seat:
         absurd = [
             pb.Report.FromString(lie.message.SerializeToString())
             for one in honest
             for lie in lies_about(one)
             if lie.path.startswith(one.WhichOneof("event") or "")
         ]
-        calls = [asked("Report", pb.ReportRequest(reports=[one]), own, target.guest) for one in absurd]
-        flood(target.address, stretch, calls)
+        flood(target.address, stretch, [seat.asked("Report", pb.ReportRequest(reports=[one])) for one in absurd])
 
 
+@attack
 def made_up_hashes(target: Target, stretch: Stretch) -> None:
     """Confirm hashes of parameters that no member holds, as several guests that agree, for recent and future rounds."""
     with ExitStack() as stack:
         calls = []
         for one in (target.guest, *target.ends):
-            client, term = stack.enter_context(seated(replace(target, guest=one)))
+            seat = stack.enter_context(seated(replace(target, guest=one)))
             held = target.spec.roster.holds(one.name)
             names = [name for block in held for name in shapes_by_block(target.spec.parameter_shapes).get(block, {})]
-            last = client.last_round()
+            last = seat.client.last_round()
             for round_ in range(max(1, last - 1), last + HASHED_ROUNDS):
                 hashes = pb.HashReport(round=round_, sha256=dict.fromkeys(names, b"\1" * 32))
-                calls.append(asked("Confirm", hashes, shown(one, target.run, term), one))
+                calls.append(seat.asked("Confirm", hashes))
         flood(target.address, stretch, calls, LIES_A_SECOND)
 
 
+@attack
 def places_in_a_loop(target: Target, stretch: Stretch) -> None:
     """Take a slot and leave it, again and again."""
     for _ in stretch.paced(LIES_A_SECOND):
@@ -226,42 +225,44 @@ def places_in_a_loop(target: Target, stretch: Stretch) -> None:
 # ---- calls that cost the exchange more than the caller ----
 
 
+@attack
 def rapid_resets(target: Target, stretch: Stretch) -> None:
     """Begin calls, and reset each of them before it is answered."""
-    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
-        own, request = shown(target.guest, target.run, term), pb.BeatRequest().SerializeToString()
+    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
+        request = pb.BeatRequest().SerializeToString()
         beat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Beat"))
         for _ in stretch.paced(RESETS_A_SECOND):
-            call = beat.future(request, metadata=own, timeout=TIMEOUT)
+            call = beat.future(request, metadata=seat.metadata, timeout=TIMEOUT)
             call.cancel()
             stretch.codes[code_of(call)] += 1
 
 
+@attack
 def huge_headers(target: Target, stretch: Stretch) -> None:
     """Send a megabyte of metadata with each call."""
-    with seated(target) as (_, term):
-        own = (*shown(target.guest, target.run, term), ("made-up", "x" * HEADER_BYTES))
-        flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), own, target.guest)], LARGE_A_SECOND)
+    with seated(target) as seat:
+        large = replace(seat, metadata=(*seat.metadata, ("made-up", "x" * HEADER_BYTES)))
+        flood(target.address, stretch, [large.asked("Beat", pb.BeatRequest())], LARGE_A_SECOND)
 
 
+@attack
 def unread_snapshots(target: Target, stretch: Stretch) -> None:
     """Ask for snapshots as often as allowed, and read none of them."""
-    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
-        own = shown(target.guest, target.run, term)
+    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
         request = pb.SnapshotRequest(names=target.parameters).SerializeToString()
         ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Snapshot"))
         held: list[grpc.Call] = []
         for _ in stretch.paced(LIES_A_SECOND):
-            held.append(ask(request, metadata=own))
+            held.append(ask(request, metadata=seat.metadata))
             stretch.codes["not read"] += 1
             if len(held) > 12:
                 held.pop(0).cancel()
 
 
+@attack
 def unsent_deposits(target: Target, stretch: Stretch) -> None:
     """Begin contributions, and send no frame of them."""
-    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
-        own = shown(target.guest, target.run, term)
+    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
 
         def nothing() -> Iterator[bytes]:
             stretch.is_over.wait()
@@ -269,13 +270,14 @@ def unsent_deposits(target: Target, stretch: Stretch) -> None:
 
         send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Deposit"))
         for _ in stretch.paced(LIES_A_SECOND):
-            call = send.future(nothing(), metadata=own, timeout=TIMEOUT)
+            call = send.future(nothing(), metadata=seat.metadata, timeout=TIMEOUT)
             call.add_done_callback(lambda one: stretch.codes.update([code_of(one)]))
 
 
 # ---- links between stages ----
 
 
+@attack
 def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
     """Train as two stages of which the first one changes every eighth message header to the second.
 
@@ -297,6 +299,7 @@ def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
     members(target, stretch, target.ends, stream=lambda frames: link_lies(frames, change))  # type: ignore[arg-type]
 
 
+@attack
 def former_holder(target: Target, stretch: Stretch) -> None:
     """Dial a stage that trains, in each generation of its group so far, as a former holder of the slot before it.
 

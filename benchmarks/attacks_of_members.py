@@ -13,6 +13,7 @@ from attack_calls import (
     Stretch,
     Target,
     asked,
+    attack,
     channel_to,
     code_of,
     flood,
@@ -27,68 +28,69 @@ from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 
 
+@attack
 def anothers_place(target: Target, stretch: Stretch) -> None:
     """Act in another member's name, upload another member's blob, and report another member's death.
 
     The exchange must take the caller's name from its certificate.
     """
-    with seated(target) as (_, term):
-        own = shown(target.guest, target.run, term)
+    with seated(target) as seat:
         named = shown(Credentials(target.honest), target.run, 1)
         blob = pb.BlobHeader(round=1, replica=target.honest, block=target.blocks[0], size=9, epoch=1, steps=1)
         died = pb.DiedRequest(member=target.honest, cause="it is mine now")
         calls = [
             asked("Died", died, named, target.guest),
             asked("Beat", pb.BeatRequest(), (*named, ("token", "made up")), target.guest),
-            asked("Died", died, own, target.guest),
-            asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32)), own, target.guest),
+            seat.asked("Died", died),
+            seat.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
         ]
         flood(target.address, stretch, calls)
 
 
+@attack
 def old_term(target: Target, stretch: Stretch) -> None:
     """Make calls with the incarnation of a former holder of the slot."""
-    with seated(target) as (client, old):
-        client.died(target.guest.name, "another takes its place")
+    with seated(target) as former:
+        former.client.died(target.guest.name, "another takes its place")
         with seated(target):
-            before = shown(target.guest, target.run, old)
             blob = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], size=9, epoch=1, steps=1)
             calls = [
-                asked("Assign", pb.AssignRequest(), before, target.guest),
-                asked("Record", pb.RecordRequest(round=1 << 20), before, target.guest),
-                asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32)), before, target.guest),
-                asked("Broken", pb.BrokenRequest(epoch=old, cause="it is mine"), before, target.guest),
+                former.asked("Assign", pb.AssignRequest()),
+                former.asked("Record", pb.RecordRequest(round=1 << 20)),
+                former.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
+                former.asked("Broken", pb.BrokenRequest(epoch=former.term, cause="it is mine")),
             ]
             flood(target.address, stretch, calls)
 
 
+@attack
 def slow_readers(target: Target, stretch: Stretch) -> None:
     """Open as many report streams as allowed, read none of them, and send reports."""
-    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
-        own = shown(target.guest, target.run, term)
+    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
         watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Watch"))
-        watched = [watch(b"", metadata=own) for _ in range(12)]
+        watched = [watch(b"", metadata=seat.metadata) for _ in range(12)]
         reports = [pb.Report(member_round=pb.MemberRound(round=number)) for number in range(20)]
-        told = asked("Report", pb.ReportRequest(reports=reports), own, target.guest)
+        told = seat.asked("Report", pb.ReportRequest(reports=reports))
         flood(target.address, stretch, [told], REPORTS_A_SECOND)
         for one in watched:
             one.cancel()
         stretch.codes["not read"] += len(watched)
 
 
+@attack
 def abandoned_waits(target: Target, stretch: Stretch) -> None:
     """Ask for a record that does not exist yet, and cancel the call."""
-    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
-        own = shown(target.guest, target.run, term)
+    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
         record: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Record"))
         request = pb.RecordRequest(round=1 << 20).SerializeToString()
         for _ in stretch.paced():
-            call = record.future(request, metadata=own, timeout=TIMEOUT)
+            call = record.future(request, metadata=seat.metadata, timeout=TIMEOUT)
             if not stretch.is_over.wait(0.005) and not call.done():
                 call.cancel()
             stretch.codes[code_of(call)] += 1
 
 
+@attack
 def forged_reports(target: Target, stretch: Stretch) -> None:
     """Send reports that only the exchange may send, or that are about another replica."""
     other = target.honest
@@ -98,12 +100,11 @@ def forged_reports(target: Target, stretch: Stretch) -> None:
         pb.Report(standing=pb.Standing(what=pb.GIVEN_UP, place=other)),
         pb.Report(member=other, joined=pb.Joined(term=9)),
     ]
-    with seated(target) as (_, term):
-        own = shown(target.guest, target.run, term)
-        calls = [asked("Report", pb.ReportRequest(reports=[one]), own, target.guest) for one in forged]
-        flood(target.address, stretch, calls)
+    with seated(target) as seat:
+        flood(target.address, stretch, [seat.asked("Report", pb.ReportRequest(reports=[one])) for one in forged])
 
 
+@attack
 def forged_hashes(target: Target, stretch: Stretch) -> None:
     """Confirm hashes that no member holds: wrong or too long ones, of an unknown parameter, of one parameter, none."""
     names = target.parameters
@@ -115,22 +116,21 @@ def forged_hashes(target: Target, stretch: Stretch) -> None:
         {names[0]: b"\1" * 32},
         {},
     ]
-    with seated(target) as (_, term):
-        own = shown(target.guest, target.run, term)
-        calls = [asked("Confirm", pb.HashReport(round=1, sha256=one), own, target.guest) for one in forged]
-        flood(target.address, stretch, calls)
+    with seated(target) as seat:
+        flood(target.address, stretch, [seat.asked("Confirm", pb.HashReport(round=1, sha256=one)) for one in forged])
 
 
+@attack
 def oversized(target: Target, stretch: Stretch) -> None:
     """Announce contributions of up to 2^63 bytes, and send messages that are larger than any valid one."""
     deposit, megabytes = call_path(SERVICE, "Deposit"), bytes(1 << 20)
-    with seated(target) as (_, term):
-        own = shown(target.guest, target.run, term)
-        calls = []
+    with seated(target) as seat:
+        own, calls = seat.metadata, []
+        header = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], epoch=seat.term)
         for size in (1 << 24, 1 << 40, 1 << 63):
-            header = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], size=size, epoch=term)
+            header.size = size
             frames = [next(header_and_payload_frames(header, [megabytes])), *[megabytes] * 3]
             calls.append(Call(deposit, frames, own, target.guest))
         calls += [Call(call_path(SERVICE, "Beat"), [bytes(9 << 20)], own, target.guest)]
-        calls += [asked("Agree", pb.AgreeRequest(configuration="[" * (1 << 20)), own, target.guest)]
+        calls += [seat.asked("Agree", pb.AgreeRequest(configuration="[" * (1 << 20)))]
         flood(target.address, stretch, calls, LARGE_A_SECOND)

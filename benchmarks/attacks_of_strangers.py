@@ -28,6 +28,7 @@ from attack_calls import (
     Stretch,
     Target,
     asked,
+    attack,
     authority_of,
     channel_to,
     code_of,
@@ -129,12 +130,14 @@ def knocks(
             pool.submit(one, context, words)
 
 
+@attack
 def no_certificate(target: Target, stretch: Stretch) -> None:
     """Connect with TLS but no certificate, with an older TLS, and without TLS."""
     old = strange_context(target, None, ssl.TLSVersion.TLSv1_2)
     knocks(target, stretch, [strange_context(target, None), old, None])
 
 
+@attack
 def another_authority(target: Target, stretch: Stretch) -> None:
     """Show certificates of another authority of the same name, of a member as an authority, and self-signed ones.
 
@@ -166,12 +169,14 @@ def self_signed(target: Target) -> Credentials:
     return Credentials(target.honest, identity=Identity(certificate, as_text(key), authority_of(target)))
 
 
+@attack
 def ended(target: Target, stretch: Stretch) -> None:
     """Show an expired certificate of the run's authority, and in between send bytes that are not TLS."""
     context = strange_context(target, target.expired)
     knocks(target, stretch, [context, context, None], [b"\x16\x03\x01" + bytes(500), bytes(1000)])
 
 
+@attack
 def another_run(target: Target, stretch: Stretch) -> None:
     """Call with a member's certificate for another run, and with a certificate whose name is not in the run."""
     elsewhere = shown(target.guest, "another run", 1)
@@ -179,6 +184,7 @@ def another_run(target: Target, stretch: Stretch) -> None:
     flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), elsewhere, target.guest), nobody])
 
 
+@attack
 def tickets(target: Target, stretch: Stretch) -> None:
     """Show tickets that are unknown, used or meant for other calls, and send damaged requests.
 
@@ -203,15 +209,16 @@ def tickets(target: Target, stretch: Stretch) -> None:
 NOT_BY_TICKET = ("Beat", "Watch", "LastRound", "Renew", "Give", "Status")
 
 
+@attack
 def half_open(target: Target, stretch: Stretch) -> None:
     """Begin calls that send nothing: with a ticket, and as a member with more calls than it may have open."""
-    with seated(target) as (_, term), ExitStack() as channels:
-        known, own = [target.tickets["open"], target.guest], shown(target.guest, target.run, term)
-        pairs = [(channels.enter_context(channel_to(target.address, one)), own) for one in known]
+    with seated(target) as seat, ExitStack() as stack:
+        known = target.tickets["open"], target.guest
+        channels = [stack.enter_context(channel_to(target.address, one)) for one in known]
         room, never = threading.Semaphore(IN_FLIGHT), threading.Event()
-        for _, (channel, metadata) in zip(stretch.paced(), cycle(pairs), strict=False):
+        for _, channel in zip(stretch.paced(), cycle(channels), strict=False):
             if room.acquire(blocking=False):
-                _half_open(channel, metadata, stretch, room, never)
+                _half_open(channel, seat.metadata, stretch, room, never)
         never.set()
 
 
@@ -233,6 +240,7 @@ def _half_open(
     beat.future(nothing(), metadata=metadata).add_done_callback(done)
 
 
+@attack
 def connections(target: Target, stretch: Stretch) -> None:
     """Open as many connections as this process may have. Half send nothing; half begin a handshake and stop."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

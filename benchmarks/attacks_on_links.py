@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
+from copy import deepcopy
 from functools import partial
-from itertools import cycle
+from itertools import cycle, repeat
 from queue import SimpleQueue
 
 import grpc
-from attack_calls import CARRIED_A_SECOND, Call, Stretch, Target, begin, channel_to, code_of, flood
+from attack_calls import CARRIED_A_SECOND, Call, Stretch, Target, attack, begin, channel_to, code_of, flood
 
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import shown
@@ -26,6 +27,7 @@ from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkServer
 
 
+@attack
 def link_frames(target: Target, stretch: Stretch) -> None:
     """Send hostile frames on a stage link: as another member, with a ticket, and as the neighbour."""
     flood(target.link_address, stretch, hostile_frames(target), peer=target.link.target)
@@ -36,7 +38,7 @@ def hostile_frames(target: Target) -> list[Call]:
     right = pb.LinkHello(
         version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1, session=b"other"
     )
-    wrong = [copied(right) for _ in range(4)]
+    wrong = [deepcopy(right) for _ in range(4)]
     wrong[0].version, wrong[1].link, wrong[2].sender, wrong[3].token = 1, "x", "dc", "no"
     hostile = [*(one.SerializeToString() for one in (*wrong, right)), b"\xff" * 100, bytes(5000), b""]
     path = call_path(LINK_SERVICE, "Open")
@@ -46,11 +48,7 @@ def hostile_frames(target: Target) -> list[Call]:
     return calls
 
 
-def copied(hello: pb.LinkHello) -> pb.LinkHello:
-    """Return a copy of a hello."""
-    return pb.LinkHello.FromString(hello.SerializeToString())
-
-
+@attack
 def misused_relay(target: Target, stretch: Stretch) -> None:
     """Ask the relay for links of others and for too many links, send too much or unread data, wait, and leave."""
     with ExitStack() as stack:
@@ -59,7 +57,7 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
             for one in (target.guest, *target.ends)
         )
         large = [b"a", bytes(CARRIED_BYTES + 1)]
-        much, all_credit = repeated(bytes(CARRIED_BYTES)), [bytes(CARRIED_BYTES)] * (CREDIT // CARRIED_BYTES)
+        much, all_credit = repeat(bytes(CARRIED_BYTES)), [bytes(CARRIED_BYTES)] * (CREDIT // CARRIED_BYTES)
         ways: Sequence[Callable[[], None]] = [
             lambda: guest.carry(target.link.name, []),
             lambda: dials.carry(target.link.name, large),
@@ -77,17 +75,6 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
             way()
         for one in (guest, dials, waits):
             one.leave(0)
-
-
-class repeated:
-    """Iterable that yields one frame without end, to any number of consumers."""
-
-    def __init__(self, frame: bytes) -> None:
-        self._frame = frame
-
-    def __iter__(self) -> Iterator[bytes]:
-        while True:
-            yield self._frame
 
 
 class Carrier:
@@ -127,6 +114,7 @@ class Carrier:
         self._stretch.codes[call.code().name] += 1
 
 
+@attack
 def hostile_relay(target: Target, stretch: Stretch) -> None:
     """Take the relay's position: bring strangers to the stage after a link, and bring the stage before it to strangers.
 
@@ -136,10 +124,10 @@ def hostile_relay(target: Target, stretch: Stretch) -> None:
     """
     dialler = RelayedDialler(target.address, target.neighbour, target.link.name)
     with closing(dialler), ExitStack() as stack:
-        pages = [stack.enter_context(channel_to(dialler.address, target.guest, target.link.target))]
+        page = stack.enter_context(channel_to(dialler.address, target.guest, target.link.target))
         calls = [call for call in hostile_frames(target) if call.by is target.guest]
         for number, call in zip(stretch.paced(CARRIED_A_SECOND), cycle(calls), strict=False):
-            begin(pages[0], call).add_done_callback(partial(counted, stretch))
+            begin(page, call).add_done_callback(partial(counted, stretch))
             if number % CARRIED_A_SECOND == 0:
                 say(dialler.address, bytes(1000))
                 stretch.codes["no TLS said to the stage after"] += 1
@@ -148,7 +136,6 @@ def hostile_relay(target: Target, stretch: Stretch) -> None:
 
 
 def counted(stretch: Stretch, call: grpc.Future[bytes]) -> None:
-    """Count the status of a finished call."""
     stretch.codes[code_of(call)] += 1
 
 

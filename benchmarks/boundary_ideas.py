@@ -11,8 +11,6 @@ or only gradients, are compressed. With --json, runs that the file contains are 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,17 +21,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command_line import parse, save
-from engines_agree import CATALOG, LEAST
+from command_line import earlier, parse, parser_of, save
+from engines_agree import CATALOG, LEAST, text_of
 from torch import Tensor, nn
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.data.sources import open_source
 from hetero_pp.pipeline.coefficients import Bits, Floats, Symbols, format_of
 from hetero_pp.pipeline.subspace import columns_of, expand_gradient, project
 from hetero_pp.research.experiments.corpus import prepare_corpus
 from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.jobs import make_job
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
@@ -277,16 +275,12 @@ def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
     idea, began, started = IDEAS[name], commit(), time.monotonic()
     cells = {} if idea.anchors is None else {"replicas.boundary.anchors": idea.anchors}
     row = Row.model_validate({"name": name, "compressed": "half", "rank": idea.rank, "bits": idea.bits, "cells": cells})
-    scale, text = CATALOG.scales.get(scale_name, LEAST), None
-    if scale is LEAST:
-        text = str(RUNS.absolute() / "text.txt")
-        Path(text).write_text(Path(__file__).read_text())
-    setting = Setting(scale, Experiment(name="ideas", title="ideas", baseline=name, rows=[row]), corpus=text)
-    config = setting.config(row, seed)
-    corpus = prepare_corpus(config.data, scale.vocabulary, RUNS.absolute() / CACHE)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
-    source = open_source(config.data, corpus.cache)
-    group = AllReplicas(RunSpec(config, source.vocabulary), source, compiles=scale is not LEAST)
+    scale = CATALOG.scales.get(scale_name, LEAST)
+    experiment = Experiment(name="ideas", title="ideas", baseline=name, rows=[row])
+    setting = Setting(scale, experiment, corpus=text_of(scale, RUNS))
+    corpus = prepare_corpus(setting.config(row).data, scale.vocabulary, RUNS.absolute() / CACHE)
+    config = make_job(setting, row, seed, corpus, RUNS).config
+    group = AllReplicas(RunSpec(config, corpus.source.vocabulary), corpus.source, compiles=scale is not LEAST)
     idea.change(group)
     for replica in group.replicas:
         replica.split_embedding()
@@ -316,17 +310,14 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Train the missing runs, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
     parser.add_argument("--ideas", default="*", metavar="PATTERN", help="train ideas whose names match, such as `*hop`")
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     RUNS.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": machine(), "scale": arguments.scale, "runs": []}
-    if arguments.json is not None and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())
+    found = earlier(arguments.json) or {"machine": machine(), "scale": arguments.scale, "runs": []}
     for seed in range(1, arguments.seeds + 1):
         for name in IDEAS:
             has = any((run["idea"], run["seed"]) == (name, seed) for run in found["runs"])

@@ -1,23 +1,21 @@
-"""Measure the bits of a contribution per position and value, beside the limit and other coders, and the coders' speed.
+"""Measure the bits of a contribution per position and value, beside the limit and other coders, and the coder's speed.
 
-    python benchmarks/codec.py [--elements 33554432] [--json FILE]
+    python benchmarks/codec.py [--json FILE]
 
 `uniform` positions are drawn at random. Their limit is log2 C(4096, k) / k bits. `real` positions are those that the
 first replica would send in the seventh round of a small run. It is trained here (two replicas, width 128, a vocabulary
 of 4096). A message for 512M parameters is encoded whole. Its positions are uniform, and its values are drawn
-from those of the real run. Speeds are those of benchmarks/compressors.py, on one thread. Needs `pip install
-hetero-pp[benchmarks,numba]`.
+from those of the real run. Needs `pip install hetero-pp[benchmarks,numba]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,14 @@ import compressors
 import numpy as np
 import torch
 import zstandard
-from command_line import extra, parse, save
+from command_line import extra, origin, parse, parser_of, save
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.transformer import ModelSettings, Transformer, shapes_by_block
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob
@@ -42,7 +40,6 @@ from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.selection import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -60,14 +57,10 @@ VALUES = {"2-bit codes": ("levels", 2), "signs": ("signs", 1), "fp32": ("levels"
 class Size:
     """Sizes of a measurement."""
 
-    elements: int
-    """Elements of the tensors whose compression is timed."""
-    embedding: Sequence[int]
-    """Shape of the tensor that takes most memory to compress."""
     kept: Sequence[int]
     """Kept values of the 4096 of a chunk."""
     message_kept: Sequence[int]
-    """Kept values per chunk in a whole message, and where compression is timed."""
+    """Kept values per chunk in a whole message."""
     preset: str
     """Model preset of the message."""
     positions: int
@@ -80,8 +73,8 @@ class Size:
     """Text that the real run reads; None for the standard library."""
 
 
-FULL = Size(1 << 25, compressors.EMBEDDING, (32, 128, 256), (32, 128), "512m", 1 << 19, 6, 10, None)
-SMALLEST = Size(1 << 18, (8192, 64), (32, 128), (32,), "micro", 1 << 12, 1, 2, Path(__file__).read_text())
+FULL = Size((32, 128, 256), (32, 128), "512m", 1 << 19, 6, 10, None)
+SMALLEST = Size((32, 128), (32,), "micro", 1 << 12, 1, 2, Path(__file__).read_text())
 
 
 def limit(kept: int) -> float:
@@ -91,16 +84,6 @@ def limit(kept: int) -> float:
 
 
 # ---- coders of positions: [chunks, k] ascending -> bits ----
-
-
-def ours(positions: Tensor) -> float:
-    """Return the bits of this project's code: gaps as bytes, low bits apart, zstd."""
-    return 8 * len(_encoded(positions))
-
-
-def raw(positions: Tensor) -> float:
-    """Return the bits at 12 per position."""
-    return 12 * positions.numel()
 
 
 def plain_zstd(positions: Tensor) -> float:
@@ -126,11 +109,11 @@ def range_coder(positions: Tensor) -> float:
 
 
 CODERS: dict[str, Callable[[Tensor], float]] = {
-    "ours": ours,
+    "ours": lambda positions: 8 * len(_encoded(positions)),  # gaps as bytes, low bits apart, zstd
     "constriction": range_coder,
     "rice": rice,
     "zstd": plain_zstd,
-    "12 bits": raw,
+    "12 bits": lambda positions: 12 * positions.numel(),
 }
 
 
@@ -169,10 +152,13 @@ def coder_speed(positions: Tensor) -> dict[str, float]:
 class Sent:
     """Error feedback and pseudo-gradient of one tensor of one replica."""
 
-    kind: str
     name: str
     error: Tensor
     delta: Tensor
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.name)
 
 
 def real_run(size: Size, kept: int, corpus: Corpus) -> list[Sent]:
@@ -185,7 +171,7 @@ def real_run(size: Size, kept: int, corpus: Corpus) -> list[Sent]:
     for step in range(size.rounds * size.steps, (size.rounds + 1) * size.steps):
         first.inner_step(batches.train(step), step)
     return [
-        Sent(_kind(name), name, replicas.errors[0][name], (start - first.parameters[name]).detach())
+        Sent(name, replicas.errors[0][name], (start - first.parameters[name]).detach())
         for name, start in sorted(replicas.theta.items())
     ]
 
@@ -288,19 +274,13 @@ def _whole(kept: int, sent: list[Sent], values: str) -> float:
 
 def megabytes(preset: str, kept: int, sent: list[Sent], values: str) -> float:
     """Return the megabytes of a contribution to a model of this preset."""
-    compression = _compression(kept, values)
-    pools = _pools(kept, sent)
+    compression, pools = _compression(kept, values), _pools(kept, sent)
     with torch.device("meta"):
         model = Transformer(ModelSettings.model_validate({"preset": preset, "vocabulary": 32000}).resolve(None))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    return (
-        sum(
-            len(encode_blob(ADDRESS, _drawn(block, compression, pools, generator), compression))
-            for block in shapes_by_block(shapes).values()
-        )
-        / 1e6
-    )
+    generator, blocks = torch.Generator().manual_seed(0), shapes_by_block(shapes).values()
+    drawn = (_drawn(block, compression, pools, generator) for block in blocks)
+    return sum(len(encode_blob(ADDRESS, one, compression)) for one in drawn) / 1e6
 
 
 def _pools(kept: int, sent: list[Sent]) -> dict[str, Tensor]:
@@ -333,7 +313,6 @@ def _drawn(
 
 
 def measure(size: Size) -> dict[str, Any]:
-    """Measure everything, and return the content of the JSON file."""
     torch.set_num_threads(1)
     drawn = uniform(size)
     with tempfile.TemporaryDirectory(prefix="hetero-pp-codec-") as folder:
@@ -344,10 +323,7 @@ def measure(size: Size) -> dict[str, Any]:
         name: {str(kept): coder(positions) / positions.numel() for kept, positions in drawn.items()}
         for name, coder in CODERS.items()
     }
-    speeds = compressors.measure_all(size.elements, size.message_kept, size.embedding)
-    return {
-        "machine": machine(),
-        "commit": commit(),
+    return origin() | {
         "limit": {str(kept): limit(kept) for kept in size.kept},
         "bits_per_position": {
             "uniform": coders["ours"],
@@ -358,7 +334,6 @@ def measure(size: Size) -> dict[str, Any]:
         "values_per_cpu_second": {str(kept): coder_speed(positions) for kept, positions in drawn.items()},
         f"megabytes_{size.preset}": _messages(size, runs, "2-bit codes"),
         f"megabytes_{size.preset}_signs": _messages(size, runs, "signs"),
-        **speeds,
     }
 
 
@@ -368,11 +343,8 @@ def _messages(size: Size, runs: dict[int, list[Sent]], values: str) -> dict[str,
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print tables."""
     console = Console(width=120)
-    table = Table(title="Bits a position (of 4096)")
-    for column in ("coder", *(f"k = {kept}" for kept in found["limit"])):
-        table.add_column(column, justify="right")
+    table = PlainTable(["bits a position (of 4096)"], [f"k = {kept}" for kept in found["limit"]])
     for name, sizes in {"limit": found["limit"], **found["coders"]}.items():
         table.add_row(name, *(f"{bits:.3f}" for bits in sizes.values()))
     for kind in ("all", "embedding", "layers", "head"):
@@ -387,16 +359,13 @@ def show(found: dict[str, Any]) -> None:
     for kept, speed in found["values_per_cpu_second"].items():
         rates = f"{speed['encode'] / 1e6:.0f} M values a CPU second in, {speed['decode'] / 1e6:.0f} out"
         console.print(f"coder at k = {kept}: {rates}")
-    compressors.show(found)
 
 
 def main() -> None:
-    """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=FULL.elements)
-    arguments = parse(parser, {"elements": SMALLEST.elements})
+    parser = parser_of(__doc__)
+    arguments = parse(parser, {})
     started = time.perf_counter()
-    found = measure(replace(SMALLEST if arguments.smoke else FULL, elements=arguments.elements))
+    found = measure(SMALLEST if arguments.smoke else FULL)
     show(found)
     print(f"{time.perf_counter() - started:.0f} s")
     save(found, arguments.json)

@@ -10,6 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.core.files import write_whole
+from hetero_pp.research.experiments.provenance import commit, machine
+
+
+def parser_of(document: str) -> argparse.ArgumentParser:
+    """Return a parser for the benchmark with this module docstring."""
+    return argparse.ArgumentParser(description=document.splitlines()[0])
+
 
 def parse(parser: argparse.ArgumentParser, smallest: Mapping[str, Any]) -> argparse.Namespace:
     """Parse the arguments. With --smoke, which writes no file, `smallest` replaces the defaults."""
@@ -23,11 +31,22 @@ def parse(parser: argparse.ArgumentParser, smallest: Mapping[str, Any]) -> argpa
     return parser.parse_args()
 
 
+def origin() -> dict[str, Any]:
+    """Return where results come from: this machine, and this commit."""
+    return {"machine": machine(), "commit": commit()}
+
+
+def earlier(path: Path | None) -> dict[str, Any]:
+    """Return the results that a file has; none if there is no path or no file."""
+    found: dict[str, Any] = {} if path is None or not path.exists() else json.loads(path.read_text())
+    return found
+
+
 def save(content: Mapping[str, Any], path: Path | None) -> None:
     """Write the content as JSON if there is a path. Without a path, only check that it can be encoded."""
     text = json.dumps(content, indent=1) + "\n"
     if path is not None:
-        path.write_text(text)
+        write_whole(path, text.encode())
 
 
 @contextmanager

@@ -15,32 +15,30 @@ MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 avoids that.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from command_line import extra, parse, save
+from command_line import extra, origin, parse, parser_of, save
 from numpy.typing import NDArray
+from processes import reset_peak, status_bytes, when_idle
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
 from hetero_pp.pseudo_gradient.selection import top_k_positions
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.memory import keep_freed_memory
 
 with extra("numba"):
@@ -93,19 +91,12 @@ def _settings(kept: int, accelerator: str = "torch") -> CompressionSettings:
     )
 
 
-def _ours(error: Tensor, delta: Tensor, settings: CompressionSettings) -> bytes:
+def _ours(error: Tensor, delta: Tensor, kept: int, accelerator: str = "torch") -> bytes:
+    settings = _settings(kept, accelerator)
     selection = select(error, delta, settings)
     if error.device.type != "cpu":
         return b""  # the CPU encodes the few kept values
     return encode_blob(ADDRESS, [("x", tuple(error.shape), selection)], settings)
-
-
-def _two_level(error: Tensor, delta: Tensor, kept: int) -> bytes:
-    return _ours(error, delta, _settings(kept))
-
-
-def _numba(error: Tensor, delta: Tensor, kept: int) -> bytes:
-    return _ours(error, delta, _settings(kept, "numba"))
 
 
 def templar(error: Tensor, delta: Tensor, kept: int) -> tuple[Tensor, Tensor]:
@@ -148,14 +139,14 @@ def _bytes_and_lookup(values: Tensor) -> tuple[Tensor, Tensor]:
 FLOORS: Mapping[str, Way] = {"one pass, torch": _floor_torch, "one pass, numba": _floor_numba}
 WAYS: Mapping[str, Way] = {
     **FLOORS,
-    "numba": _numba,
-    "torch, two-level": _two_level,
+    "numba": partial(_ours, accelerator="numba"),
+    "torch, two-level": _ours,
     "torch, one topk": _plain,
     "templar": templar,
 }
 GPU_WAYS: Mapping[str, Way] = {
     **{name: way for name, way in WAYS.items() if "numba" not in name},
-    "compiled": lambda error, delta, kept: _ours(error, delta, _settings(kept, "compile")),
+    "compiled": partial(_ours, accelerator="compile"),
 }
 
 
@@ -232,18 +223,10 @@ def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
     error, delta = _inputs(elements, device)
     target = torch.empty_like(error)
     works: dict[str, Callable[[], object]] = {"copy": partial(target.copy_, delta)}
+    clock = partial(when_idle, error.device)
     works |= {name: partial(way, error, delta, kept) for name, way in GPU_WAYS.items()}
-    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _clock_of(device)).items()}
+    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, clock).items()}
     return found | {"copy": found["copy"] * 8 / BYTES_PER_ELEMENT}
-
-
-def _clock_of(device: str) -> Callable[[], float]:
-    def now() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return now
 
 
 def _interleaved(works: Mapping[str, Callable[[], object]], now: Callable[[], float]) -> dict[str, float]:
@@ -266,23 +249,17 @@ def measure_memory(embedding: Sequence[int], kept: int, accelerator: str) -> flo
     """Return the peak of extra memory while an embedding is compressed, divided by the embedding's size."""
     torch.set_num_threads(1)
     error, delta = torch.zeros(*embedding), torch.randn(*embedding)
-    _ours(error, delta, _settings(kept, accelerator))
+    _ours(error, delta, kept, accelerator)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _of_status("VmRSS")
-    _ours(error, delta, _settings(kept, accelerator))
-    return (_of_status("VmHWM") - before) / (error.numel() * 4)
+    before = reset_peak()
+    _ours(error, delta, kept, accelerator)
+    return (status_bytes("VmHWM") - before) / (error.numel() * 4)
 
 
 def _elsewhere(work: Callable[..., float], *arguments: object) -> float:
     """Run in a process of its own, because this process keeps memory that it has freed."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
-
-
-def _of_status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> dict[str, Any]:
@@ -301,14 +278,6 @@ def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> d
     }
 
 
-def measure_all_on_gpu(device: str, elements: int, ks: Sequence[int]) -> dict[str, Any]:
-    """Measure every way that runs on the device, at every k."""
-    return {
-        "elements": elements,
-        "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in ks},
-    }
-
-
 def _rows(rates: Mapping[str, float], floor: float) -> Iterator[tuple[str, ...]]:
     for name, rate in rates.items():
         peer = "templar, 8 at once" if "8" in name else "templar"
@@ -316,7 +285,6 @@ def _rows(rates: Mapping[str, float], floor: float) -> Iterator[tuple[str, ...]]
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print tables."""
     titles = {
         "elements_per_cpu_second": ("M elements a CPU second", "of the floor"),
         "values_added_per_cpu_second": ("M values decoded and added a CPU second", "of the fastest"),
@@ -327,20 +295,15 @@ def show(found: Mapping[str, Any]) -> None:
             print(f"memory beside a tensor, {accelerator}, k = {kept}: {share:.2f} of the tensor's")
     for key, (unit, share) in titles.items():
         for kept, rates in found.get(key, {}).items():
-            table = Table(title=f"k = {kept} of {CHUNK}")
-            for column in ("way", unit, share, "over templar's"):
-                table.add_column(column, justify="right")
-            floors = (
-                [rate for name, rate in rates.items() if name in FLOORS] if key == "elements_per_cpu_second" else []
-            )
+            table = PlainTable([f"k = {kept} of {CHUNK}"], [unit, share, "over templar's"])
+            floors = [rates[name] for name in FLOORS if name in rates]
             for row in _rows(rates, rates.get("copy") or max(floors or rates.values())):
                 table.add_row(*row)
             Console(width=120).print(table)
 
 
 def main() -> None:
-    """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=1 << 25)
     parser.add_argument("--kept", type=int, nargs="+", default=KEPT, help="values to keep of the 4096 of a chunk")
     parser.add_argument(
@@ -348,12 +311,14 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parse(parser, SMOKE)
-    if arguments.device == "cuda":
-        found = measure_all_on_gpu("cuda", arguments.elements, arguments.kept)
+    elements, device = arguments.elements, arguments.device
+    if device == "cpu":
+        found = measure_all(elements, arguments.kept, arguments.embedding)
     else:
-        found = measure_all(arguments.elements, arguments.kept, arguments.embedding)
+        speeds = {str(kept): measure_gpu(device, elements, kept) for kept in arguments.kept}
+        found = {"elements": elements, "elements_per_second": speeds}
     show(found)
-    save({"machine": machine(), "commit": commit(), **found}, arguments.json)
+    save(origin() | found, arguments.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import InnerStep, Report, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
@@ -71,12 +71,8 @@ class Members:
 
     def report(self, name: str, round_: int) -> None:
         """Report the inner steps."""
-        reports = []
-        for step in range(self.spec.inner_steps):
-            report = Report(time=time.time(), member=name, sent=time.time())
-            own = report.inner_step
-            own.replica, own.round, own.step, own.loss = name, round_, step, 5.0
-            reports.append(report)
+        steps = (InnerStep(replica=name, round=round_, step=step, loss=5.0) for step in range(self.spec.inner_steps))
+        reports = [Report(time=time.time(), member=name, sent=time.time(), inner_step=one) for one in steps]
         self.clients[name].report(reports, name)
 
     def deposit(self, name: str, round_: int) -> None:

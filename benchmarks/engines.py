@@ -11,15 +11,13 @@ steps, and as the memory of a rank beyond training. A GPU trains in bf16, a CPU 
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,9 +26,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from processes import reset_peak, serving, status_bytes, when_idle
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -46,7 +44,7 @@ from hetero_pp.model.transformer import (
     shapes_by_block,
 )
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.hardware import CATALOG
@@ -65,6 +63,7 @@ from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import Ranks, init_ranks
 
 SECRET = Secret("of this benchmark only")
+OUTER = OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})
 INNER_STEPS = 50
 PARAMETERS = "parameters.safetensors"
 WARM_UP = 3
@@ -179,26 +178,20 @@ def _outer_round(
 
     Extra memory is that beyond training, on any rank.
     """
-    settings = _outer_settings()
-    client, stop = None, None
-    if ranks.is_first:
-        ours, theirs = multiprocessing.Pipe()
-        save_file(parameters, folder / PARAMETERS)
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(case, folder, theirs), daemon=True)
-        process.start()
-        client, stop = ExchangeClient(ours.recv(), SECRET.credentials("r")), ours
-    shared = CollectiveExchange(client, ranks)
-    shared.join("r", "")
-    outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks, keeps_undo=False)
-    pulse = Pulse(shared, "r", lambda before, cause: None)
-    with pulse.beating():
+    with ExitStack() as stack:
+        client = None
+        if ranks.is_first:
+            save_file(parameters, folder / PARAMETERS)
+            client = ExchangeClient(stack.enter_context(serving(_serve, case, folder)), SECRET.credentials("r"))
+            stack.callback(client.close)
+        shared = CollectiveExchange(client, ranks)
+        shared.join("r", "")
+        outer = OuterRound("run", "r", "r", engine, parameters, shared, OUTER, ranks=ranks, keeps_undo=False)
+        stack.enter_context(Pulse(shared, "r", lambda before, cause: None).beating())
         outer.synchronise(1, shared.assign("r", 0).epoch)
         epoch, before = shared.assign("r", 1).epoch, _reset_peak(ranks.device)
         seconds = _timed(lambda: outer.synchronise(2, epoch), ranks.device)
     extra = max(ranks.gather(_peak(ranks.device) - before))
-    if client is not None and stop is not None:
-        client.close()
-        stop.send("stop")
     kept = sum(tensor.numel() * 4 for tensor in (*outer.error.values(), *outer.theta.values()))
     return {
         "outer_seconds": seconds,
@@ -209,21 +202,18 @@ def _outer_round(
     }
 
 
-def _outer_settings() -> OuterSettings:
-    return OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})
-
-
-def _serve(case: Case, folder: Path, told: Connection) -> None:
-    """Serve the exchange in a process of its own, as in a run, until told to stop."""
+def _serve(told: Connection, case: Case, folder: Path) -> None:
+    """Serve the exchange in a process of its own, as in a run, until the parent is done."""
     if case.device == "cpu":
         torch.set_num_threads(1)
     parameters = load_file(folder / PARAMETERS)
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
     log = ContributionLog(FolderStore(folder / "log"))
-    exchange = Exchange("run", roster, Snapshot(0, parameters, None), _outer_settings(), log)
+    exchange = Exchange("run", roster, Snapshot(0, parameters, None), OUTER, log)
     server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0")
     told.send(f"127.0.0.1:{port}")
-    told.recv()
+    with suppress(EOFError):
+        told.recv()
     server.stop(None)
 
 
@@ -240,18 +230,14 @@ def _parameters(case: Case) -> dict[str, torch.Tensor]:
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     """Return wall-clock seconds until the work is done and the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
+    started = when_idle(device)
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    return when_idle(device) - started
 
 
 def _peak(device: torch.device) -> int:
     """Return the peak bytes: those of tensors on a GPU, those of the process on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _of_status("VmHWM")
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else status_bytes("VmHWM")
 
 
 def _reset_peak(device: torch.device) -> int:
@@ -259,13 +245,7 @@ def _reset_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _of_status("VmRSS")
-
-
-def _of_status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+    return reset_peak()
 
 
 def _mfu(case: Case, step_seconds: float, device: torch.device) -> float | None:
@@ -291,19 +271,9 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _show(results: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
-    columns = (
-        "engine",
-        "tokens/s",
-        "over plain",
-        "MFU",
-        "MFU of plain",
-        "peak GB",
-        "outer round s",
-        "share of 50 steps",
-    )
-    for column in (*columns, "extra"):
-        table.add_column(column, justify="right")
+    print(f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
+    speeds = ["tokens/s", "over plain", "MFU", "MFU of plain", "peak GB"]
+    table = PlainTable(["engine"], [*speeds, "outer round s", "share of 50 steps"], ["extra"])
     for one in results:
         name = one["engine"] + (", compiled" if one["compile"] else "")
         if "failed" in one:
@@ -318,14 +288,13 @@ def _show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run every way, print, and write JSON if asked."""
     if "HETERO_PP_CASE" in os.environ:
         folder = Path(os.environ["HETERO_PP_FOLDER"])
         found = run_case(Case(**json.loads(os.environ["HETERO_PP_CASE"])), folder)
         if os.environ["RANK"] == "0":
             (folder / "found.json").write_text(json.dumps(found))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", choices=("micro", "178m", "512m", "1b"), default="178m")
     parser.add_argument("--engines", default="torch,torchtitan,deepspeed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -350,7 +319,7 @@ def main() -> None:
             sizes = (arguments.ranks, arguments.batch_size, arguments.length, arguments.steps)
             results.append(_measure(Case(engine, arguments.preset, arguments.device, *sizes, compiled)))
     _show(results)
-    save({"machine": machine(), "commit": commit(), "results": results}, arguments.json)
+    save(origin() | {"results": results}, arguments.json)
     if logs := [one["log"] for one in results if "failed" in one]:
         raise SystemExit("\n".join(logs))
 

@@ -15,22 +15,18 @@ way over seeds. With --json, runs that the file contains are not trained again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import earlier, parse, parser_of, save
+from launched import run_quietly, summary_of
 
 from hetero_pp.data.sources import open_source
-from hetero_pp.program.launch.command import run_topology
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.experiments.definition import Scale
@@ -42,7 +38,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import CACHE, RunFolder
+from hetero_pp.run.folder import CACHE
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 
@@ -84,14 +80,21 @@ RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/engines_agree")
 
 
+def text_of(scale: Scale, folder: Path) -> str | None:
+    """Return a small text for the smallest scale, which it writes to the folder; None for the others."""
+    if scale is not LEAST:
+        return None
+    path = folder.absolute() / "text.txt"
+    path.write_text(Path(__file__).read_text())
+    return str(path)
+
+
 class Jobs:
     """The rows at a scale, each as `reproduce` would train it."""
 
     def __init__(self, scale: str) -> None:
-        self._scale, self._text = CATALOG.scales.get(scale, LEAST), None
-        if scale == LEAST.name:
-            self._text = RUNS.absolute() / "text.txt"
-            self._text.write_text(Path(__file__).read_text())
+        self._scale = CATALOG.scales.get(scale, LEAST)
+        self._text = text_of(self._scale, RUNS)
         self._kept = RESULTS / scale / KEPT
         self._outcomes = read_outcomes(self._kept)
         self._prepared: dict[str, Corpus] = {}
@@ -99,8 +102,7 @@ class Jobs:
     def job(self, name: str, seed: int) -> Job:
         """Return the job of a row at a seed. Encodes the job's corpus if necessary."""
         experiment, row = ROWS[name]
-        own = None if self._text is None else str(self._text)
-        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=own)
+        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=self._text)
         [one] = [one for one in setting.rows() if one.name == row]
         data = setting.config(one).data
         if data.corpus not in self._prepared:
@@ -120,13 +122,11 @@ def train(job: Job, way: str) -> list[float]:
         result = train_fast(RunSpec(job.config, source.vocabulary), source, compiles=way == "compiled")
         assert result.compiled == (way == "compiled"), "torch.compile does not work on this machine"
         return result.validation_loss
-    folder = RunFolder(RUNS / job.config.name)
     yaml = RUNS / "run.yaml"
     run = job.config.model_dump(mode="json", exclude={"research"})  # without settings that only the tables have
     save_config(RunConfig.model_validate(run), yaml)
-    with redirect_stdout(StringIO()):
-        run_topology(yaml, [], RUNS, in_process=way == "staged", new=True)
-    losses: list[float] = json.loads(folder.summary.read_text())["validation_loss"]
+    folder = run_quietly(yaml, [], RUNS, in_process=way == "staged")
+    losses: list[float] = summary_of(folder)["validation_loss"]
     shutil.rmtree(folder.path)
     return losses
 
@@ -192,8 +192,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Train the missing runs, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="; ".join(ROWS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["kept", "compiled", "staged", "launched"])
@@ -201,9 +200,7 @@ def main() -> None:
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     RUNS.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": machine(), "scale": arguments.scale, "runs": [], "pairs": []}
-    if arguments.json is not None and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())
+    found = earlier(arguments.json) or {"machine": machine(), "scale": arguments.scale, "runs": [], "pairs": []}
     jobs = Jobs(arguments.scale)
     for seed in range(1, arguments.seeds + 1):
         for row in arguments.rows:

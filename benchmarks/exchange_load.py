@@ -11,7 +11,6 @@ machine have no TLS: CPU of transfers (benchmarks/link.py) is not measured here.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import start_program, words
+from processes import status_bytes, writers_to
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
@@ -64,7 +64,6 @@ class Run:
     rounds: int = 6
 
     def yaml(self, corpus: Path) -> str:
-        """Return the run's YAML."""
         values = asdict(self) | {"feed_forward": 3 * self.width, "corpus": corpus}
         kind = "kind: datacenter" if self.stages == 1 else f"kind: participants, stages: {self.stages}"
         replicas = range(self.members // self.stages)
@@ -112,7 +111,8 @@ class Look:
 def compare(run: Run, folder: Path) -> dict[str, Any]:
     """Launch a run, and return what was predicted of its exchange beside what was measured."""
     yaml = folder / f"{run.name}.yaml"
-    yaml.write_text(run.yaml(corpus_in(folder)))
+    (folder / "corpus.txt").write_text(words())
+    yaml.write_text(run.yaml(folder / "corpus.txt"))
     load = exchange_load(spec_of(ConfigFile(yaml)))
     looks = list(launched(yaml, RunFolder(folder / "runs" / run.name)))
     first, last = next(look for look in looks if look.audited), looks[-1]
@@ -130,32 +130,25 @@ def compare(run: Run, folder: Path) -> dict[str, Any]:
 
 def launched(yaml: Path, folder: RunFolder) -> Iterator[Look]:
     """Launch a run, and yield samples of its exchange until the exchange ends."""
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(yaml), "--runs", str(folder.path.parent), "--new"]
-    with (
-        (yaml.parent / "output.txt").open("w+") as output,
-        subprocess.Popen(command, stdout=output, stderr=output) as launcher,
-    ):
+    output = yaml.parent / "output.txt"
+    with start_program("launch", str(yaml), "--runs", str(folder.path.parent), "--new", to=output) as launcher:
         try:
             exchange = exchange_of(launcher, folder)
             while exchange is not None and (look := look_at(exchange, folder)) is not None:
                 yield look
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             if launcher.wait(60):
-                raise SystemExit(f"{yaml.stem}: {Path(output.name).read_text()}")
+                raise SystemExit(f"{yaml.stem}: {output.read_text()}")
         finally:
             launcher.terminate()
 
 
 def exchange_of(launcher: subprocess.Popen[bytes], folder: RunFolder) -> psutil.Process | None:
     """Wait for the process that writes the exchange's output; None if the launcher ends before there is one."""
-    output = folder.output(EXCHANGE).resolve()
     while launcher.poll() is None:
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            try:
-                if (Path("/proc") / str(process.pid) / "fd" / "2").resolve() == output:
-                    return process
-            except OSError:
-                continue
+        for pid, member in writers_to(folder.output(EXCHANGE).parent.resolve()):
+            if member == EXCHANGE:
+                return psutil.Process(pid)
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return None
 
@@ -164,30 +157,17 @@ def look_at(process: psutil.Process, folder: RunFolder) -> Look | None:
     """Read the process's figures; None if it has ended."""
     audited = len(list((folder.path / "log" / "audited").glob("round-*.json")))
     try:
-        status = (Path("/proc") / str(process.pid) / "status").read_text()
-        used = process.cpu_times()
+        return Look(audited, status_bytes("VmHWM", process.pid), sum(process.cpu_times()[:2]))
     except (OSError, psutil.Error):
         return None
-    peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), None)
-    return None if peak is None else Look(audited, 1024 * int(peak), used.user + used.system)
-
-
-def corpus_in(folder: Path) -> Path:
-    """Return a file of text that is enough for every run."""
-    path = folder / "corpus.txt"
-    if not path.exists():
-        path.write_text(" ".join(f"word{number % 97} stage{number % 13}" for number in range(40_000)))
-    return path
 
 
 def idle_bytes() -> int:
     """Return the peak memory of a Python that has imported torch and grpc, and does nothing."""
-    done = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, check=True)
-    return 1024 * int(done.stdout)
+    return 1024 * int(subprocess.run([sys.executable, "-c", IDLE], capture_output=True, check=True).stdout)
 
 
 def line_of(found: Mapping[str, Any], idle: int) -> str:
-    """Return one row of the table."""
     predicted, measured = found["predicted"], found["measured"]
     bytes_, seconds = (sum(predicted[name].values()) for name in ("memory_bytes", "cpu_seconds"))
     cells = [bytes_ / 1e6, (measured["memory_bytes"] - idle) / 1e6, seconds, measured["cpu_seconds"]]
@@ -195,8 +175,7 @@ def line_of(found: Mapping[str, Any], idle: int) -> str:
 
 
 def main() -> None:
-    """Run, print, and write a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[run.name for run in RUNS], metavar="NAME")
     arguments = parse(parser, {"only": [SMALLEST.name]})
     idle, results = idle_bytes(), []
@@ -207,7 +186,7 @@ def main() -> None:
         for run in (run for run in [SMALLEST, *RUNS] if run.name in arguments.only):
             results.append(compare(run, Path(folder)))
             print(line_of(results[-1], idle), flush=True)
-    save({"machine": machine(), "commit": commit(), "idle_bytes": idle, "runs": results}, arguments.json)
+    save(origin() | {"idle_bytes": idle, "runs": results}, arguments.json)
 
 
 if __name__ == "__main__":

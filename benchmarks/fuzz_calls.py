@@ -30,6 +30,7 @@ from attacks_of_strangers import ANSWERED, as_http2, knock, signed_by, strange_c
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from lies import HEADERS
 
 from hetero_pp.config.links import EXCHANGE as PEER
 from hetero_pp.config.links import LinkSpec
@@ -61,7 +62,7 @@ BY = ("stranger", "ticket", "member")
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
 STREAMS = ("Deposit", "Show", "Fetch", "Snapshot", "Carry", "Open")
 """Streaming calls, of which a caller may have only a few open."""
-CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
+CELLS = [f"{call} by a {caller}" for caller in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
 """Share of a call's messages that strangers send. Only TLS sees these messages, and each takes a connection."""
 A_BLOCK = 1000
@@ -94,7 +95,6 @@ MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """Probabilities before each message: that the guest's slot changes, and that it becomes vacant."""
 
-HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Show": pb.ShownFile, "Open": pb.LinkHello}
 TEXTS = [
     "",
     "exchange",
@@ -177,20 +177,17 @@ def any_message(message: Message, dice: random.Random, texts: Sequence[str], dep
             for _ in range(dice.randrange(4)):
                 entries[dice.choice(texts)] = dice.choice(BYTES)
         elif one.is_repeated:
+            values = getattr(message, one.name)
             for _ in range(dice.randrange(4)):
-                _add(getattr(message, one.name), one, dice, texts, depth)
+                if one.message_type is not None:
+                    any_message(values.add(), dice, texts, depth + 1)
+                else:
+                    values.append(_value(one, dice, texts))
         elif one.message_type is not None:
             any_message(getattr(message, one.name), dice, texts, depth + 1).SetInParent()
         else:
             setattr(message, one.name, _value(one, dice, texts))
     return message
-
-
-def _add(values: Any, one: Any, dice: random.Random, texts: Sequence[str], depth: int) -> None:
-    if one.message_type is not None:
-        any_message(values.add(), dice, texts, depth + 1)
-    else:
-        values.append(_value(one, dice, texts))
 
 
 def _value(one: Any, dice: random.Random, texts: Sequence[str]) -> Any:
@@ -275,13 +272,13 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
     return [message.SerializeToString()]
 
 
-def metadata(who: str, call: str, dice: random.Random, known: Known) -> Metadata:
+def metadata(caller: str, call: str, dice: random.Random, known: Known) -> Metadata:
     """Return the metadata of a message, by which the caller names itself beside its certificate."""
     target = known.target
-    if who == "member" and CALLS[call] is RELAY:
+    if caller == "member" and CALLS[call] is RELAY:
         links = [target.own_link] * 8 + [target.link.name, "", "dc-exchange", "no link"]
         return ((CARRIES, dice.choice(links)), *shown(target.ends[0]))
-    if who == "member":
+    if caller == "member":
         own = shown(target.guest, target.run if dice.random() < 0.95 else None)
         terms = [str(known.term)] * 12 + [str(known.term - 1), "0", "999999999", "-1", "one"]
         return (*own, ("term", dice.choice(terms)))
@@ -360,9 +357,9 @@ def honest_blob(
     target: Target, round_: int, block: Mapping[str, tuple[int, ...]], compression: CompressionSettings
 ) -> bytes:
     """Return what the guest would contribute for its first block."""
-    selections = []
-    for name, shape in block.items():
-        selections.append((name, shape, select(torch.zeros(shape), torch.randn(shape), compression)))
+    selections = [
+        (name, shape, select(torch.zeros(shape), torch.randn(shape), compression)) for name, shape in block.items()
+    ]
     return encode_blob(BlobAddress(target.run, round_, target.guest.name, target.blocks[0]), selections, compression)
 
 
@@ -381,20 +378,20 @@ class Sender:
         strangers += [target.expired, signed_by(target.guest, target.honest)]
         self._strange = [None, *(strange_context(target, one) for one in strangers)]
 
-    def _channels_to(self, call: str, who: str) -> list[grpc.Channel]:
+    def _channels_to(self, call: str, caller: str) -> list[grpc.Channel]:
         """Return channels from a kind of caller to the server of a call."""
         service, target = CALLS[call], self.known.target
-        key = f"{service.name} {who}"
+        key = f"{service.name} {caller}"
         if key not in self._channels:
             address, peer, callers = target.address, PEER, [target.guest] * CHANNELS
             if service is LINKS:
-                address, peer = self._far if who == "member" else target.link_address, target.link.target
+                address, peer = self._far if caller == "member" else target.link_address, target.link.target
                 callers = [target.neighbour] * CHANNELS
             if service is ADMISSION:
                 callers = [self._let_in()]
             if service is RELAY:
                 callers = [*target.ends]
-            if who == "ticket":
+            if caller == "ticket":
                 callers = [target.tickets["open"]] * CHANNELS
             self._channels[key] = [channel_to(address, one, peer) for one in callers]
         return self._channels[key]
@@ -414,43 +411,43 @@ class Sender:
 
         Returns their number, the seconds, the statuses, and the messages that let something escape.
         """
-        call, _, who = name.replace(" by a ", " ").rpartition(" ")
+        call, _, caller = name.replace(" by a ", " ").rpartition(" ")
         codes, escaped, begun = Counter[str](), list[str](), time.monotonic()
         sent = 0
         while first + sent < most and (sent == 0 or time.monotonic() - begun < LONGEST_CHUNK):
-            if who == "member":
+            if caller == "member":
                 self._take_place()
                 self._forget_invited()
-            calls = list(self._block(call, who, first + sent, most))
+            calls = list(self._block(call, caller, first + sent, most))
             pool = self._few if CALLS[call] is ADMISSION else self._streams if call in STREAMS else self._pool
-            for code, said in pool.map(partial(self._send, call, who), calls):
+            for code, said in pool.map(partial(self._send, call, caller), calls):
                 codes[code] += 1
                 escaped += [said] if said else []
             sent += len(calls)
         return sent, time.monotonic() - begun, codes, escaped[:MOST_KEPT]
 
-    def _block(self, call: str, who: str, first: int, most: int) -> Iterator[Call]:
+    def _block(self, call: str, caller: str, first: int, most: int) -> Iterator[Call]:
         """Yield the messages up to the end of a block."""
-        dice = random.Random(f"{self._seed} {call} {who} {first}")
+        dice = random.Random(f"{self._seed} {call} {caller} {first}")
         path = call_path(CALLS[call], call)
         for _ in range(min(most, first - first % A_BLOCK + A_BLOCK) - first):
             frames = request(call, dice, self.known, self._texts)
             by = self.known.target.guest  # not used here: `_send` selects the connection
-            yield Call(path, frames, metadata(who, call, dice, self.known), by)
+            yield Call(path, frames, metadata(caller, call, dice, self.known), by)
 
     def _forget_invited(self) -> None:
         for channel in self._channels.pop(f"{ADMISSION.name} member", []):
             channel.close()
 
-    def _send(self, name: str, who: str, call: Call) -> tuple[str, str]:
+    def _send(self, name: str, caller: str, call: Call) -> tuple[str, str]:
         """Make a call. Return its outcome, and the message with its error if something escaped."""
-        if who == "stranger":
+        if caller == "stranger":
             address = self.known.target.link_address if CALLS[name] is LINKS else self.known.target.address
             code = knock(address, random.choice(self._strange), as_http2(call))
             return code, f"{[frame[:200].hex() for frame in call.frames[:3]]}" if code in ESCAPED else ""
-        self._disturb(who, name)
-        time.sleep(self._pace.due_in(who, 1))
-        channel = random.choice(self._channels_to(name, who))
+        self._disturb(caller, name)
+        time.sleep(self._pace.due_in(caller, 1))
+        channel = random.choice(self._channels_to(name, caller))
         try:
             self._make(channel, name, call)
             return "OK", ""
@@ -474,13 +471,13 @@ class Sender:
                 break
         answers.cancel()
 
-    def _disturb(self, who: str, name: str) -> None:
+    def _disturb(self, caller: str, name: str) -> None:
         """Vacate or take again the guest's slot now and then, so that some messages come too late or too early."""
-        if who == "member" and CALLS[name] is ADMISSION:
+        if caller == "member" and CALLS[name] is ADMISSION:
             if random.random() < (0.5 if name == "Give" else RESEATED):
                 self._forget_invited()  # one call at a time
             return
-        if who == "member" and (chance := random.random()) < RESEATED:
+        if caller == "member" and (chance := random.random()) < RESEATED:
             (self._leave if chance < LEFT else self._take_place)()
 
     def _leave(self) -> None:

@@ -8,7 +8,6 @@ later call continues. `--smoke` mutates honest blobs at random, without atheris.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -23,17 +22,14 @@ with suppress(ModuleNotFoundError):  # --smoke works without atheris
         import contribution_target  # noqa: F401
 
 import torch
-from command_line import extra, parse, save
+from command_line import extra, origin, parse, parser_of, save
 from contribution_target import Count, mutated, seeds, try_one
-
-from hetero_pp.research.experiments.provenance import commit, machine
 
 SMOKE = {"inputs": 1000}
 
 
 def main() -> None:
-    """Fuzz, and write the counts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path)
@@ -73,11 +69,8 @@ def fuzz(inputs: int, seed: int, corpus: Path, path: Path | None) -> None:
 
 
 def report(count: Count, seconds: float, corpus: int, path: Path | None) -> None:
-    """Print the counts so far, and write them."""
     print(f"{count.inputs:,} inputs: {count.decoded:,} valid, {count.refused:,} refused; {corpus} kept", flush=True)
     found = {
-        "machine": machine(),
-        "commit": commit(),
         "inputs": count.inputs,
         "valid": count.decoded,
         "refused": count.refused,
@@ -86,7 +79,7 @@ def report(count: Count, seconds: float, corpus: int, path: Path | None) -> None
         "cpu_seconds": seconds,
         "reasons": dict(sorted(count.reasons.items(), key=lambda one: -one[1])),
     }
-    save(found, path)
+    save(origin() | found, path)
 
 
 if __name__ == "__main__":

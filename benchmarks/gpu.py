@@ -6,8 +6,8 @@
   an outer round: selection and coding of a pseudo-gradient of 512M parameters;
 - stages: a launched group of four stages of the 512m model, beside a launched replica that is not split. The stages are
   processes on this GPU that exchange messages over loopback gRPC. They train once more with NVIDIA's Multi-Process
-  Service, which lets kernels of several processes run at the same time. `--batch`, `--micro-batches` and `--in-flight`
-  take other settings, several at once. The parts of a step are printed as well (benchmarks/stage_trace.py);
+  Service, which lets kernels of several processes run at the same time. `--micro-batches` and `--in-flight` take
+  several settings at once;
 - boundary: encoding, copying and decoding of one micro-batch's activations at one boundary of that model, beside
   copying them whole;
 - compression: top-k, quantisation and error feedback, beside a copy of the same bytes (benchmarks/compressors.py);
@@ -23,24 +23,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from io import StringIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from command_line import parse, save
-from stage_trace import TracingSupervisor, milliseconds_a_step, table
+from command_line import origin, parse, parser_of, save
+from launched import events_of, letters, run_quietly, summary_of
+from processes import when_idle
 from torch import Tensor
 
 from hetero_pp.config.topology import BoundarySettings
@@ -48,10 +48,7 @@ from hetero_pp.core.copies import copies_of
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.recorded import Start
-from hetero_pp.program.launch.supervisor import launch
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.folder import RunFolder
 from stages.boundary import Boundary, boundary_of
 
 HERE = Path(__file__).parent
@@ -91,18 +88,20 @@ MIXED = """\
 """
 
 
+@dataclass(frozen=True)
 class Scale:
-    """Sizes of the measurement."""
+    """Sizes of the measurement, by default the smallest ones."""
 
-    def __init__(self, is_smoke: bool, steps: int, batch: int) -> None:
-        self.is_smoke, self.steps = is_smoke, WARM_UP + steps
-        self.micro_batches, self.in_flight, self.switch_intervals = list[int](), list[int](), list[float]()
-        """Settings of launched groups to compare."""
-        self.model = "width: 32, layers: 4, heads: 2, feed_forward: 64, vocabulary: 300"
-        self.width, self.vocabulary, self.length, self.batch, self.rows = 32, 300, 32, 8, 4
-        if not is_smoke:
-            self.model = "preset: 512m, vocabulary: 32000"
-            self.width, self.vocabulary, self.length, self.batch, self.rows = 1536, 32000, 1024, batch, 4
+    steps: int = WARM_UP + 1
+    """Inner steps of a launched run."""
+    model: str = "width: 32, layers: 4, heads: 2, feed_forward: 64, vocabulary: 300"
+    width: int = 32
+    vocabulary: int = 300
+    length: int = 32
+    batch: int = 8
+
+
+LARGE: dict[str, Any] = {"model": "preset: 512m, vocabulary: 32000", "width": 1536, "vocabulary": 32000, "length": 1024}
 
 
 def _script(name: str, arguments: Sequence[str], folder: Path, is_smoke: bool) -> Any:
@@ -115,7 +114,7 @@ def _script(name: str, arguments: Sequence[str], folder: Path, is_smoke: bool) -
     return {} if is_smoke else json.loads(path.read_text())
 
 
-def whole(scale: Scale, device: str, folder: Path) -> Any:
+def whole(scale: Scale, asked: argparse.Namespace, folder: Path) -> Any:
     """Measure engines beside a plain loop. torchtitan is left out where torch is too old for it."""
     engines = ["torch"]
     try:
@@ -124,39 +123,29 @@ def whole(scale: Scale, device: str, folder: Path) -> Any:
         engines.append("torchtitan")
     except ImportError as error:
         print(f"without torchtitan: {error}")
-    more = [] if scale.is_smoke else ["--preset", "512m", "--batch-size", "8", "--modes", "compiled"]
-    return _script("engines", ["--engines", ",".join(engines), *more], folder, scale.is_smoke)
+    more = [] if asked.smoke else ["--preset", "512m", "--batch-size", "8", "--modes", "compiled"]
+    return _script("engines", ["--engines", ",".join(engines), *more], folder, asked.smoke)
 
 
-def stages(scale: Scale, device: str, folder: Path) -> list[dict[str, Any]]:
+def stages(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Launch a whole replica and groups of four stages, with equal work; return their tokens per second."""
-    settings: dict[str, Any] = {"device": device, "batch": scale.batch, "compiles": str(not scale.is_smoke).lower()}
+    settings: dict[str, Any] = {"device": asked.device, "batch": scale.batch, "compiles": str(not asked.smoke).lower()}
+    ways = ["staged", *(["staged-mps"] if asked.device != "cpu" and shutil.which(MPS) else [])]
     found: list[dict[str, Any]] = []
-    for parts in scale.micro_batches:
+    for parts in asked.micro_batches:
         settings["parts"] = parts
         run = _launched(f"whole-{parts}", WHOLE.format(**settings), scale, 1, folder)
         found.append({"way": "whole", "micro_batches": parts, "tokens_per_second": _tokens_per_second(run)})
         print(f"{parts} micro-batches: whole {found[-1]['tokens_per_second']:>12,.0f} tokens/s", flush=True)
         whole = found[-1]["tokens_per_second"]
-        for in_flight, switch_interval, way in product(scale.in_flight, scale.switch_intervals, _ways(device)):
+        for in_flight, way in product(asked.in_flight, ways):
             settings["in_flight"] = in_flight
-            traces = folder / f"traces-{len(found)}"
-            traces.mkdir()
-            start = partial(launch, make_supervisor=partial(TracingSupervisor, traces, switch_interval))
             with _multi_process(folder) if way == "staged-mps" else nullcontext():
-                run = _launched(f"{way}-{len(found)}", GROUP.format(**settings), scale, 1, folder, start)
-            row = {"way": way, "micro_batches": parts, "in_flight": in_flight, "switch_interval": switch_interval}
-            row["tokens_per_second"] = speed = _tokens_per_second(run)
-            row["milliseconds"] = times = milliseconds_a_step(traces, WARM_UP)
-            print(f"{way:<12}{speed:>12,.0f} tokens/s{speed / whole:>8.3f}", end="  ")
-            print(f"{in_flight} extra in flight, switch interval {1e3 * switch_interval:g} ms")
-            print(table(times), flush=True)
-            found.append(row)
+                run = _launched(f"{way}-{len(found)}", GROUP.format(**settings), scale, 1, folder)
+            speed = _tokens_per_second(run)
+            found.append({"way": way, "micro_batches": parts, "in_flight": in_flight, "tokens_per_second": speed})
+            print(f"{way:<12}{speed:>12,.0f} tokens/s{speed / whole:>8.3f}  {in_flight} extra in flight", flush=True)
     return found
-
-
-def _ways(device: str) -> list[str]:
-    return ["staged", *(["staged-mps"] if device != "cpu" and shutil.which(MPS) else [])]
 
 
 @contextmanager
@@ -174,36 +163,33 @@ def _multi_process(folder: Path) -> Iterator[None]:
             del os.environ[name]
 
 
-def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path, start: Start = launch) -> Path:
-    """Launch a run as a user would; return its folder."""
-    corpus, yaml = folder / "corpus.txt", folder / f"{name}.yaml"
+def _launched(name: str, replicas: str, scale: Scale, rounds: int, folder: Path) -> RunFolder:
+    """Launch a run as a user would; return its folder. Prints the ends of its logs if it fails."""
+    corpus, yaml, runs = folder / "corpus.txt", folder / f"{name}.yaml", folder / "runs"
     if not corpus.exists():
-        drawn = random.Random(1)
-        count = 30 * scale.batch * scale.length
-        corpus.write_text("".join(drawn.choices("abcdefghijklmnopqrstuvwxyz      ", k=count)))
+        corpus.write_text(letters(30 * scale.batch * scale.length))
     sizes = {"model": scale.model, "length": scale.length, "steps": scale.steps, "rounds": rounds}
     yaml.write_text(RUN.format(name=name, corpus=corpus, replicas=replicas, **sizes))
-    run = folder / "runs" / name
     try:
-        with redirect_stdout(StringIO()):
-            run_topology(yaml, [], run.parent, in_process=False, new=True, start=start)
+        return run_quietly(yaml, [], runs)
     except HeteroPPError:
-        for log in sorted(run.glob("logs/*.log")):
-            print(f"{log.name}: {log.read_text()[-3000:]}")
+        print(_logs(RunFolder(runs / name)))
         raise
-    return run
 
 
-def _tokens_per_second(run: Path) -> float:
+def _logs(run: RunFolder) -> str:
+    return "".join(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(run.path.glob("logs/*.log")))
+
+
+def _tokens_per_second(run: RunFolder) -> float:
     """Return the speed of the steps after the first ones, from the median time between two steps."""
-    events = (json.loads(line) for line in (run / "metrics.jsonl").open())
-    steps = [one for one in events if one["event"] == "inner_step" and one.get("tokens")][WARM_UP:]
+    steps = [one for one in events_of(run) if one["event"] == "inner_step" and one.get("tokens")][WARM_UP:]
     return steps[0]["tokens"] / median(after["time"] - before["time"] for before, after in pairwise(steps))
 
 
-def boundary(scale: Scale, device: str, folder: Path) -> list[dict[str, Any]]:
+def boundary(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Time the parts of a boundary for one micro-batch, in microseconds, for the ways to write coefficients."""
-    here, rows = torch.device(device), scale.rows
+    here, rows = torch.device(asked.device), 4
     generator = torch.Generator().manual_seed(1)
     x_BLD = torch.randn(rows, scale.length, scale.width, generator=generator).to(here, torch.bfloat16)
     embedding = torch.randn(scale.vocabulary, scale.width, generator=generator).to(here)
@@ -244,38 +230,29 @@ def _microseconds(device: torch.device, work: Callable[[], object], repeats: int
     """Return the median time of a call until the device is idle."""
     found = []
     for _ in range(repeats + WARM_UP):
-        _wait(device)
-        started = time.perf_counter()
+        started = when_idle(device)
         work()
-        _wait(device)
-        found.append(time.perf_counter() - started)
+        found.append(when_idle(device) - started)
     return 1e6 * median(found[WARM_UP:])
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def compression(scale: Scale, asked: argparse.Namespace, folder: Path) -> Any:
+    return _script("compressors", ["--device", asked.device], folder, asked.smoke)
 
 
-def compression(scale: Scale, device: str, folder: Path) -> Any:
-    return _script("compressors", ["--device", device], folder, scale.is_smoke)
+def rows(scale: Scale, asked: argparse.Namespace, folder: Path) -> Any:
+    more = [] if asked.smoke else ["--scale", "micro", "--compressed", "2", "--rounds", "3"]
+    return _script("in_process", ["--device", asked.device, *more], folder, asked.smoke)
 
 
-def rows(scale: Scale, device: str, folder: Path) -> Any:
-    more = ["--scale", "micro", "--compressed", "2", "--rounds", "3"]
-    return _script("in_process", ["--device", device, *([] if scale.is_smoke else more)], folder, scale.is_smoke)
-
-
-def mixed(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
+def mixed(scale: Scale, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train a run with members on the CPU and on the GPU. Exits with an error if the replicas differ."""
-    small = Scale(is_smoke=True, steps=1, batch=8)
-    run = _launched("mixed", MIXED.format(device=device), small, 2, folder)
-    summary = json.loads((run / "summary.json").read_text())
+    run = _launched("mixed", MIXED.format(device=asked.device), Scale(), 2, folder)
+    summary = summary_of(run)
     hashes = set(summary["parameters_sha256"].values())
     print(f"mixed: {len(summary['parameters_sha256'])} replicas, {len(hashes)} hash; loss {summary['validation_loss']}")
     if len(summary["parameters_sha256"]) != 2 or len(hashes) != 1:
-        logs = "".join(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(run.glob("logs/*.log")))
-        raise SystemExit(f"expected two replicas with one hash, found {summary['parameters_sha256']}\n{logs}")
+        raise SystemExit(f"expected two replicas with one hash, found {summary['parameters_sha256']}\n{_logs(run)}")
     return {"parameters_sha256": hashes.pop(), "validation_loss": summary["validation_loss"]}
 
 
@@ -283,29 +260,24 @@ PARTS = {part.__name__: part for part in (boundary, mixed, whole, stages, compre
 
 
 def main() -> None:
-    """Measure the parts, print, and write JSON after each of them if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda", help="device to measure")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure, separated by commas")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a launched run")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step of `stages`")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16], help="of a step of `stages`")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1], help="`extra_in_flight` of the groups")
-    parser.add_argument(
-        "--switch-intervals", type=float, nargs="+", default=[sys.getswitchinterval()], help="of threads, in seconds"
-    )
     arguments = parse(parser, SMOKE)
     if arguments.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("benchmarks/gpu.py: found no GPU; --smoke runs everything on the CPU at its smallest size")
-    found: dict[str, Any] = {"machine": machine(), "commit": commit()}
-    scale = Scale(arguments.smoke, arguments.steps, arguments.batch)
-    scale.micro_batches, scale.in_flight = arguments.micro_batches, arguments.in_flight
-    scale.switch_intervals = arguments.switch_intervals
+    found, scale = origin(), Scale(WARM_UP + arguments.steps)
+    if not arguments.smoke:
+        scale = replace(scale, batch=arguments.batch, **LARGE)
     with tempfile.TemporaryDirectory(prefix="hetero-pp-gpu-") as name:
         for part in arguments.parts.split(","):
             print(f"\n{part}", flush=True)
             started = time.monotonic()
-            found[part] = PARTS[part](scale, arguments.device, Path(name))
+            found[part] = PARTS[part](scale, arguments, Path(name))
             print(f"{part}: {time.monotonic() - started:.0f} s", flush=True)
             save(found, arguments.json)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -30,17 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import HETERO_PP, events_of, exit_on_sigterm, start_program, summary_of, words
 from namespaces import Machine, apart, gateway
-from simulator import words
+from processes import cpu_seconds
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.program.join.invite import invite
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.folder import RunFolder
 
 PORT = 47690
 SMOKE = {"groups": 1, "stages": 2, "rounds": 2, "joins": 1, "between": 1}
-HETERO_PP = [sys.executable, "-m", "hetero_pp"]
 FOR_EVER = 100_000
 PATIENCE = 1200.0
 LISTENS = "0A"
@@ -74,12 +73,6 @@ class Site:
     exchange: str
     holder: int | None = None
     """Process id of the holder of the namespace, if there is one."""
-
-    def start(self, *command: str, to: Path) -> subprocess.Popen[bytes]:
-        """Start `hetero-pp COMMAND`, with its output in a file."""
-        with to.open("wb") as said:
-            whole = [*self.inside, *HETERO_PP, *command]
-            return subprocess.Popen(whole, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
 
     def ask(self, *command: str) -> str:
         """Run `hetero-pp COMMAND`, and return its output. Raises SystemExit if it fails."""
@@ -140,14 +133,13 @@ class Run:
         (folder / "run.yaml").write_text(text)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._joined = 0
-
-    @property
-    def _runs(self) -> str:
-        return str(self.folder / EXCHANGE)
+        self._runs = str(folder / EXCHANGE)
+        self._own = RunFolder(folder / EXCHANGE / "homes")
 
     def __enter__(self) -> Run:
         own = ["serve", str(self.folder / "run.yaml"), "--runs", self._runs]
-        self.processes[EXCHANGE] = self.exchange.start(*own, to=self.folder / f"{EXCHANGE}.txt")
+        to = self.folder / f"{EXCHANGE}.txt"
+        self.processes[EXCHANGE] = start_program(*own, to=to, inside=self.exchange.inside)
         self.wait(lambda: any(event["event"] == "waiting" for event in self.events()))
         return self
 
@@ -164,9 +156,9 @@ class Run:
         with redirect_stdout(StringIO()) as ticket:
             invite(Path(self._runs), "homes", place, 3600.0, site.exchange)
         own = ["--data", str(self.folder / "corpus.txt"), "--runs", str(runs)]
-        command = ["join", ticket.getvalue().strip(), *own]
+        command, to = ["join", ticket.getvalue().strip(), *own], self.folder / f"{place}.txt"
         typed = time.time()
-        self.processes[place] = site.start(*command, to=self.folder / f"{place}.txt")
+        self.processes[place] = start_program(*command, to=to, inside=site.inside)
         return Joined(place, typed)
 
     def leave(self, joined: Joined) -> None:
@@ -175,9 +167,7 @@ class Run:
         self.processes[joined.place].wait()
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all events so far."""
-        path = self.folder / EXCHANGE / "homes" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return events_of(self._own)
 
     def wait(self, is_so: Callable[[], bool]) -> None:
         """Wait until the condition holds. Raises SystemExit if a process ends first or the wait is too long."""
@@ -192,18 +182,13 @@ class Run:
 
     def first_step(self, joined: Joined) -> tuple[float, float]:
         """Return seconds from typing `join` to the end of the first inner step, and CPU seconds of its processes."""
-        found: list[float] = []
 
-        def is_there() -> bool:
-            for event in self.events():
-                if (event["event"], event["member"]) == ("inner_step", joined.place) and event["time"] > joined.typed:
-                    found.append(event["time"] - joined.typed)
-            return bool(found)
+        def steps() -> list[float]:
+            own = (one for one in self.events() if (one["event"], one["member"]) == ("inner_step", joined.place))
+            return [one["time"] - joined.typed for one in own if one["time"] > joined.typed]
 
-        self.wait(is_there)
-        own = psutil.Process(self.processes[joined.place].pid)
-        times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
-        return found[0], sum(one.user + one.system for one in times)
+        self.wait(lambda: bool(steps()))
+        return steps()[0], cpu_seconds(self.processes[joined.place].pid)
 
     def rounds(self) -> int:
         """Return the number of closed rounds."""
@@ -222,8 +207,7 @@ class Run:
         return sum(place["relayed_bytes"] for place in places) // 2, sum(told.values())  # both ends report each link
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the run, which must have ended."""
-        return json.loads((self.folder / EXCHANGE / "homes" / "summary.json").read_text())
+        return summary_of(self._own)
 
 
 @dataclass(frozen=True)
@@ -252,7 +236,7 @@ def to_the_bits(
         together = run.summary()
     alone = [*HETERO_PP, "launch", "--in-process", str(run.folder / "run.yaml"), "--runs", str(folder / "alone")]
     subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
-    expected = json.loads((folder / "alone" / "homes" / "summary.json").read_text())
+    expected = summary_of(RunFolder(folder / "alone" / "homes"))
     return {
         "rounds": together["rounds"],
         "parameters_sha256": together["parameters_sha256"],
@@ -292,15 +276,14 @@ def under_way(folder: Path, arguments: argparse.Namespace, exchange: Site, homes
 
 
 def main() -> None:
-    """Run, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--stages", type=int, default=3, help="stages of each group")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of the run that is compared with one process")
     parser.add_argument("--joins", type=int, default=12, help="number of times that a slot is returned and taken again")
     parser.add_argument("--between", type=int, default=60, help="rounds during which the relay's bytes are counted")
     arguments = parse(parser, SMOKE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # clean up as after Ctrl-C
+    exit_on_sigterm()
     names = [f"group-{group + 1}.{stage}" for group in range(arguments.groups) for stage in range(arguments.stages)]
     with tempfile.TemporaryDirectory(prefix="hetero-pp-homes-") as name, sites(names) as (exchange, homes, lacks):
         if lacks:
@@ -316,8 +299,7 @@ def main() -> None:
     cpu = f"{joining['median_cpu_seconds']:.1f} s of CPU"
     print(f"from typing join to the first inner step: {spread}; {cpu}")
     kind = "processes" if lacks else "network namespaces"
-    found = {"machine": machine(), "commit": commit(), "homes": kind, "load": load, "whole": whole}
-    save({**found, "under_way": joining}, arguments.json)
+    save(origin() | {"homes": kind, "load": load, "whole": whole, "under_way": joining}, arguments.json)
     if not (whole["same_bits"] and whole["same_losses"]) or whole["listening_at_homes"]:
         sys.exit(1)
 

@@ -11,22 +11,21 @@ M x (weights + two moments + error feedback) + theta.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from processes import when_idle
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import Transformer, initialise
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -50,31 +49,13 @@ SCALES = {
 }
 
 
-@dataclass(frozen=True)
-class Way:
-    """Options of the vectorized trainer."""
-
-    stacks: bool = False
-    compiles: bool = False
-
-    def build(self, spec: RunSpec, store: TokenStore, device: torch.device) -> AllReplicas:
-        """Return the replicas before their first round."""
-        return AllReplicas(spec, store, compiles=self.compiles, stacks=self.stacks, device=device)
-
-
-WAYS = {
-    "eager": Way(),
-    "compiled": Way(compiles=True),
-    "stacked": Way(stacks=True),
-    "stacked, compiled": Way(stacks=True, compiles=True),
-}
+WAYS = ("eager", "compiled", "stacked", "stacked, compiled")
 SMOKE = {"scale": "least", "rounds": 1, "ways": ["eager"]}
 
 
-class Runner(Protocol):
-    """Trains one round at a time."""
-
-    def round(self, round_: int) -> object: ...
+def trainer(way: str, spec: RunSpec, store: TokenStore, device: torch.device) -> AllReplicas:
+    """Return the vectorized trainer with the options that the way names."""
+    return AllReplicas(spec, store, compiles="compiled" in way, stacks="stacked" in way, device=device)
 
 
 def spec_of(scale: Scale, compressed: int) -> RunSpec:
@@ -128,11 +109,11 @@ def compare(
     Return their median speeds, the ratios, and the memory.
     """
     before = _held(device)
-    eager = WAYS["eager"].build(spec, store, device)
+    eager = trainer("eager", spec, store, device)
     eager.round(1)
     held = _held(device) - before
-    runners: dict[str, Runner] = {"plain": PlainLoop(spec, eager, device), "eager": eager}
-    runners |= {name: WAYS[name].build(spec, store, device) for name in ways if name != "eager"}
+    runners: dict[str, PlainLoop | AllReplicas] = {"plain": PlainLoop(spec, eager, device), "eager": eager}
+    runners |= {name: trainer(name, spec, store, device) for name in ways if name != "eager"}
     for name, runner in runners.items():
         if name != "eager":
             runner.round(1)
@@ -157,10 +138,7 @@ def compare(
 
 def _now(device: torch.device) -> float:
     """Return CPU seconds of this process. On a GPU, return the wall clock once all work is done."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.monotonic()
+    return time.process_time() if device.type == "cpu" else when_idle(device)
 
 
 def _held(device: torch.device) -> int:
@@ -174,8 +152,7 @@ def _held(device: torch.device) -> int:
 
 
 def main() -> None:
-    """Run, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", choices=SCALES, default="micro")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
@@ -184,7 +161,7 @@ def main() -> None:
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     scale, device = SCALES[arguments.scale], torch.device(arguments.device)
-    ways = arguments.ways or [name for name, how in WAYS.items() if device.type == "cuda" or not how.stacks]
+    ways = arguments.ways or [name for name in WAYS if device.type == "cuda" or "stacked" not in name]
     store = prepare_tokens(spec_of(scale, 0).config.data, Path("runs/.tokens"))
     results = []
     all_counts = (0, scale.replicas // 2, scale.replicas)
@@ -198,7 +175,7 @@ def main() -> None:
         cells = "".join(f"{speeds[name]:>17,.0f} ({ratios[name]:.3f})" for name in ("plain", *ways))
         print(f"{result['compressed_replicas']:>5} of {scale.replicas}{cells}{result['held_over_expected']:>18.3f}")
     measured = {"scale": arguments.scale, "device": arguments.device, "results": results}
-    save({"machine": machine(), "commit": commit(), **measured}, arguments.json)
+    save(origin() | measured, arguments.json)
 
 
 if __name__ == "__main__":

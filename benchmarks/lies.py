@@ -1,4 +1,4 @@
-"""Lies: calls of a member in which a field has a value that an honest member does not send.
+"""Change the calls of a member: give one field a value that an honest member does not send.
 
 A liar is a real member whose calls are changed below its client: its training and its files are honest. Tests
 (tests/exchange/test_lies.py) and attacks (attacks_of_liars.py) share this.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from unittest import mock
 
 import grpc
@@ -26,8 +26,6 @@ from hetero_pp.rpc import dialling, exchange_client
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
-
-Some = TypeVar("Some", bound=Message)
 
 MOST_LIED_BYTES = 1 << 20
 """Length in bytes of a text or a bytes value that is far too long. A message has at most 8 MiB."""
@@ -119,61 +117,50 @@ def _all_lies(honest: Message) -> Iterator[Lie]:
             yield from _message_lies(honest, field)
         else:
             if field.has_presence:
-                yield _changed(honest, field.name, "left out", partial(_without, field.name))
+                yield Lie(field.name, "left out", _with(honest, field.name, None))
             for what, value in values_of(field, getattr(honest, field.name)):
-                yield _changed(honest, field.name, what, partial(_setting, field.name, value))
+                yield Lie(field.name, what, _with(honest, field.name, value))
 
 
-def _changed(honest: Message, path: str, what: str, change: Callable[[Any], object]) -> Lie:
-    lie = type(honest)()
-    lie.CopyFrom(honest)
-    change(lie)
-    return Lie(path, what, lie)
-
-
-def _without(name: str, lie: Any) -> None:
+def _with(honest: Message, name: str, value: Any) -> Message:
+    """Return the message with another value of a field, or without the field if the value is None."""
+    lie = deepcopy(honest)
     lie.ClearField(name)
-
-
-def _setting(name: str, value: Any, lie: Any) -> None:
-    setattr(lie, name, value)
-
-
-def _copying(name: str, value: Any, lie: Any) -> None:
-    getattr(lie, name).CopyFrom(value)
-
-
-def _mapping(name: str, entries: Mapping[str, Any], lie: Any) -> None:
-    lie.ClearField(name)
-    getattr(lie, name).update(entries)
+    match value:
+        case None:
+            pass
+        case Message():
+            getattr(lie, name).CopyFrom(value)
+        case dict():
+            getattr(lie, name).update(value)
+        case list():
+            getattr(lie, name).extend(value)
+        case _:
+            setattr(lie, name, value)
+    return lie
 
 
 def _message_lies(honest: Message, field: Any) -> Iterator[Lie]:
-    name = field.name
-    yield _changed(honest, name, "left out", lambda lie: lie.ClearField(name))
-    yield _changed(honest, name, "empty", lambda lie: (lie.ClearField(name), getattr(lie, name).SetInParent()))
-    for inner in _all_lies(getattr(honest, name)):
-        yield _changed(honest, f"{name}.{inner.path}", inner.what, partial(_copying, name, inner.message))
+    own = getattr(honest, field.name)
+    yield Lie(field.name, "left out", _with(honest, field.name, None))
+    yield Lie(field.name, "empty", _with(honest, field.name, type(own)()))
+    for inner in _all_lies(own):
+        yield Lie(f"{field.name}.{inner.path}", inner.what, _with(honest, field.name, inner.message))
 
 
 def _list_lies(honest: Message, field: Any) -> Iterator[Lie]:
     name, own = field.name, list(getattr(honest, field.name))
     if field.message_type is not None:
         first = own[0] if own else GetMessageClass(field.message_type)()
-        lengths = {"one too many": [*own, first], "far too many": [first] * MOST_LIED_ENTRIES}
         for inner in _all_lies(first):
-            yield _with(honest, f"{name}.{inner.path}", inner.what, name, [inner.message, *own[1:]])
+            yield Lie(f"{name}.{inner.path}", inner.what, _with(honest, name, [inner.message, *own[1:]]))
     else:
         first = own[0] if own else ("x" if field.type == FieldDescriptor.TYPE_STRING else 1)
-        lengths = {"one too many": [*own, first], "far too many": [first] * MOST_LIED_ENTRIES}
         for what, value in values_of(field, first):
-            yield _with(honest, name, what, name, [value, *own[1:]])
-    for what, entries in {"empty": [], "one too few": own[:-1], **lengths}.items():
-        yield _with(honest, name, what, name, entries)
-
-
-def _with(honest: Message, path: str, what: str, name: str, entries: Sequence[Any]) -> Lie:
-    return _changed(honest, path, what, lambda lie: (lie.ClearField(name), getattr(lie, name).extend(entries)))
+            yield Lie(name, what, _with(honest, name, [value, *own[1:]]))
+    lengths = {"empty": [], "one too few": own[:-1], "one too many": [*own, first]}
+    for what, entries in {**lengths, "far too many": [first] * MOST_LIED_ENTRIES}.items():
+        yield Lie(name, what, _with(honest, name, entries))
 
 
 def _map_lies(honest: Message, field: Any) -> Iterator[Lie]:
@@ -189,7 +176,7 @@ def _map_lies(honest: Message, field: Any) -> Iterator[Lie]:
     for what, one in values_of(field.message_type.fields_by_name["value"], value):
         maps[what] = {**rest, first: one}
     for what, entries in maps.items():
-        yield _changed(honest, name, what, partial(_mapping, name, entries))
+        yield Lie(name, what, _with(honest, name, entries))
 
 
 _BITS = {
@@ -258,7 +245,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Name of the method."""
         return self.path.rpartition("/")[2]
 
     def saying(self, message: Message) -> Call:

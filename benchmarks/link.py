@@ -9,29 +9,20 @@ reads. All take turns in every round, so that a busy machine slows all of them.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import platform
-import re
 import socket
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from itertools import product
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import grpc
-import psutil
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from processes import cpu_seconds, serving
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
@@ -53,12 +44,9 @@ from hetero_pp.run.spec import Roster
 HOST = "127.0.0.1"
 SECRET = Secret("of this benchmark only")
 SECONDS = 60.0
-WARM_UP, PAUSE_SECONDS = 5, 0.005
-"""Messages before the transit is measured, and seconds between two of those that are."""
 SIZES = [64, 512, 4 << 10, 32 << 10]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
 SMOKE = {"rates": ["1 Gbit/s"], "seconds": 0.1, "repeats": 3, "rounds": 1, "sizes": [64, 4 << 10], "megabytes": 1}
-DEFAULT_MALLOC = "--default-malloc"
 STREAM_METHOD = "/hetero_pp.Benchmark/Stream"
 LAST = b"the last frame"
 UNLIMITED = [
@@ -73,51 +61,24 @@ Transfer = Callable[[int, int], float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="rates of shaped transfers")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
     parser.add_argument("--repeats", type=int, default=50, help="messages whose latency is measured")
-    parser.add_argument("--transit-kib", type=int, default=1536, help="size of the message whose transit is measured")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sizes of unshaped messages, in KiB")
     parser.add_argument("--megabytes", type=int, default=128, help="size of an unshaped measurement, in MiB")
-    parser.add_argument(
-        DEFAULT_MALLOC, action="store_true", help="do not change the allocator's settings in any process"
-    )
     arguments = parse(parser, SMOKE)
-    prepare_process()
-    result = {
-        "machine": machine(),
-        "keeps_freed_memory": not arguments.default_malloc,
+    keep_freed_memory()  # as every member of a run does
+    sizes, total = [kib << 10 for kib in arguments.sizes], arguments.megabytes << 20
+    result = origin() | {
+        "grpc": grpc.__version__,
         "shaped": [measure_rate(name, RATES[name], arguments.seconds) for name in arguments.rates],
         "latency": measure_latency(0.020, arguments.repeats),
-        "transit": measure_transit(arguments.transit_kib << 10, arguments.repeats),
-        "unshaped": measure_unshaped(
-            [kib << 10 for kib in arguments.sizes], arguments.rounds, arguments.megabytes << 20
-        ),
+        "unshaped": measure_unshaped(sizes, arguments.rounds, total),
     }
     print_tables(result)
     save(result, arguments.json)
-
-
-def prepare_process() -> None:
-    """Prepare this process as a member of a run does. The other process sees the same command line."""
-    if DEFAULT_MALLOC not in sys.argv:
-        keep_freed_memory()
-
-
-def machine() -> dict[str, Any]:
-    """Return a description of the machine without its host name."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
-    return {
-        "cpu": fields.get("model name", platform.machine()),
-        "cpu_family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "grpc": grpc.__version__,
-    }
 
 
 # ---- the shape ----------------------------------------------------------------------------------------------
@@ -127,7 +88,7 @@ def measure_rate(name: str, rate: float, seconds: float) -> dict[str, Any]:
     """Return the bits on the wire per second of one long transfer, divided by the configured rate."""
     size = min(4 << 20, int(rate * seconds / 8 / 10))
     count = round(rate * seconds / 8 / size)
-    with peer(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
+    with serving(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
         taken = send_all(end, size, count)
         wire = end.ledger.of_round(0).wire_bytes
     return {
@@ -142,7 +103,7 @@ def measure_latency(latency: float, repeats: int) -> dict[str, float]:
     """Return the median seconds from sending a small message to its answer, over an unlimited way back."""
     result = {"configured": latency}
     for name, shape in {"with": LinkShape(latency=latency), "without": LinkShape()}.items():
-        with peer(serve_link, shape) as port, open_link(port, shape) as end:
+        with serving(serve_link, shape) as port, open_link(port, shape) as end:
             result[name] = statistics.median(send_all(end, 64, 1) for _ in range(repeats))
     return result
 
@@ -159,7 +120,7 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
             for size in sizes:
                 count = max(2, total // size)
                 for way, transfer in ways.items():
-                    before = cpu_seconds()
+                    before = cpu_seconds()  # of all ways, but only the ends of this one use CPU
                     gigabytes = size * count / 1e9
                     rate = gigabytes / transfer(size, count)
                     if round_ > 0:  # the first round is a warm-up
@@ -178,45 +139,6 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
     return rows
 
 
-def measure_transit(size: int, repeats: int) -> dict[str, Any]:
-    """Return the median seconds of each way from sending one message to a small answer.
-
-    With `computes`, another thread of the sender meanwhile issues short operations, as for a GPU.
-    """
-    result: dict[str, Any] = {"message_bytes": size}
-    with all_ways() as ways:
-        for transfer in ways.values():
-            transfer(size, WARM_UP)
-        for name in ("idle", "computes"):
-            seen: dict[str, list[float]] = {way: [] for way in ways}
-            with issuing() if name == "computes" else nullcontext():
-                for _, (way, transfer) in product(range(repeats), ways.items()):
-                    time.sleep(PAUSE_SECONDS)
-                    seen[way].append(transfer(size, 1))
-            result[name] = {way: statistics.median(times) for way, times in seen.items()}
-    return result
-
-
-@contextmanager
-def issuing() -> Iterator[None]:
-    """Run short operations in another thread while the block runs."""
-    is_over = threading.Event()
-
-    def run() -> None:
-        ones = torch.ones(16, 16)
-        while not is_over.is_set():
-            for _ in range(100):
-                torch.mul(ones, ones)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
 @contextmanager
 def all_ways() -> Iterator[dict[str, Transfer]]:
     """Yield transfers of each way."""
@@ -230,17 +152,10 @@ def all_ways() -> Iterator[dict[str, Transfer]]:
         }
 
 
-def cpu_seconds() -> float:
-    """Return CPU seconds of this process and its children. Only the two ends of a transfer use CPU; the others wait."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
-
-
 @contextmanager
 def tcp_transfer() -> Iterator[Transfer]:
     """Yield a transfer by sendall and recv_into, with one byte back at the end."""
-    with peer(serve_tcp) as port, socket.create_connection((HOST, port)) as connection:
+    with serving(serve_tcp) as port, socket.create_connection((HOST, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def transfer(size: int, count: int) -> float:
@@ -259,7 +174,7 @@ def tcp_transfer() -> Iterator[Transfer]:
 def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
     """Yield a transfer over a stage link, from tensors to tensors."""
     shape = LinkShape()
-    with peer(serve_link, shape, encrypted) as port, open_link(port, shape, encrypted) as end:
+    with serving(serve_link, shape, encrypted) as port, open_link(port, shape, encrypted) as end:
         yield lambda size, count: send_all(end, size, count)
 
 
@@ -267,7 +182,7 @@ def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
 def relayed_transfer() -> Iterator[Transfer]:
     """Yield a transfer over a stage link with TLS. Its ends dial a relay, and not each other."""
     shape = LinkShape()
-    with peer(serve_relay) as relay, peer(serve_link, shape, True, relay):
+    with serving(serve_relay) as relay, serving(serve_link, shape, True, relay):
         own = SECRET.credentials("home.0", encrypted=True)
         dialler = RelayedDialler(f"{HOST}:{relay}", own, spec_of(shape).name)
         with closing(dialler), open_link(dialler.address, shape, encrypted=True) as end:
@@ -278,7 +193,7 @@ def relayed_transfer() -> Iterator[Transfer]:
 def stream_transfer() -> Iterator[Transfer]:
     """Yield a transfer over a bare gRPC stream, of the frames that a link would send: full ones, if messages fit."""
     frames: SimpleQueue[bytes | None] = SimpleQueue()
-    with peer(serve_stream) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
+    with serving(serve_stream) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM_METHOD)
         answers = call(iter(frames.get, None))
 
@@ -327,27 +242,12 @@ def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Itera
     end.close()
 
 
-@contextmanager
-def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
-    """Run `serve` in another process, and yield its port."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hetero_pp.rpc.stage_link"])  # imports torch and grpc, once for all peers
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
-    process.start()
-    try:
-        yield here.recv()
-    finally:
-        here.close()
-        process.join(SECONDS)
-
-
 def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, relay: int | None = None) -> None:
     """Receive and recycle messages, and answer the last one.
 
     With a relay's port, the relay is the only way to the link.
     """
-    prepare_process()
+    keep_freed_memory()
     spec = spec_of(shape)
     own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
     links = StageLinkServer(spec, own, "home.1", seed=0, expected=None)
@@ -385,7 +285,7 @@ class Door:
 
 def serve_relay(control: Connection) -> None:
     """Carry the link, as the process of an exchange does, until the parent is done."""
-    prepare_process()
+    keep_freed_memory()
     ends = {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1"}
     roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
     callers = Callers(SECRET, roster, encrypted=True)
@@ -400,7 +300,7 @@ def serve_relay(control: Connection) -> None:
 
 def serve_tcp(control: Connection) -> None:
     """Receive messages into one buffer, and answer the last one."""
-    prepare_process()
+    keep_freed_memory()
     with socket.create_server((HOST, 0)) as listener:
         control.send(listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -418,7 +318,7 @@ def serve_tcp(control: Connection) -> None:
 
 def serve_stream(control: Connection) -> None:
     """Receive messages and drop them, until the parent is done."""
-    prepare_process()
+    keep_freed_memory()
 
     def answer(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         return (b"!" for frame in frames if frame.endswith(LAST))
@@ -439,18 +339,12 @@ def print_tables(result: dict[str, Any]) -> None:
         print(f"{row['rate']:<24} {row['seconds']:8.2f} {row['measured_over_configured']:14.4f}")
     latency = {name: f"{1e3 * value:.2f} ms" for name, value in result["latency"].items()}
     print(f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}")
-    transit = result["transit"]
-    print(f"\n{'one message there, a small answer back':<40}" + "".join(f"{way:>9}" for way in transit["idle"]))
-    for name in ("idle", "computes"):
-        label = f"{transit['message_bytes'] >> 10} KiB, sender {name}, ms"
-        print(f"{label:<40}" + "".join(f"{1e3 * seconds:>9.2f}" for seconds in transit[name].values()))
     ratios = "".join(f" {name:>9} (ratio)" for name in COMPARED)
     print(f"\nmessage        TCP GB/s{ratios}   CPU s a GB: link    TLS relayed")
     for row in result["unshaped"]:
         ways = "".join(f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in COMPARED)
         cpu = "".join(f" {row['cpu_seconds_a_gigabyte'][way]:7.2f}" for way in ("link", "tls", "relayed"))
         print(f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}{ways} {cpu:>35}")
-    print(f"\n{result['machine']}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ their rank in the training text, the most frequent first. A group's gap is the s
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import letters
 from torch import Tensor
 
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import prepare_corpus
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.replica import TableReplica
@@ -115,16 +114,8 @@ def _group(mask: Tensor, losses: Sequence[Tensor], targets_NL: Tensor) -> dict[s
     return {"share": mask.sum().item() / targets_NL.numel(), "losses": means, "gap": means[1] - means[0]}
 
 
-def _made_text(folder: Path) -> Path:
-    drawn, path = random.Random(1), folder / "made.txt"
-    words = ["".join(drawn.choices("abcdefgh", k=drawn.randint(1, 6))) for _ in range(400)]
-    path.write_text(" ".join(drawn.choices(words, k=60_000)))
-    return path
-
-
 def main() -> None:
-    """Run, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs=2, default=["none", "all"], metavar="NAME", help="two rows of beyond/gap")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -133,8 +124,11 @@ def main() -> None:
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="hetero-pp-loss-") as name:
-        text = _made_text(Path(name)) if arguments.smoke else None
-        found = measure(arguments, Path("runs/.tokens") if text is None else Path(name), text)
+        text, cache = None, Path("runs/.tokens")
+        if arguments.smoke:
+            text, cache = Path(name, "made.txt"), Path(name)
+            text.write_text(letters(300_000))
+        found = measure(arguments, cache, text)
     for kind, parts in found.items():
         print(f"{kind:<14}{'of tokens':>10}{arguments.rows[0]:>12}{arguments.rows[1]:>12}{'gap':>9}{'%':>7}")
         for name, one in parts.items():
@@ -142,7 +136,7 @@ def main() -> None:
             share = f"{name:<14}{100 * one['share']:>8.1f} %{first:>12.3f}{second:>12.3f}"
             print(f"{share}{one['gap']:>9.3f}{100 * one['gap'] / first:>7.1f}")
     asked = {name: getattr(arguments, name) for name in ("rows", "seed", "device")}
-    save({"machine": machine(), "commit": commit(), **asked, "groups": found}, arguments.json)
+    save(origin() | asked | {"groups": found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ runs one of them.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import compileall
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -33,11 +31,11 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
+from command_line import earlier, origin, parse, parser_of, save
 from pydantic import Field, TypeAdapter
 from ruamel.yaml import YAML
 
 from hetero_pp.config.settings import Settings
-from hetero_pp.research.experiments.provenance import commit, machine
 
 ROOT = Path(__file__).absolute().parents[1]
 LIST = ROOT / "benchmarks" / "mutants.yaml"
@@ -197,10 +195,8 @@ class Results:
 
     def __init__(self, path: Path | None, listed: Sequence[Mutant]) -> None:
         """Read the outcomes of the listed bugs from `path`."""
-        self._path = path
-        self._lock = Lock()
-        known = json.loads(path.read_text())["mutants"] if path is not None and path.exists() else []
-        names = {mutant.id for mutant in listed}
+        self._path, self._lock = path, Lock()
+        names, known = {mutant.id for mutant in listed}, earlier(path).get("mutants", [])
         self._found: dict[str, dict[str, Any]] = {one["id"]: one for one in known if one["id"] in names}
 
     def known(self, mutant: Mutant) -> Mapping[str, Any] | None:
@@ -211,7 +207,6 @@ class Results:
         return found if found["caught"] or found["tests_key"] == mutant.tests_key else None
 
     def add(self, mutant: Mutant, outcome: Outcome) -> None:
-        """Keep the outcome of a bug."""
         result = {
             "id": mutant.id,
             "what": mutant.what,
@@ -225,15 +220,9 @@ class Results:
         }
         with self._lock:
             self._found[mutant.id] = result
-            if self._path is not None:
-                self._write(self._path)
-
-    def _write(self, path: Path) -> None:
-        caught = sum(result["caught"] for result in self._found.values())
-        whole = {"machine": machine(), "commit": commit(), "planted": len(self._found), "caught": caught}
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(whole | {"mutants": list(self._found.values())}, indent=1) + "\n")
-        temporary.replace(path)
+            every = list(self._found.values())
+            caught = sum(one["caught"] for one in every)
+            save(origin() | {"planted": len(every), "caught": caught, "mutants": every}, self._path)
 
     def table(self, mutants: Sequence[Mutant]) -> Iterator[str]:
         """Yield a line for each bug, and the total."""
@@ -348,14 +337,11 @@ def _sha256(parts: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Check the list, plant the bugs, and print the outcomes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", metavar="ID", default=[])
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--unchecked", action="store_true", help="skip the check that the tests pass without a bug")
-    parser.add_argument("--smoke", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse(parser, {})
     if arguments.smoke:
         smoke()
         return

@@ -18,6 +18,7 @@ from pathlib import Path
 from slow_switch import mac
 
 MTU = 1500
+"""With `gso_max_segs 1`, packets cross one by one, as on a wire."""
 HEADERS = 14 + 20 + 32
 """Bytes of a packet that are not TCP's data: Ethernet, which `tc` counts, IPv4, and TCP with its timestamps."""
 BURST = 10_000
@@ -100,7 +101,8 @@ def network(lines: Mapping[str, Line | None], counts_headers: bool) -> Iterator[
         for number, (name, line) in enumerate(lines.items()):
             holder = stack.enter_context(_running([*switch.inside, "unshare", "--net", *HOLDER]))
             machines[name] = Machine(f"10.47.0.{number + 1}", holder)
-            _join(machines[name], switch, number)
+            _connect(machines[name], switch, number, f"mtu {MTU} gso_max_segs 1", f"address {mac(number)}")
+            machines[name].call(f"sysctl -qw net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}")
             if line is not None:
                 _shape(machines[name], "line", line.up, counts_headers)
                 _shape(switch, _port(number), line.down, counts_headers)
@@ -128,12 +130,8 @@ def apart(names: Sequence[str]) -> Iterator[tuple[Machine, dict[str, Machine]]]:
         for number, name in enumerate(names):
             holder = stack.enter_context(_running([*middle.inside, "unshare", "--net", *HOLDER]))
             homes[name] = home = Machine(f"10.48.{number}.2", holder)
-            middle.call(f"ip link add {_port(number)} type veth peer name line netns {holder}")
+            _connect(home, middle, number)
             middle.call(f"ip address add {gateway(home)}/24 dev {_port(number)}")
-            middle.call(f"ip link set {_port(number)} up")
-            home.call("ip link set lo up")
-            home.call(f"ip address add {home.address}/24 dev line")
-            home.call("ip link set line up")
         yield middle, homes
 
 
@@ -158,16 +156,13 @@ def _running(command: Sequence[str]) -> Iterator[int]:
         yield process.pid
 
 
-def _join(machine: Machine, switch: Machine, number: int) -> None:
-    """Connect a machine to a port of the switch. Packets cross one by one, as on a wire."""
-    wire, port = f"mtu {MTU} gso_max_segs 1", _port(number)
-    peer = f"line address {mac(number)} {wire} netns {machine.holder}"
-    switch.call(f"ip link add {port} {wire} type veth peer name {peer}")
-    switch.call(f"ip link set {port} up")
+def _connect(machine: Machine, other: Machine, number: int, wire: str = "", own: str = "") -> None:
+    """Connect a machine to a port of another one. `wire`: settings of both ends; `own`: further ones of the machine."""
+    other.call(f"ip link add {_port(number)} {wire} type veth peer name line {own} {wire} netns {machine.holder}")
+    other.call(f"ip link set {_port(number)} up")
     machine.call("ip link set lo up")
     machine.call("ip link set line up")
     machine.call(f"ip address add {machine.address}/24 dev line")
-    machine.call(f"sysctl -qw net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}")
 
 
 def _bridge(switch: Machine, ports: int) -> None:

@@ -17,16 +17,14 @@ at the paper's 110 Mbit/s up and 500 Mbit/s down, by division; add it for links 
 
 from __future__ import annotations
 
-import argparse
 import math
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import Connection
@@ -35,14 +33,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 from object_service import KEY, SECRET, object_service
+from processes import serving
 
 from hetero_pp.model.transformer import ModelShape, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.snapshot import initial_snapshot
@@ -74,6 +72,9 @@ MODELS = {
 }
 PHASES = ("upload", "record", "download")
 
+Sent = Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]]
+"""Name, shape and selected values of a replica's parameters, by block."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -93,7 +94,7 @@ class Setup:
         return [f"r{number}" for number in range(self.replicas)]
 
 
-def contributions(setup: Setup) -> dict[str, list[tuple[str, tuple[int, ...], Selection]]]:
+def contributions(setup: Setup) -> Sent:
     """Return one replica's selected values, by block, of normally distributed differences."""
     generator, settings = torch.Generator().manual_seed(1), setup.settings.compression
     shapes = {name: tuple(one.shape) for name, one in initial_snapshot(MODELS[setup.model], None, 1).parameters.items()}
@@ -106,8 +107,8 @@ def contributions(setup: Setup) -> dict[str, list[tuple[str, tuple[int, ...], Se
     }
 
 
-def serve(setup: Setup, told: Connection) -> None:
-    """Serve an exchange that waits for all, in this process, until told to stop."""
+def serve(told: Connection, setup: Setup) -> None:
+    """Serve an exchange that waits for all, in this process, until the parent is done."""
     torch.set_num_threads(1)
     snapshot = initial_snapshot(MODELS[setup.model], None, 1)
     blocks = shapes_by_block({name: tuple(one.shape) for name, one in snapshot.parameters.items()})
@@ -118,29 +119,15 @@ def serve(setup: Setup, told: Connection) -> None:
     exchange = Exchange(RUN, roster, snapshot, setup.settings, log, rules=rules)
     server, port = serve_exchange(exchange, RUN_SECRET, "127.0.0.1:0")
     told.send(port)
-    told.recv()
+    with suppress(EOFError):
+        told.recv()
     server.stop(None).wait()
-
-
-@contextmanager
-def exchange_of(setup: Setup) -> Iterator[int]:
-    """Start the exchange; yield its port."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(setup, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours.recv()
-        ours.send("stop")
-    finally:
-        process.join(10)
-        process.kill()
 
 
 def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
     """Run the rounds; return seconds and bytes. `allowed`: stores that signed URLs may lead to; none: no URLs."""
     sent = contributions(setup)
-    with exchange_of(setup) as port, ThreadPoolExecutor(setup.replicas) as pool:
+    with serving(serve, setup) as port, ThreadPoolExecutor(setup.replicas) as pool:
         address = f"127.0.0.1:{port}"
         clients = {
             name: ExchangeClient(address, RUN_SECRET.credentials(name), RUN, stores=allowed) for name in setup.names
@@ -148,7 +135,7 @@ def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
         for name, client in clients.items():
             client.join(name, "")
         took = [
-            list(pool.map(lambda name, of=round_: _round(clients, name, of, setup, sent), setup.names))
+            list(pool.map(lambda name, of=round_: _round(clients[name], name, of, setup, sent), setup.names))
             for round_ in range(1, ROUNDS + 1)
         ][1:]
         for client in clients.values():
@@ -168,15 +155,8 @@ def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _round(
-    clients: Mapping[str, ExchangeClient],
-    name: str,
-    round_: int,
-    setup: Setup,
-    sent: Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]],
-) -> tuple[float, float, float]:
+def _round(client: ExchangeClient, name: str, round_: int, setup: Setup, sent: Sent) -> tuple[float, float, float]:
     """Take part in one round; return the seconds of its phases."""
-    client = clients[name]
     epoch = client.assign(name, round_ - 1).epoch
     blobs = {block: _blob(setup, name, round_, block, sent) for block in sent}
     begin = time.monotonic()
@@ -192,18 +172,11 @@ def _round(
     return uploaded - begin, recorded - uploaded, time.monotonic() - recorded
 
 
-def _blob(
-    setup: Setup,
-    name: str,
-    round_: int,
-    block: str,
-    sent: Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]],
-) -> bytes:
+def _blob(setup: Setup, name: str, round_: int, block: str, sent: Sent) -> bytes:
     return encode_blob(BlobAddress(RUN, round_, name, block), sent[block], setup.settings.compression)
 
 
 def line_of(found: Mapping[str, Any]) -> str:
-    """Return one row of the table."""
     seconds = found["seconds"]
     cells = [found["contribution_bytes"] / 1e6, *(seconds[phase] for phase in (*PHASES, "round"))]
     numbers = "".join(f"{cell:>10.3f}" for cell in [*cells, found["line_seconds"]])
@@ -211,8 +184,7 @@ def line_of(found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run, print, and write a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--model", choices=MODELS, default="small")
     arguments = parse(parser, {"replicas": [2], "model": "smoke"})
@@ -231,8 +203,8 @@ def main() -> None:
                 print(line_of(results[-1]), flush=True)
     for one in PUBLISHED:
         print(f"SparseLoCo, appendix C: {one['what']} {one['seconds']:.0f} s")
-    content = {"machine": machine(), "commit": commit(), "model": arguments.model, "published": PUBLISHED}
-    save(content | {"up_bits": UP, "down_bits": DOWN, "measured": results}, arguments.json)
+    content = {"model": arguments.model, "published": PUBLISHED, "up_bits": UP, "down_bits": DOWN}
+    save(origin() | content | {"measured": results}, arguments.json)
 
 
 if __name__ == "__main__":

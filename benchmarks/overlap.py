@@ -9,19 +9,13 @@ share of its time. No round overlaps with the last one, so the share is given wi
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from command_line import parse, save
-
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.research.experiments.provenance import commit, machine
+from command_line import origin, parse, parser_of, save
+from launched import events_of, run_quietly, summary_of
 
 YAML = """\
 name: overlap
@@ -40,15 +34,11 @@ SMOKE = {"rounds": 2, "bandwidth": "10 Mbit/s", "steps": 1}
 
 
 def measure(folder: Path, overlap: int, rounds: int, steps: int, bandwidth: str) -> dict[str, Any]:
-    """Train one run, and return its results."""
-    yaml, runs = folder / "run.yaml", folder / f"overlap-{overlap}"
+    yaml = folder / "run.yaml"
     yaml.write_text(YAML)
     changes = [f"outer.overlap={overlap}", f"outer.rounds={rounds}", f"inner.steps={steps}"]
-    with redirect_stdout(StringIO()):
-        run_topology(yaml, [*changes, f"links.slow.bandwidth={bandwidth}"], runs, in_process=False, new=True)
-    lines = (json.loads(line) for line in (runs / "overlap" / "metrics.jsonl").open())
-    told = [one for one in lines if one["event"] == "member_round"]
-    summary = json.loads((runs / "overlap" / "summary.json").read_text())
+    run = run_quietly(yaml, [*changes, f"links.slow.bandwidth={bandwidth}"], folder / f"overlap-{overlap}")
+    told, summary = [one for one in events_of(run) if one["event"] == "member_round"], summary_of(run)
     return {
         "overlap": overlap,
         "blocked": _blocked(told),
@@ -64,8 +54,7 @@ def _blocked(told: Sequence[Mapping[str, Any]]) -> float:
 
 
 def main() -> None:
-    """Measure both ways, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--bandwidth", default="1 Mbit/s", help="bandwidth of a member's link to the exchange, in each direction"
     )
@@ -81,9 +70,7 @@ def main() -> None:
         print(f"{row['overlap']:<9}{shares}{row['tokens_per_second']:>10,.0f}{row['loss']:>8.3f}")
     speed = rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
     print(f"tokens a second with overlap over without: {speed:.2f}")
-    save(
-        {"machine": machine(), "commit": commit(), "rounds": own[0], "bandwidth": own[2], "rows": rows}, arguments.json
-    )
+    save(origin() | {"rounds": own[0], "bandwidth": own[2], "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
+import math
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -46,10 +44,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import events_of, letters, start_program
+from processes import meanwhile, writers_to
 
 from hetero_pp.config.links import EXCHANGE, exchange_link_name
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
@@ -94,10 +93,7 @@ replicas:
 
 def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
     """Write the corpus and the YAML of a run; return the YAML's path."""
-    drawn = random.Random(1)
-    letters = "abcdefghijklmnopqrstuvwxyz      "
-    length = 400 * arguments.length
-    (folder / "corpus.txt").write_text("".join(drawn.choices(letters, k=length)))
+    (folder / "corpus.txt").write_text(letters(400 * arguments.length))
     tiny = "preset: micro, width: 128, heads: 4, feed_forward: 384, vocabulary: 2000"
     preset = tiny if arguments.model == "tiny" else f"preset: {arguments.model}, vocabulary: 32000"
     text = YAML.format(
@@ -115,40 +111,28 @@ def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 @dataclass
-class Sampler(threading.Thread):
-    """Samples the memory of the processes below one, by the names of their output files."""
+class Sampler:
+    """Samples the memory of the members of a run, whose output is in the folder `logs`."""
 
-    root: psutil.Process
+    logs: Path
     every: float
     samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     began: dict[str, float] = field(default_factory=dict)
     """Member -> start of its process."""
-    _names: dict[int, str] = field(default_factory=dict)
     _others: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Process -> when pages that it shares were counted last, and their bytes."""
 
-    def __post_init__(self) -> None:
-        super().__init__(daemon=True)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def run(self) -> None:
-        while self.root.is_running() and self.root.status() != psutil.STATUS_ZOMBIE:
+    def go_on(self, is_over: threading.Event) -> None:
+        """Take samples until the event is set."""
+        while not is_over.is_set():
             began = time.monotonic()
-            with suppress(psutil.Error):  # it has just ended
-                for process in self.root.children(recursive=True):
-                    with suppress(psutil.Error, FileNotFoundError):
-                        self._sample(process)
-            time.sleep(max(0.01, self.every - (time.monotonic() - began)))
+            for pid, member in writers_to(self.logs):
+                with suppress(psutil.Error):  # it has just ended
+                    self._sample(psutil.Process(pid), member)
+            is_over.wait(max(0.01, self.every - (time.monotonic() - began)))
 
-    def _sample(self, process: psutil.Process) -> None:
-        if process.pid not in self._names:
-            logs = [Path(one.path) for one in process.open_files() if one.path.endswith(".log")]
-            if not logs:
-                return
-            self._names[process.pid] = logs[0].stem
-            self.began.setdefault(logs[0].stem, process.create_time())
+    def _sample(self, process: psutil.Process, member: str) -> None:
+        self.began.setdefault(member, process.create_time())
         counted, others = self._others.get(process.pid, (0.0, 0))
         if time.monotonic() - counted > SECONDS_BETWEEN_COUNTS:
             full = process.memory_full_info()
@@ -156,19 +140,14 @@ class Sampler(threading.Thread):
             self._others[process.pid] = time.monotonic(), others
         now, used = process.memory_info(), process.cpu_times()
         own = now.rss - now.shared - others
-        self.samples[self._names[process.pid]].append((time.time(), own, now.shared, used.user + used.system))
+        self.samples[member].append((time.time(), own, now.shared, used.user + used.system))
 
 
-def launch(path: Path, runs: Path, every: float) -> Sampler:
+def launch(path: Path, folder: RunFolder, every: float) -> Sampler:
     """Launch a run as a user would, and return the samples. Raises SystemExit if it fails."""
-    said = path.with_name("output.txt")
-    with said.open("wb") as to:
-        command = [sys.executable, "-m", "hetero_pp", "launch", str(path), "--runs", str(runs)]
-        process = subprocess.Popen(command, stdout=to, stderr=to)
-        sampler = Sampler(psutil.Process(process.pid), every)
-        sampler.start()
-        code = process.wait()
-        sampler.join()
+    said, sampler = path.with_name("output.txt"), Sampler(folder.output(EXCHANGE).parent.resolve(), every)
+    with meanwhile(sampler.go_on):
+        code = start_program("launch", str(path), "--runs", str(folder.path.parent), to=said).wait()
     if code != 0:
         raise SystemExit(f"the run ended with {code}: {said.read_text()}")
     return sampler
@@ -178,32 +157,25 @@ class Told:
     """Events of a run, and the times of its files."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self.events = [json.loads(line) for line in folder.metrics.open()]
+        self.folder, self.events = folder, events_of(folder)
+
+    def of(self, event: str, **values: object) -> list[dict[str, Any]]:
+        """Return the events of a kind with these values."""
+        found = (one for one in self.events if one["event"] == event)
+        return [one for one in found if all(one.get(name) == value for name, value in values.items())]
 
     def times(self, event: str, **values: object) -> list[float]:
-        """Return the times of events with these values."""
-        return [
-            one["time"]
-            for one in self.events
-            if one["event"] == event and all(one.get(name) == value for name, value in values.items())
-        ]
+        return [one["time"] for one in self.of(event, **values)]
 
     def total(self, member: str, round_: int, direction: str) -> int:
         """Return the payload bytes on a member's link to the exchange in a round."""
-        found = [
-            one["payload_bytes"]
-            for one in self.events
-            if (one["event"], one.get("link"), one.get("round"), one.get("direction"))
-            == ("link_use", exchange_link_name(member), round_, direction)
-        ]
-        return int(max(found, default=0))
+        found = self.of("link_use", link=exchange_link_name(member), round=round_, direction=direction)
+        return int(max((one["payload_bytes"] for one in found), default=0))
 
     def trains(self, member: str, at: float) -> bool:
         """Return whether a member took inner steps at a time; the first of a round begins when the one before ends."""
         for ended in [0.0, *self.times("member_round", member=member)]:
-            later = [one for one in self.events if one["event"] == "inner_step" and one["time"] > ended]
-            own = [one for one in later if one["member"] == member]
+            own = [one for one in self.of("inner_step", member=member) if one["time"] > ended]
             if own and ended < at <= max(one["time"] for one in own if one["round"] == own[0]["round"]):
                 return True
         return False
@@ -214,19 +186,14 @@ class Told:
 
     def join_rate(self, member: str) -> tuple[float, float]:
         """Return the seconds and the bytes of reading the first snapshot."""
-        found = re.search(
-            r"read ([\d,]+) bytes of the snapshot .* in ([\d.]+) s", self.folder.output(member).read_text()
-        )
+        said = self.folder.output(member).read_text()
+        found = re.search(r"read ([\d,]+) bytes of the snapshot .* in ([\d.]+) s", said)
         assert found is not None
         return float(found[2]), float(found[1].replace(",", ""))
 
     def outer(self, member: str, round_: int) -> tuple[float, float, dict[str, Any]]:
         """Return when a member began its outer round, when it held the new parameters, and the event after that."""
-        [done] = [
-            one
-            for one in self.events
-            if (one["event"], one.get("member"), one.get("round")) == ("member_round", member, round_)
-        ]
+        [done] = self.of("member_round", member=member, round=round_)
         applied = done["time"] - done["evaluation_seconds"]
         return applied - done["outer_seconds"], applied, done
 
@@ -281,9 +248,10 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     needed, free = DISK_BYTES * sum(_numbers(spec, name) for name in spec.members), shutil.disk_usage(folder).free
     if needed > free:
         raise SystemExit(f"{folder}: found {free / 1e9:.0f} GB of free disk, expected at least {needed / 1e9:.0f} GB")
-    sampler = launch(path, folder / "runs", arguments.every)
+    run = RunFolder(folder / "runs" / "real-size")
+    sampler = launch(path, run, arguments.every)
     (folder / "samples.json").write_text(json.dumps(sampler.samples))
-    told = Told(RunFolder(folder / "runs" / "real-size"))
+    told = Told(run)
     names = [EXCHANGE, *spec.members]
     return {
         "model": arguments.model,
@@ -298,13 +266,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 def _numbers(spec: RunSpec, name: str) -> int:
     """Return the parameters that a member trains; the exchange has all."""
     shapes, owned = spec.parameter_shapes, spec.members[name].owned if name in spec.members else spec.parameter_shapes
-    total = 0
-    for one in owned:
-        size = 1
-        for dimension in shapes[one]:
-            size *= dimension
-        total += size
-    return total
+    return sum(math.prod(shapes[one]) for one in owned)
 
 
 def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -341,7 +303,6 @@ def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: a
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print a table of memory and a table of seconds."""
     print(f"{found['model']}: {found['parameters'] / 1e6:.1f} million parameters; GB")
     print(f"{'member':<10}{'start':>7}{'step':>7}{'round':>7}{'peak':>7}{'predicted':>11}{'ratio':>7}{'B/param':>9}")
     for one in found["members"]:
@@ -351,11 +312,8 @@ def show(found: Mapping[str, Any]) -> None:
     print(f"\n{'seconds':<10}" + "".join(f"{part:>12}" for part in SECONDS) + f"{'of line':>9}")
     for one in found["members"][1:]:
         parts = (one["seconds"].get(part) for part in SECONDS)
-        print(
-            f"{one['member']:<10}"
-            + "".join("           –" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)
-            + f"{one['join_share_of_line']:>9.2f}"
-        )
+        cells = "".join(f"{'–':>12}" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)
+        print(f"{one['member']:<10}{cells}{one['join_share_of_line']:>9.2f}")
     whole = {"first snapshot": found["first_snapshot_seconds"], **found["seconds"]}
     print(", ".join(f"{part} {seconds:.2f} s" for part, seconds in whole.items()))
     for what in found["members"][1]["bytes"]:
@@ -364,8 +322,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=REPLICAS, default="178m")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="inner steps of a round")
@@ -378,7 +335,7 @@ def main() -> None:
         found = measure(arguments.folder or Path(name), arguments)
     show(found)
     settings = {name: getattr(arguments, name) for name in ("rounds", "steps", "length", "bandwidth")}
-    save({"machine": machine(), "commit": commit(), **settings, **found}, arguments.json)
+    save(origin() | settings | found, arguments.json)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 from torch import Tensor
 
 from hetero_pp.data.sources import open_source
@@ -30,7 +31,6 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
@@ -115,7 +115,6 @@ class Rounds:
         return {REPLICA: load_state(self.folder / f"state-{number}")} if number > 1 else {}
 
     def again(self, number: int, variant: Variant = Variant()) -> Blobs:
-        """Train a round again."""
         spec = variant.of(self.spec)
         torch.set_num_threads(variant.threads)
         torch.set_float32_matmul_precision(variant.products)
@@ -138,16 +137,8 @@ class Rounds:
     def difference(self, number: int, told: Blobs, again: Blobs) -> float:
         """Return the largest relative difference of a block."""
         shapes, compression = shapes_by_block(self.spec.parameter_shapes), self.spec.config.outer.compression
-        return max(
-            difference(
-                BlobAddress(self.spec.run, number, REPLICA, block),
-                shapes[block],
-                compression,
-                told[block],
-                again[block],
-            )
-            for block in told
-        )
+        address = partial(BlobAddress, self.spec.run, number, REPLICA)
+        return max(difference(address(one), shapes[one], compression, told[one], again[one]) for one in told)
 
 
 def _spec(width: int, steps: int, compression: Mapping[str, Any], folder: Path) -> RunSpec:
@@ -248,18 +239,9 @@ def honest_variants(
 
 def _elsewhere(rounds: Rounds, numbers: range, environment: Mapping[str, str], kind: str) -> list[Blobs]:
     """Train rounds again in another process."""
-    width = rounds.spec.config.model.width
-    command = [sys.executable, __file__, "--worker", str(rounds.folder), kind]
-    command += [
-        "--values",
-        rounds.values,
-        "--width",
-        str(width),
-        "--steps",
-        str(rounds.steps),
-        "--rounds",
-        str(numbers.stop - 1),
-    ]
+    sizes = {"width": rounds.spec.config.model.width, "steps": rounds.steps, "rounds": numbers.stop - 1}
+    command = [sys.executable, __file__, "--worker", str(rounds.folder), kind, "--values", rounds.values]
+    command += [f"--{name}={size}" for name, size in sizes.items()]
     subprocess.run(command, env=os.environ | environment | {"OMP_NUM_THREADS": "1"}, check=True)
     found = []
     for number in numbers:
@@ -311,7 +293,7 @@ def false_alarms(count: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, nargs="+", default=[5, 15, 30], help="inner steps of a round (H)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each H")
     parser.add_argument("--honest-rounds", type=int, default=1000, help="rounds of the tiny model")
@@ -324,14 +306,8 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "KIND"), help=argparse.SUPPRESS)
     arguments = parse(parser, SMOKE)
     if arguments.worker is not None:
-        work(
-            Path(arguments.worker[0]),
-            arguments.worker[1],
-            arguments.values[0],
-            arguments.width,
-            arguments.steps[0],
-            arguments.rounds,
-        )
+        folder, kind = arguments.worker
+        work(Path(folder), kind, arguments.values[0], arguments.width, arguments.steps[0], arguments.rounds)
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -342,7 +318,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 sizes = (arguments.width, steps, values, arguments.rounds)
                 results.append(measured(*sizes, environments, arguments.device, Path(folder)))
-    save({"machine": machine(), "commit": commit(), "results": results, "false_alarms": alarms}, arguments.json)
+    save(origin() | {"results": results, "false_alarms": alarms}, arguments.json)
 
 
 if __name__ == "__main__":

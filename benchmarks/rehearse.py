@@ -14,22 +14,22 @@ this machine, some milliseconds a message if it is busy, count a quarter.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import yaml
-from command_line import parse, save
+from command_line import earlier, parse, parser_of, save
+from processes import meanwhile
 
 from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import run_topology
@@ -88,24 +88,12 @@ def as_yaml(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in OURS}
 
 
-@contextmanager
-def lateness() -> Iterator[list[float]]:
-    """Collect by how many seconds this machine wakes a thread late, until the block ends."""
-    late, over = list[float](), threading.Event()
-
-    def nap() -> None:
-        while not over.is_set():
-            until = time.monotonic() + NAP_SECONDS
-            time.sleep(NAP_SECONDS)
-            late.append(time.monotonic() - until)
-
-    thread = threading.Thread(target=nap, daemon=True)
-    thread.start()
-    try:
-        yield late
-    finally:
-        over.set()
-        thread.join()
+def nap(late: list[float], is_over: threading.Event) -> None:
+    """Collect by how many seconds this machine wakes a thread late, until the event is set."""
+    while not is_over.is_set():
+        until = time.monotonic() + NAP_SECONDS
+        time.sleep(NAP_SECONDS)
+        late.append(time.monotonic() - until)
 
 
 def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) -> dict[str, Any]:
@@ -113,8 +101,8 @@ def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) ->
     path, found = folder / f"{entry['name']}.yaml", folder / "found.json"
     path.write_text(yaml.safe_dump(as_yaml(entry)))
     start, mode = partial(launch_rehearsal, most_alone=0), AsRehearsal(rounds, steps, found)
-    load = os.getloadavg()[0]
-    with lateness() as late, redirect_stdout(StringIO()):
+    load, late = os.getloadavg()[0], list[float]()
+    with meanwhile(partial(nap, late)), redirect_stdout(StringIO()):
         run_topology(path, [], folder / "runs", False, start=start, invocation=Invocation(mode=mode))
     both = json.loads(found.read_text())
     return {
@@ -174,7 +162,6 @@ def of_free_links(found: Mapping[str, Any], replica: str, side: str) -> float:
 
 
 def replicas_of(found: Mapping[str, Any]) -> list[str]:
-    """Return the names of the replicas of a result."""
     return [key.split(".")[1] for key in found["predicted"] if key.endswith(".bubble")]
 
 
@@ -239,7 +226,6 @@ def draw(results: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping
 
 
 def show(name: str, found: Mapping[str, Any]) -> None:
-    """Print one result."""
     for quantity in TIMES:
         ours, theirs, by = (found[key][quantity] for key in ("measured", "predicted", "difference"))
         share = "" if by is None else f"{by:+.1%}"
@@ -250,8 +236,7 @@ def show(name: str, found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Rehearse, print, and write files if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", help="entries of the list; by default all but the smallest")
     entries = listed()
     parser.add_argument("--stretch", type=float, default=1.0, help="let everything take this many times as long")
@@ -263,8 +248,7 @@ def main() -> None:
         draw(json.loads(arguments.json.read_text())["results"], entries, arguments.chart)
         return
     names: Sequence[str] = arguments.names or [name for name in entries if name != "smallest"]
-    known = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
-    results: dict[str, Any] = known.get("results", {})
+    results: dict[str, Any] = earlier(arguments.json).get("results", {})
     for name in names:
         entry = stretched(entries[name], arguments.stretch) if arguments.stretch != 1 else entries[name]
         rounds, steps = arguments.rounds or entry.get("rounds", ROUNDS), arguments.steps or entry.get("steps", STEPS)

@@ -10,24 +10,22 @@ the mean one after the other. `held` is their size. Decoding is not part of the 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from processes import reset_peak, status_bytes
 from torch import Tensor
 
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.robust import robust_mean
 from hetero_pp.outer.step import mean_of
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from hetero_pp.research.experiments.provenance import commit, machine
 
 MEANS = ("mean", "trimmed_mean", "centred_clipping", "geometric_median")
 WIDTH = 1024
@@ -46,7 +44,6 @@ def contributions(replicas: int, elements: int, density: float) -> list[tuple[fl
 
 
 def combine(name: str, shape: tuple[int, int], weighted: list[tuple[float, DecodedTensor]]) -> Tensor:
-    """Return the mean of this name."""
     if name == "mean":
         return mean_of(shape, weighted)
     return robust_mean(shape, weighted, OuterSettings.model_validate({"rounds": 1, "aggregation": name}))
@@ -58,24 +55,18 @@ def measured(run: Callable[[], Tensor]) -> tuple[float, int]:
     ours, theirs = context.Pipe()
 
     def work() -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the largest resident set is counted from now on
-        before, seconds = _resident("VmRSS"), []
+        before, seconds = reset_peak(), []
         for _ in range(REPEATS):
             started = time.process_time()
             run()
             seconds.append(time.process_time() - started)
-        theirs.send((median(seconds), _resident("VmHWM") - before))
+        theirs.send((median(seconds), status_bytes("VmHWM") - before))
 
     process = context.Process(target=work)
     process.start()
     found: tuple[float, int] = ours.recv()
     process.join()
     return found
-
-
-def _resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) << 10
 
 
 def measure(replicas: int, elements: int, density: float) -> list[dict[str, Any]]:
@@ -95,8 +86,7 @@ def measure(replicas: int, elements: int, density: float) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Print the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=1 << 20)
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64])
     arguments = parse(parser, {"elements": 1 << 14, "replicas": [8]})
@@ -107,7 +97,7 @@ def main() -> None:
         for density in (1 / 32, 1.0)
         for entry in measure(replicas, arguments.elements, density)
     ]
-    save({"machine": machine(), "commit": commit(), "elements": arguments.elements, "means": found}, arguments.json)
+    save(origin() | {"elements": arguments.elements, "means": found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ step has its own seconds and CPU seconds of the exchange. Fetches carry members 
 members squared entries, so these two are fitted per byte.
 
 `plain` is the time of the same bytes without the exchange, in the same run and over as many connections. The members
-send their contributions to a plain gRPC server, and fetch those of all others. `tcp` is that of one TCP connection.
+send their contributions to a plain gRPC server, and fetch those of all others.
 
 A contribution has some kilobytes, so that steps show the cost of a member. With `--model 178m` it has a real size, and
 the steps show the cost of its bytes. Each process of members then holds the model twice.
@@ -17,12 +17,9 @@ the steps show the cost of its bytes. Each process of members then holds the mod
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +32,7 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 from emulated_members import run_members
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
@@ -45,7 +42,6 @@ from hetero_pp.model.transformer import PRESETS, shapes_by_block
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.this_machine import require_open_files
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
@@ -119,26 +115,6 @@ def run_plain(pipe: Connection, port: int, members: int, size: int) -> None:
     for channel in channels:
         close_polled(channel)
     pipe.send(0)
-
-
-def tcp_seconds(n_bytes: int) -> float:
-    """Return the seconds in which one TCP connection over loopback carries so many bytes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def send() -> None:
-            with listener.accept()[0] as sender:
-                data = bytes(FRAME_BYTES)
-                for start in range(0, n_bytes, FRAME_BYTES):
-                    sender.sendall(data[: n_bytes - start])
-
-        thread = threading.Thread(target=send)
-        thread.start()
-        with socket.create_connection(listener.getsockname()) as receiver:
-            began, room = time.monotonic(), bytearray(FRAME_BYTES)
-            while receiver.recv_into(room):
-                pass
-        thread.join()
-        return time.monotonic() - began
 
 
 # ---- measuring ----
@@ -262,7 +238,7 @@ def _start(target: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> l
 
 
 def plain_seconds(members: int, size: int) -> dict[str, Any]:
-    """Return the seconds of the bytes of a round without the exchange, by gRPC and by one TCP connection."""
+    """Return the seconds of the bytes of a round without the exchange."""
     (server,) = _start(serve_plain, [((members - 1) * size, members)])
     port = _answer(server)
     processes = processes_of(members)
@@ -281,11 +257,7 @@ def plain_seconds(members: int, size: int) -> dict[str, Any]:
     sum(map(_answer, clients))  # they have closed their connections
     server.send(None)
     plain = {step: median(found[1:]) for step, found in seconds.items()}
-    return {
-        "plain_step_seconds": plain,
-        "plain_seconds": sum(plain.values()),
-        "tcp_seconds": tcp_seconds(members * members * size),
-    }
+    return {"plain_step_seconds": plain, "plain_seconds": sum(plain.values())}
 
 
 def _bytes_of_one(fetch: Step, members: int) -> int:
@@ -295,11 +267,10 @@ def _bytes_of_one(fetch: Step, members: int) -> int:
 
 def _round_figures(members: int, steps: Mapping[str, Sequence[Step]], blobs: int) -> dict[str, float]:
     """Return what a round takes, the median over rounds; a contribution has so many blobs."""
-    of_round = [sum(steps[step][index].seconds for step in STEPS[1:]) for index in range(len(steps["assign"]))]
-    cpu = [sum(steps[step][index].cpu_seconds for step in STEPS[1:]) for index in range(len(steps["assign"]))]
+    rounds = list(zip(*(steps[step] for step in STEPS[1:]), strict=True))
     return {
-        "round_seconds": median(of_round),
-        "round_cpu_seconds": median(cpu),
+        "round_seconds": median(sum(one.seconds for one in own) for own in rounds),
+        "round_cpu_seconds": median(sum(one.cpu_seconds for one in own) for own in rounds),
         "deposits_a_second": members * blobs / median(one.seconds for one in steps["deposit"]),
         "fetches_a_second": members * (members - 1) * blobs / median(one.seconds for one in steps["fetch"]),
         "fetched_bytes_a_second": median(one.n_bytes / one.seconds for one in steps["fetch"]),
@@ -366,10 +337,8 @@ def lines_of(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {step:<8}" + "".join(
             f" {median(one[what] for one in own):>9.3f}" for what in ("seconds", "cpu_seconds")
         )
-    yield (
-        f"  round {result['round_seconds']:.2f} s; the same bytes take {result['plain_seconds']:.2f} s by plain gRPC"
-        f" ({result['round_seconds'] / result['plain_seconds']:.2f} times), {result['tcp_seconds']:.2f} s by TCP"
-    )
+    seconds, plain = result["round_seconds"], result["plain_seconds"]
+    yield f"  round {seconds:.2f} s; the same bytes take {plain:.2f} s by plain gRPC ({seconds / plain:.2f} times)"
     yield "  " + ", ".join(
         f"{step} {median(one['seconds'] for one in result['steps'][step]) / plain:.2f} times plain gRPC"
         for step, plain in result["plain_step_seconds"].items()
@@ -381,8 +350,7 @@ def lines_of(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run, print, and write files if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--chart", type=Path)
     parser.add_argument("--members", type=int, nargs="+", default=MEMBERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -395,7 +363,7 @@ def main() -> None:
             results.append(measure(members, arguments.rounds, Path(folder), model))
         print("\n".join(lines_of(results[-1])), flush=True)
         found = {"model": arguments.model, "sizes": results, "growth": growth(results), "load": psutil.getloadavg()}
-        save({"machine": machine(), "commit": commit(), **found}, arguments.json)
+        save(origin() | found, arguments.json)
     for step, exponents in growth(results).items():
         of = " per member's bytes" if step in PER_BYTE else ""
         told = ", ".join(f"{what} ~ n^{p:.2f}" for what, p in exponents.items() if p is not None)

@@ -9,9 +9,7 @@ event. Histories in FILE are not played again unless the rules or the simulation
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +17,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from command_line import parse, save
-
-from hetero_pp.research.experiments.provenance import commit, machine
+from command_line import earlier, origin, parse, parser_of, save
 
 if TYPE_CHECKING:
     from simulation.world import History
@@ -54,7 +50,6 @@ class Total:
     violations: list[str] = field(default_factory=list)
 
     def add(self, history: History) -> None:
-        """Add one history."""
         self.histories += 1
         self.rounds += history.rounds
         self.events += history.events
@@ -68,8 +63,7 @@ class Total:
 
 
 def main() -> None:
-    """Play the histories, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first history")
     parser.add_argument("--workers", type=int, default=1)
@@ -95,7 +89,7 @@ def _play_all(total: Total, rounds: int, workers: int, path: Path | None) -> Non
                 total.cpu_seconds += seconds
                 for history in histories:
                     total.add(history)
-            save({"machine": machine(), "commit": commit(), **_shares(total), **asdict(total)}, path)
+            save(origin() | _shares(total) | asdict(total), path)
             if path is not None and total.histories % 400 < CHUNK * workers:
                 print(_line(total), flush=True)
 
@@ -125,10 +119,7 @@ def _play_chunk(chunk: Sequence[tuple[int, int]]) -> tuple[list[History], float]
 
 def _earlier(path: Path | None, seed: int) -> Total:
     """Return the totals of this seed in a file, if neither the rules nor the simulation have changed since."""
-    total = Total(_source(), seed)
-    if path is None or not path.exists():
-        return total
-    found: dict[str, Any] = json.loads(path.read_text())
+    total, found = Total(_source(), seed), earlier(path)
     if (found.get("source"), found.get("seed")) != (total.source, seed):
         return total
     return Total(**{name: found[name] for name in asdict(total)})

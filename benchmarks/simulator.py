@@ -8,38 +8,30 @@ those on the wire in a round, by link and direction. A step is the median time b
 Stages share this machine's cores. So where compute decides, a prediction that does not know of the sharing is too low.
 These topologies are reported apart from those where links decide.
 
-The quickstart has seven processes. It is also predicted from costs that were measured beside as many busy processes as
-its run has other members. These costs are too high, because members also wait for links. So the measured time lies
-between the two predictions. Bytes of the quickstart include the links to the exchange.
+Bytes of the quickstart include the links to the exchange.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import events_of, run_quietly, words
 
 from hetero_pp.config.links import exchange_link_name
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
+from hetero_pp.simulator.prediction import Prediction, predict
 from replica_groups.loop.measure import measure_all
 
 STEPS, ROUNDS = 8, 2
@@ -110,33 +102,21 @@ TOPOLOGIES = [
 
 
 def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Measure and predict one group."""
+    """Calibrate, predict and launch one group."""
     (folder / "corpus.txt").write_text(words())
     yaml = folder / "topology.yaml"
     changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": steps, "rounds": rounds}
     changes["kinds"] = f"{topology.kind}s"
     yaml.write_text(YAML.format(**changes))
-    return {"topology": topology.name} | measured_beside_predicted(yaml, [], folder)
-
-
-def compare_quickstart(overrides: list[str], folder: Path) -> dict[str, Any]:
-    """Measure the quickstart. It is predicted with members alone on a core, and beside busy processes."""
-    found = measured_beside_predicted(QUICKSTART, overrides, folder)
-    with busy_processes(len(spec_of(ConfigFile(QUICKSTART, overrides)).members) - 1):
-        loaded = calibrated_prediction(QUICKSTART, overrides)
-    found["predicted"]["loaded_step_seconds"] = _home(loaded).step_seconds
-    found["link_bound"] = _home(loaded).exposed_communication >= LINK_BOUND
-    return {"topology": "quickstart"} | found
+    return measured_beside_predicted(yaml, [], folder)
 
 
 def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) -> dict[str, Any]:
     """Calibrate, predict and launch a run."""
     prediction = calibrated_prediction(yaml, overrides)
-    name = ConfigFile(yaml, overrides).config.name
-    with redirect_stdout(StringIO()):
-        run_topology(yaml, overrides, folder / "runs", in_process=False, new=True)
-    events = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").open()]
-    replica, measured = _home(prediction), _measured_bytes(events)
+    events = events_of(run_quietly(yaml, overrides, folder / "runs"))
+    [replica] = [one for one in prediction.replicas if one.name == "home"]
+    measured = _measured_bytes(events)
     predicted = {link: size for link, size in _predicted_bytes(prediction).items() if link in measured}
     return {
         "link_bound": replica.exposed_communication >= LINK_BOUND,
@@ -149,28 +129,6 @@ def calibrated_prediction(yaml: Path, overrides: list[str]) -> Prediction:
     """Predict a run from the costs of its members on this machine, measured now."""
     costs = {member: cost.model_dump(mode="json") for member, cost in measure_all(spec_of(ConfigFile(yaml, overrides)))}
     return predict(spec_of(ConfigFile(yaml, [*overrides, f"simulate.measured={json.dumps(costs)}"])))
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` processes beside this one busy while the block runs. Each wants a core."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _home(prediction: Prediction) -> ReplicaPrediction:
-    [home] = [replica for replica in prediction.replicas if replica.name == "home"]
-    return home
-
-
-def words() -> str:
-    """Return enough text for any of these runs."""
-    return " ".join(f"word{number % 97} stage{number % 13}" for number in range(40_000))
 
 
 def measured_step(events: list[dict[str, Any]]) -> float:
@@ -225,8 +183,7 @@ def step_ratio(result: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Run, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", help="run topologies whose names contain one of these")
     parser.add_argument("--steps", type=int, default=STEPS, help="inner steps of a round")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -238,22 +195,19 @@ def main() -> None:
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {
         one.name: partial(compare, one, arguments.steps, arguments.rounds) for one in TOPOLOGIES
     }
-    parts["quickstart"] = partial(compare_quickstart, arguments.quickstart)
+    parts["quickstart"] = partial(measured_beside_predicted, QUICKSTART, arguments.quickstart)
     for name, part in parts.items():
         if arguments.only and not any(wanted in name for wanted in arguments.only):
             continue
         with tempfile.TemporaryDirectory(prefix="hetero-pp-simulator-") as folder:
-            result = part(Path(folder))
+            result = {"topology": name} | part(Path(folder))
         results.append(result)
         steps = [result[kind]["step_seconds"] for kind in ("predicted", "measured")]
         bound = "links" if result["link_bound"] else "compute"
         print(f"{name:<44} {steps[0]:>9.3f}s {steps[1]:>9.3f}s {step_ratio(result):>7.3f}  {bound}", flush=True)
-        if "loaded_step_seconds" in result["predicted"]:
-            print(f"{'  from costs beside busy processes':<44} {result['predicted']['loaded_step_seconds']:>9.3f}s")
     for error, value in errors(results).items():
         print(f"{error}: off by {value:.2%}")
-    content = {"machine": machine(), "commit": commit(), "errors": errors(results), "topologies": results}
-    save(content, arguments.json)
+    save(origin() | {"errors": errors(results), "topologies": results}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure how CPU seconds and memory of a prediction grow with participants, stages and micro-batches.
 
-    python benchmarks/simulator_growth.py [--json FILE] [--chart FILE] [--participants N ...]
+    python benchmarks/simulator_growth.py [--json FILE] [--participants N ...]
 
 Each size is predicted in a process of its own, on one core. The prediction is that of a round of 50 inner steps. Its
 groups of home machines are drawn from distributions, with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are
@@ -9,20 +9,16 @@ those after start-up (imports and reading the YAML). Memory is the peak of the p
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
@@ -41,27 +37,13 @@ Their machines have enough memory, and their model enough layers.
 """
 
 
-@dataclass(frozen=True)
-class Growth:
-    """A quantity that grows, its sizes, and the overrides of the YAML for a size."""
-
-    of: str
-    sizes: Sequence[int]
-    overrides: Callable[[int], list[str]]
-
-
-def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: Sequence[int]) -> list[Growth]:
-    """Return all growths that are measured."""
+def changes_for(of: str, size: int) -> list[str]:
+    """Return the changes of the YAML for a size of what grows."""
+    if of == "participants":
+        return [f"simulate.fleets.home.count={size // STAGES}"]
     groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
-    return [
-        Growth("participants", participants, lambda size: [f"simulate.fleets.home.count={size // STAGES}"]),
-        Growth("stages", stages, lambda size: [*groups, f"replicas.0.stages={size}"]),
-        Growth(
-            "micro-batches",
-            micro_batches,
-            lambda size: [*groups, f"replicas.0.batch_size={size}", f"replicas.0.micro_batches={size}"],
-        ),
-    ]
+    keys = {"stages": ["stages"], "micro-batches": ["batch_size", "micro_batches"]}[of]
+    return groups + [f"replicas.0.{key}={size}" for key in keys]
 
 
 def measure(overrides: list[str]) -> dict[str, float]:
@@ -88,34 +70,8 @@ def measured_alone(overrides: list[str]) -> dict[str, float]:
     return found
 
 
-def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Plot seconds and memory against size, both on logarithmic scales."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(results), figsize=(4 * len(results), 6), sharex="col", sharey="row")
-    for column, (of, points) in zip(axes.T, results.items(), strict=True):
-        sizes = [point["size"] for point in points]
-        column[0].loglog(sizes, [point["cpu_seconds"] for point in points], "o-")
-        column[1].loglog(sizes, [point["peak_memory_bytes"] / 1e9 for point in points], "o-")
-        column[1].set_xlabel(of)
-        column[1].set_xticks(sizes, [f"{size:,}" for size in sizes])
-        column[1].set_xticks([], minor=True)
-        for axis in column:
-            axis.grid(True, which="major", alpha=0.3)
-    axes[0, 0].set_ylabel("CPU seconds")
-    axes[1, 0].set_ylabel("peak memory, GB")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main() -> None:
-    """Run, print, and write files if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chart", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--participants", type=int, nargs="+", default=PARTICIPANTS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES_OF_A_GROUP)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
@@ -124,17 +80,16 @@ def main() -> None:
     if arguments.one is not None:
         print(json.dumps(measure(arguments.one)))
         return
+    sizes = {"stages": arguments.stages, "micro-batches": arguments.micro_batches}
     results: dict[str, list[dict[str, Any]]] = {}
-    for growth in growths(arguments.participants, arguments.stages, arguments.micro_batches):
-        print(f"{growth.of:>14} {'CPU seconds':>12} {'peak memory':>12}")
-        for size in growth.sizes:
-            found = measured_alone(growth.overrides(size))
-            results.setdefault(growth.of, []).append({"size": size} | found)
+    for of, own in {"participants": arguments.participants, **sizes}.items():
+        print(f"{of:>14} {'CPU seconds':>12} {'peak memory':>12}")
+        for size in own:
+            found = measured_alone(changes_for(of, size))
+            results.setdefault(of, []).append({"size": size} | found)
             memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
             print(f"{size:>14,} {found['cpu_seconds']:>12.2f} {memory:>12}", flush=True)
-    save({"machine": machine(), "commit": commit(), "growth": results}, arguments.json)
-    if arguments.chart is not None:
-        draw(results, arguments.chart)
+    save(origin() | {"growth": results}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -16,31 +16,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from chaos_run import YAML, ChaosRun
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 from google.protobuf.message import Message
-from kernel_namespace import namespace
 
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import BeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.server import serve_exchange
 
+NAMESPACE = f"hetero-pp-uplink-{os.getpid()}"
 PORT = 47700
 BITS_A_SECOND = 1_000_000
 QUEUE_BYTES = BITS_A_SECOND // 8
@@ -56,12 +56,32 @@ SMOKE = {"parts": ["beats"], "bytes": 200_000}
 
 @contextmanager
 def slow_uplink() -> Iterator[list[str]]:
-    """Shape the uplink. Yields the prefix of commands whose traffic to the exchange shares it."""
-    with namespace(MTU) as (inside, tc):
-        tc("class add dev lo parent 1: classid 1:10 htb rate 10gbit burst 1m")
-        tc(f"qdisc add dev lo parent 1:10 tbf rate {BITS_A_SECOND}bit burst {BURST} limit {QUEUE_BYTES}")
-        tc(f"filter add dev lo parent 1: protocol ip prio 1 u32 match ip dport {PORT} 0xffff flowid 1:10")
+    """Shape the uplink on the loopback of a network namespace. Packets to other ports are not limited.
+
+    Yields the prefix of commands that run in the namespace. Raises OSError with the system's message.
+    """
+    inside = ["ip", "netns", "exec", NAMESPACE]
+    _call(["ip", "netns", "add", NAMESPACE])
+    try:
+        for command in (
+            f"ip link set lo up mtu {MTU}",
+            "tc qdisc add dev lo root handle 1: htb default 999",
+            "tc class add dev lo parent 1: classid 1:999 htb rate 10gbit burst 1m",
+            "tc class add dev lo parent 1: classid 1:10 htb rate 10gbit burst 1m",
+            f"tc qdisc add dev lo parent 1:10 tbf rate {BITS_A_SECOND}bit burst {BURST} limit {QUEUE_BYTES}",
+            f"tc filter add dev lo parent 1: protocol ip prio 1 u32 match ip dport {PORT} 0xffff flowid 1:10",
+        ):
+            _call([*inside, *command.split()])
         yield inside
+    finally:
+        _call(["ip", "netns", "delete", NAMESPACE])
+
+
+def _call(command: Sequence[str]) -> None:
+    """Run a command. Raises OSError with its error output if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 class FarEnd:
@@ -129,7 +149,6 @@ def beats(size: int) -> dict[str, Any]:
 
 
 def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run `beats` in the namespace."""
     with slow_uplink() as inside:
         command = [*inside, sys.executable, __file__, "--inside", "--bytes", str(arguments.bytes)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
@@ -177,8 +196,7 @@ def why_not() -> str | None:
 
 
 def main() -> None:
-    """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--bytes", type=int, default=CONTRIBUTION, help="size of the contribution that is sent beside heartbeats"
@@ -194,7 +212,7 @@ def main() -> None:
     if lacks is not None:
         print(f"not shaped by the kernel, which needs root, `ip` and `tc`: {lacks}")
         return
-    found: dict[str, Any] = {"machine": machine(), "commit": commit(), "bits_a_second": BITS_A_SECOND}
+    found = origin() | {"bits_a_second": BITS_A_SECOND}
     for name in arguments.parts:
         found = found | {name: PARTS[name](arguments)}
         print(f"{name}: {json.dumps(found[name])}", flush=True)

@@ -9,8 +9,6 @@ On a machine with other load, compare the CPU seconds, and the ratio of programs
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -21,10 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
+from launched import events_of
+from processes import cpu_seconds
 
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.run.folder import RunFolder
 
 EVENTS = ("joined", "begun", "inner_step")
 """Events whose first occurrence is timed, in their order."""
@@ -46,26 +45,20 @@ def start(program: str, runs: Path) -> dict[str, float]:
             if process.poll() is not None or time.time() - since > SECONDS_FOR_A_START:
                 raise SystemExit(f"benchmarks/start.py: {program} took no step")
             time.sleep(SECONDS_BETWEEN_LOOKS)
-            found = _events(runs / "quickstart/metrics.jsonl", since)
-        return found | {"cpu": _cpu_seconds(process.pid)}
+            found = _events(RunFolder(runs / "quickstart"), since)
+        return found | {"cpu": cpu_seconds(process.pid)}
     finally:
         process.kill()  # the members end with it
         process.wait()
 
 
-def _events(metrics: Path, since: float) -> dict[str, float]:
-    """Return seconds from `since` to the first line of each event."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+def _events(run: RunFolder, since: float) -> dict[str, float]:
+    """Return seconds from `since` to the first of each kind of event."""
     found: dict[str, float] = {}
-    for line in (json.loads(line) for line in lines if line.endswith("\n")):
-        if line["event"] in EVENTS:
-            found.setdefault(line["event"], line["time"] - since)
+    for event in events_of(run):
+        if event["event"] in EVENTS:
+            found.setdefault(event["event"], event["time"] - since)
     return found
-
-
-def _cpu_seconds(pid: int) -> float:
-    program = psutil.Process(pid)
-    return sum(sum(one.cpu_times()[:2]) for one in (program, *program.children(recursive=True)))
 
 
 def measure(programs: list[str], repeats: int) -> dict[str, Any]:
@@ -81,15 +74,14 @@ def measure(programs: list[str], repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--program", action="append", help="program to start (default: the one beside this Python)")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parse(parser, {"repeats": 0})
     found = measure(arguments.program or [OWN], arguments.repeats)
     for program, seconds in found["medians"].items():
         print(f"{program}: " + ", ".join(f"{key} {value:.2f} s" for key, value in seconds.items()))
-    save({"machine": machine(), "commit": commit(), **found}, arguments.json)
+    save(origin() | found, arguments.json)
 
 
 if __name__ == "__main__":

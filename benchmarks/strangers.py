@@ -20,7 +20,6 @@ come, and results that the file contains are not measured again.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 from attack_calls import CONNECTIONS, Target, begin, channel_to, code_of
 from attacks import ATTACKS, CLOSED, COUNTED, CUT, THROUGH_RELAY, attack_main, last_refused
 from attacks_of_strangers import ANSWERED
-from command_line import parse, save
+from command_line import earlier, origin, parse, parser_of, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
 from strangers_run import (
     DOWNSTREAM,
@@ -53,7 +52,7 @@ from strangers_run import (
 )
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.provenance import commit
 
 QUICK = {
     "only": ["forged_hashes", "absurd_reports"],
@@ -71,7 +70,6 @@ SECONDS_BETWEEN_TELLS = 1.2
 SECONDS_TO_SETTLE = 7.0
 """Seconds, more than the exchange keeps freed memory for."""
 MOST_GROWTH = 50e6
-MOST_RATIO = 1.10
 MOST_SHARE = 0.51
 """Largest share of a round's weights that the attacker's two replicas may have: as many as the honest ones."""
 
@@ -244,7 +242,6 @@ def outcome(run: LiveRun, honest: LiveRun | None) -> dict[str, Any]:
 
 
 def show_attack(name: str, one: dict[str, Any]) -> None:
-    """Print a line for an attack."""
     before, after, ratio = one["megabytes"]["before"], one["megabytes"]["after"], one["ratio"]
     told = f"{one['codes']}, {one['refusals_by_kind']}, {one['calls_a_second']:.0f}/s"
     print(f"{name}: {told}, {before:.0f} -> {after:.0f} MB, rounds take {ratio or 0:.3f} of the usual time", flush=True)
@@ -299,7 +296,6 @@ def campaign(
 
 
 def show_campaign(one: dict[str, Any], cells: dict[str, Any]) -> None:
-    """Print a line for a run that was fuzzed."""
     sent, seconds = (sum(cell[key] for cell in cells.values()) for key in ("sent", "seconds"))
     escaped = {name: cell["escaped"][:2] for name, cell in cells.items() if cell["escaped"]}
     size = f"{one['megabytes']['before']:.0f} -> {one['megabytes']['after']:.0f} MB, {one['threads']} threads"
@@ -343,7 +339,7 @@ PARTS = {"attacks": attacks, "fuzz": fuzz}
 
 def main() -> None:
     """Attack, print, and write. Exits with 1 if an attack had an effect that is not allowed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME", help=", ".join(ATTACKS)
@@ -362,10 +358,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parse(parser, QUICK)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the program does
-    found: dict[str, Any] = {}
-    if arguments.json is not None and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())
-    found |= {"machine": machine(), "commit": commit(), "seed": arguments.seed}
+    found = earlier(arguments.json) | origin() | {"seed": arguments.seed}
     with tempfile.TemporaryDirectory(prefix="hetero-pp-strangers-") as folder:
         honest = Reference(Path(folder))
         for part in arguments.parts:

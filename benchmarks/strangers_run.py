@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 from fault_injection.wire import Wire
+from processes import writers_to
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
@@ -234,12 +235,9 @@ class LiveRun:
         """Return the seconds of each of the next rounds; of fewer rounds if the run ends."""
         first = max(self.closed, default=0)
         self.wait_for_round(first + count)
-        times = [(self.closed.get(round_ - 1), self.closed.get(round_)) for round_ in self._after(first, count)]
+        after = range(first + 1, first + count + 1)
+        times = [(self.closed.get(round_ - 1), self.closed.get(round_)) for round_ in after]
         return [until - since for since, until in times if since is not None and until is not None]
-
-    @staticmethod
-    def _after(first: int, count: int) -> range:
-        return range(first + 1, first + count + 1)
 
     def wait_until_over(self) -> None:
         """Let the run end, and wait for its last round and its end."""
@@ -276,7 +274,7 @@ class LiveRun:
 
     def _signal_honest(self, number: signal.Signals) -> None:
         """Stop or continue one honest replica. The quorum needs it while no attacker contributes."""
-        for pid, member in self._processes():
+        for pid, member in writers_to(self._folder.path / "logs"):
             if member == HONEST:
                 with suppress(ProcessLookupError):  # it has ended since
                     os.kill(pid, number)
@@ -290,21 +288,11 @@ class LiveRun:
 
     def size(self) -> tuple[int, int, int]:
         """Return the exchange's process id, bytes of memory, and number of threads; zeros if there is none."""
-        for pid, member in self._processes():
+        for pid, member in writers_to(self._folder.path / "logs"):
             if member == EXCHANGE:
                 process = psutil.Process(pid)
                 return pid, process.memory_info().rss, process.num_threads()
         return 0, 0, 0
-
-    def _processes(self) -> Iterator[tuple[int, str]]:
-        logs = self._folder.path / "logs"
-        for pid in psutil.pids():  # not only children: the launch may use a fork server
-            try:
-                said = Path(f"/proc/{pid}/fd/2").resolve()
-            except OSError:
-                continue
-            if said.parent == logs:
-                yield pid, said.stem
 
     def said(self) -> int:
         """Return the bytes that the exchange has printed. It prints a traceback for each unexpected error."""

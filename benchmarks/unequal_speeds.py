@@ -16,23 +16,18 @@ With --json, rows that the file contains are not run again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
-from command_line import parse, save
+from command_line import earlier, origin, parse, parser_of, save
+from launched import events_of, run_quietly, summary_of
 
 from hetero_pp.config.topology import ParticipantsReplica
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -56,12 +51,10 @@ replicas:
 
 def run(folder: Path, changes: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Train a run, and return its events and its summary."""
-    yaml, runs = folder / "run.yaml", folder / "runs"
+    yaml = folder / "run.yaml"
     yaml.write_text(YAML)
-    with redirect_stdout(StringIO()):
-        run_topology(yaml, changes, runs, in_process=True, new=True)
-    events = [json.loads(line) for line in (runs / "unequal" / "metrics.jsonl").open()]
-    return events, json.loads((runs / "unequal" / "summary.json").read_text())
+    done = run_quietly(yaml, changes, folder / "runs", in_process=True)
+    return events_of(done), summary_of(done)
 
 
 def slow_link(folder: Path) -> str:
@@ -139,8 +132,7 @@ def _loss_by_then(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def main() -> None:
-    """Run the missing rows, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of a round's inner loop")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
@@ -149,10 +141,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    there = arguments.json is not None and arguments.json.exists()
-    found: dict[str, Any] = {"machine": machine(), "commit": commit(), "link": None, "rows": []}
-    if there:
-        found = json.loads(arguments.json.read_text())
+    found = earlier(arguments.json) or origin() | {"link": None, "rows": []}
     with tempfile.TemporaryDirectory(prefix="hetero-pp-unequal-") as name:
         found["link"] = found["link"] or slow_link(Path(name))
         print(found["link"], flush=True)

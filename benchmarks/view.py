@@ -11,7 +11,6 @@ all files of the page, compressed as they are sent.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import http.client
 import multiprocessing
@@ -24,7 +23,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from command_line import parse, save
+from command_line import origin, parse, parser_of, save
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
@@ -32,11 +31,10 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.launched import on_a_page
 from hetero_pp.program.view.server import PAGE
-from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
-STAGES, STEP_SECONDS, STEPS, SECONDS_BETWEEN_MARKS = 4, 2.0, 5, 0.7
+STAGES, STEPS, SECONDS_BETWEEN_MARKS = 4, 5, 0.7
 _DOINGS = (pb.FORWARD, pb.WAITING_FOR_NEXT, pb.BACKWARD, pb.WAITING_FOR_PREVIOUS)
 
 
@@ -196,7 +194,7 @@ def first_load() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--members", type=int, default=100)
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=40.0)
@@ -204,23 +202,13 @@ def main() -> None:
     size = Size(arguments.members, arguments.viewers, arguments.seconds)
     without, shown = measure(size, shows=False), measure(size, shows=True)
     share = shown["cpu_share"] - without["cpu_share"]
-    found = {
-        "machine": machine(),
-        "commit": commit(),
-        "size": vars(size),
-        "without_page": without,
-        "with_page": shown,
-        "share_of_a_core": share,
-        "first_load": first_load(),
-    }
-    latency = shown["latency_ms"]
+    load, latency = first_load(), {name: f"{one:.0f} ms" for name, one in shown["latency_ms"].items()}
     print(f"{size.members} members, {size.viewers} viewers, {shown['reports_per_second']:.0f} reports/s")
-    print(
-        f"latency: median {latency['median']:.0f} ms, 95 % within {latency['p95']:.0f} ms, all {latency['max']:.0f} ms"
-    )
+    print(f"latency: median {latency['median']}, 95 % within {latency['p95']}, all {latency['max']}")
     print(f"the page takes {100 * share:.1f} % of a core; the state alone {100 * without['cpu_share']:.1f} %")
-    print(f"first load: {found['first_load']['compressed_bytes'] / 1000:.0f} kB compressed")
-    save(found, arguments.json)
+    print(f"first load: {load['compressed_bytes'] / 1000:.0f} kB compressed")
+    found = {"size": vars(size), "without_page": without, "with_page": shown, "share_of_a_core": share}
+    save(origin() | found | {"first_load": load}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from collections import defaultdict
@@ -164,7 +163,6 @@ class Director:
         return sorted((one for one in others if _writes(one, log)), key=lambda one: (one.create_time(), one.pid))
 
     def _freeze(self, processes: Sequence[psutil.Process], seconds: float) -> None:
-        """Freeze processes for a number of seconds."""
         for one in processes:
             one.suspend()
         timer = threading.Timer(seconds, _wake, [processes])
@@ -174,12 +172,8 @@ class Director:
 
 def _wake(frozen: Iterable[psutil.Process]) -> None:
     for one in frozen:
-        _signal(one, signal.SIGCONT)
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with suppress(psutil.Error):
-        process.send_signal(number)
+        with suppress(psutil.Error):
+            one.resume()
 
 
 def _writes(process: psutil.Process, log: Path) -> bool:

@@ -20,7 +20,6 @@ from fault_injection.settings import (
     Fault,
     FaultFile,
     Fill,
-    Freeze,
     Kill,
     Miss,
     kind_of,
@@ -85,13 +84,10 @@ def _below(*key: str | int) -> Iterator[None]:
 
 
 def _check(fault: AnyFault, spec: RunSpec, in_process: bool) -> None:
+    kind = kind_of(fault.model_dump()) or ""
     if in_process and not isinstance(fault, Miss):
-        key = kind_of(fault.model_dump()) or ""
-        raise ConfigError(
-            (key,),
-            "found a fault that needs processes, expected only `miss` with --in-process; remove "
-            "--in-process or the fault",
-        )
+        found = "found a fault that needs processes, expected only `miss` with --in-process"
+        raise ConfigError((kind,), f"{found}; remove --in-process or the fault")
     match fault:
         case Miss():
             _expect("miss", fault.miss, [replica.name for replica in spec.config.replicas])
@@ -101,30 +97,23 @@ def _check(fault: AnyFault, spec: RunSpec, in_process: bool) -> None:
             for place, member in enumerate(fault.members):
                 with _below("members"):
                     _expect(place, member, _processes(spec))
-        case Cut():
-            _expect("cut", fault.cut, spec.links)
-            _check_moment(fault, spec.links[fault.cut].source, spec)
-        case Delay():
-            _expect("delay", fault.delay, spec.links)
-            _check_moment(fault, spec.links[fault.delay].source, spec)
-        case Kill():
-            _expect("kill", fault.kill, _processes(spec))
-            _check_rank(fault, spec)
-            _check_moment(fault, fault.kill, spec)
-        case Freeze():
-            _expect("freeze", fault.freeze, _processes(spec))
-            _check_moment(fault, fault.freeze, spec)
-        case Fill():
-            _expect("fill", fault.fill, _processes(spec))
-            _require_one_process("fill", fault.fill, spec)
-            _check_moment(fault, fault.fill, spec)
-        case Corrupt():
-            _check_corrupt(fault, spec)
-            _check_moment(fault, fault.corrupt, spec)
+        case Cut() | Delay():
+            link = getattr(fault, kind)
+            _expect(kind, link, spec.links)
+            _check_moment(fault, spec.links[link].source, spec)
+        case _:
+            member = getattr(fault, kind)
+            _expect(kind, member, _processes(spec))
+            if isinstance(fault, Kill):
+                _check_rank(fault, spec)
+            elif isinstance(fault, Fill):
+                _require_one_process(kind, member, spec)
+            elif isinstance(fault, Corrupt):
+                _check_corrupt(fault, spec)
+            _check_moment(fault, member, spec)
 
 
 def _check_corrupt(fault: Corrupt, spec: RunSpec) -> None:
-    _expect("corrupt", fault.corrupt, _processes(spec))
     if (fault.what == "snapshot") != (fault.corrupt == EXCHANGE):
         raise ConfigError(
             ("what",),

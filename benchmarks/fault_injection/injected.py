@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -119,8 +119,7 @@ class InjectedFaults(Faults):
                 self._full_until = time.monotonic() + seconds
 
 
-def _later(seconds: float, do: object) -> None:
-    assert callable(do)
+def _later(seconds: float, do: Callable[[], object]) -> None:
     timer = threading.Timer(seconds, do)
     timer.daemon = True
     timer.start()

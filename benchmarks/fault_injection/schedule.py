@@ -90,7 +90,6 @@ class Schedule:
 
 
 def schedule_of(file: FaultFile, spec: RunSpec) -> Schedule:
-    """Return the schedule of a file of faults for a run."""
     at: dict[tuple[str, Point], list[Injection]] = defaultdict(list)
     for fault in file.faults:
         if isinstance(fault, Fault) and fault.at is not None:

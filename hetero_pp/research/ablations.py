@@ -45,7 +45,6 @@ class SharedSecondMomentAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take one step over all groups."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -158,7 +157,6 @@ class AblatedBoundary(Boundary):
 
 
 def with_ablations(boundary: Boundary, ablations: AblationSettings) -> AblatedBoundary:
-    """Return the boundary with ablations."""
     return AblatedBoundary(
         boundary.width,
         boundary.format,

@@ -72,7 +72,6 @@ class ElectedMean:
         """Their weights."""
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
-        """Add one contribution."""
         dense = torch.zeros_like(self.total[0])
         decoded.add_to(dense, 1.0)
         for part, values in enumerate((dense.clamp_min(0), dense.clamp_max(0))):

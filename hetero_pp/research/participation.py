@@ -27,10 +27,14 @@ _DRAWS = 2**63
 
 
 def replicas_in(config: RunConfig, round_: int) -> Sequence[ReplicaSettings]:
-    """Return the replicas that take part in a round."""
     counts = research_of(config).counts
     count = counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
     return config.replicas[:count]
+
+
+def sequences_in(config: RunConfig, rounds: int) -> int:
+    """Return the sum over the first `rounds` rounds of the sequences that all replicas read in a step."""
+    return sum(one.batch_size for round_ in range(1, rounds + 1) for one in replicas_in(config, round_))
 
 
 def missed_in(round_: int, replicas: Sequence[str], share: float, seed: int) -> frozenset[str]:
@@ -127,13 +131,9 @@ class Weights:
     """Weights of contributions by replica: equal, by tokens, or by the sequences in a replica's shard."""
 
     def __init__(self, spec: RunSpec, source: Source) -> None:
-        self.tokens = {
-            replica.name: spec.inner_steps * replica.batch_size * spec.config.data.sequence_length
-            for replica in spec.config.replicas
-        }
-        """Training tokens of a round by replica."""
         weight, research = spec.config.outer.weight, research_of(spec.config)
-        self._by_tokens = {name: weight(tokens) for name, tokens in self.tokens.items()}
+        tokens = spec.inner_steps * spec.config.data.sequence_length
+        self._by_tokens = {one.name: weight(tokens * one.batch_size) for one in spec.config.replicas}
         since = {1, research.pretraining + 1} if research.weighs_examples else set[int]()
         self._examples = [(round_, _examples_in(spec, source, round_)) for round_ in sorted(since)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
@@ -14,6 +14,22 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.attacks.attack import Attack
 from hetero_pp.research.attacks.registry import ATTACKS
 from hetero_pp.run.config import RunConfig
+
+
+class Every(NamedTuple):
+    """Rounds between two measurements of each kind; None where nothing is measured. They do not affect training."""
+
+    bias: int | None = None
+    """Equation 5 of Het-PP."""
+    similarity: int | None = None
+    """Cosines of contributions."""
+    volume: int | None = None
+    """Size of contributions with each collective."""
+    outer: int | None = None
+    """Outer gradient: its norm, and cosines with a reference momentum."""
+
+
+UNMEASURED = Every()
 
 
 class PeerSettings(Settings):

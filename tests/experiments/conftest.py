@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
 from hetero_pp.research.experiments.jobs import Job
+from hetero_pp.research.settings import UNMEASURED
 from hetero_pp.run.config import RunConfig
 
 TINY = """\
@@ -93,6 +94,4 @@ def job(tmp_path: Path, corpus: Path) -> Job:
             "replicas": [{"name": "dc", "kind": "datacenter", "batch_size": 2}],
         }
     )
-    return Job(
-        "toy/one", "all", 2, config, None, None, None, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1}
-    )
+    return Job("toy/one", "all", 2, config, UNMEASURED, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1})

@@ -20,7 +20,7 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
-from hetero_pp.research.settings import ResearchConfig
+from hetero_pp.research.settings import Every, ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.spec import RunSpec
@@ -111,7 +111,7 @@ def _threads() -> list[str]:
 def _found(spec: RunSpec, method: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return the results of training."""
     store = prepare_tokens(spec.config.data, folder / f"tokens-{ranks.rank}")
-    found = dataclasses.asdict(train_fast(spec, store, ranks=ranks, bias_every=2))
+    found = dataclasses.asdict(train_fast(spec, store, ranks=ranks, every=Every(bias=2)))
     found |= _rounds(AllReplicas(spec, store, ranks=ranks), spec.config.outer.rounds)
     found["resumed"] = _resumed(spec, folder, ranks)
     found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(spec, folder, ranks)

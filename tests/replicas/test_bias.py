@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.research.settings import Every
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.bias import BiasMeter, Products, uncompressed_twin
 from hetero_pp.research.vectorized.train import FastResult, train_fast
@@ -21,7 +22,7 @@ def _train(
     corpus: Path, folder: Path, compressed: int, rank: int, every: int | None = 1, embedding: str = "free"
 ) -> FastResult:
     spec = _spec(corpus, compressed, rank, embedding)
-    return train_fast(spec, prepare_tokens(spec.config.data, folder), bias_every=every)
+    return train_fast(spec, prepare_tokens(spec.config.data, folder), every=Every(bias=every))
 
 
 def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free") -> RunSpec:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.research.settings import Every
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.outer_gradients import OuterGradients
 from hetero_pp.research.vectorized.train import train_fast
@@ -86,7 +87,7 @@ def test_a_memory_has_the_cosine_of_its_angle_to_the_mean_and_nothing_left_has_n
 )
 def test_a_run_is_measured_by_the_formulas(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     spec = _spec(corpus, outer)
-    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), outer_every=2)
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(outer=2))
     decay = spec.config.outer.compression.error_feedback_decay
     names = list(group.theta)
     reference = torch.zeros(sum(tensor.numel() for tensor in group.theta.values()))
@@ -126,7 +127,7 @@ def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(
 ) -> None:
     spec, path = _spec(corpus, outer), tmp_path / "checkpoint"
     tokens = prepare_tokens(spec.config.data, tmp_path)
-    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, outer_every=1)
+    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, every=Every(outer=1))
     assert plain.validation_loss == measured.validation_loss
     assert plain.outer_gradients == []
     assert [round_ for round_, *_ in measured.outer_gradients] == [1, 2, 3, 4]
@@ -137,8 +138,8 @@ def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, outer_every=1)
-    went_on = train_fast(spec, tokens, checkpoint=path, outer_every=1)
+        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=Every(outer=1))
+    went_on = train_fast(spec, tokens, checkpoint=path, every=Every(outer=1))
     assert went_on.outer_gradients == measured.outer_gradients
 
 

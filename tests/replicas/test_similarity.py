@@ -14,6 +14,7 @@ from torch import Tensor
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.research.settings import Every
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.research.vectorized.train import train_fast
@@ -74,7 +75,7 @@ def test_of_what_is_not_sent_there_is_nothing() -> None:
 
 def test_dense_ones_are_of_where_replicas_have_come_to(corpus: Path, tmp_path: Path) -> None:
     spec = _spec(corpus, DILOCO)
-    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), similarity_every=2)
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(similarity=2))
     found: list[tuple[int, float, float]] = []
     synchronise = group._synchronise
 
@@ -99,7 +100,7 @@ def test_dense_ones_are_of_where_replicas_have_come_to(corpus: Path, tmp_path: P
 def test_nothing_depends_on_it(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     spec = _spec(corpus, outer)
     tokens = prepare_tokens(spec.config.data, tmp_path)
-    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, similarity_every=1)
+    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, every=Every(similarity=1))
     assert plain.validation_loss == measured.validation_loss
     assert plain.similarity == []
     assert {round_ for round_, *_ in measured.similarity} <= {1, 2, 3, 4}
@@ -115,13 +116,13 @@ def test_a_row_that_goes_on_keeps_what_was_measured(corpus: Path, tmp_path: Path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, similarity_every=1)
+        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=Every(similarity=1))
     assert path.exists()
-    went_on = train_fast(spec, tokens, checkpoint=path, similarity_every=1)
-    assert went_on.similarity == train_fast(spec, tokens, similarity_every=1).similarity
+    went_on = train_fast(spec, tokens, checkpoint=path, every=Every(similarity=1))
+    assert went_on.similarity == train_fast(spec, tokens, every=Every(similarity=1)).similarity
 
 
 def test_averaged_gradients_are_not_contributions(corpus: Path, tmp_path: Path) -> None:
     spec = _spec(corpus, {"method": "adamw_ddp"})
     with pytest.raises(ConfigError, match="found adamw_ddp with `similarity_every`, expected one that contributes"):
-        train_fast(spec, prepare_tokens(spec.config.data, tmp_path), similarity_every=1)
+        train_fast(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(similarity=1))

@@ -16,7 +16,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.research.experiments.facts import facts, token_count
 from hetero_pp.research.experiments.supply import tokens_read
-from hetero_pp.research.settings import ResearchConfig
+from hetero_pp.research.settings import Every, ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.train import train_fast
@@ -202,4 +202,4 @@ def test_what_does_not_fit_is_refused(outer: dict[str, Any], told: str, corpus: 
 def test_a_bias_is_of_all_replicas(corpus: Path, tmp_path: Path) -> None:
     spec = RunSpec(_config(corpus, {}), 256)
     with pytest.raises(ConfigError, match="`bias_every` compares all"):
-        AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), bias_every=1)
+        AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(bias=1))

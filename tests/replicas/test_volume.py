@@ -19,6 +19,7 @@ from hetero_pp.outer.volume import RoundVolume, Volume, bytes_of_sum
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.research.settings import Every
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.train import train_fast
@@ -119,7 +120,7 @@ def test_the_fast_path_a_log_and_its_command_count_the_same(
 ) -> None:
     """The bytes are equal, because contributions have the same bits. Formulas come close."""
     spec = _spec(corpus, outer)
-    fast = train_fast(spec, prepare_tokens(spec.config.data, tmp_path / "cache"), volume_every=1)
+    fast = train_fast(spec, prepare_tokens(spec.config.data, tmp_path / "cache"), every=Every(volume=1))
     folder = RunFolder(tmp_path / "run")
     assert [one[1] for one in fast.volume] == _logged(spec, folder)
     save_config(spec.config, folder.config)
@@ -138,7 +139,7 @@ def test_the_fast_path_a_log_and_its_command_count_the_same(
 
 def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
     spec = _spec(corpus, {**SPARSE, "missed": 0.5, "keep_local": True})
-    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), volume_every=1)
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(volume=1))
     for round_ in range(1, ROUNDS + 1):
         assert group.round(round_)
     assert [one[0] for one in group.measured.volume] == [1, 2, 3, 4]
@@ -155,25 +156,25 @@ def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(corpus: Path, tmp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, volume_every=2)
-    went_on, plain = train_fast(spec, tokens, checkpoint=path, volume_every=2), train_fast(spec, tokens)
+        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=Every(volume=2))
+    went_on, plain = train_fast(spec, tokens, checkpoint=path, every=Every(volume=2)), train_fast(spec, tokens)
     assert went_on.validation_loss == plain.validation_loss
     assert plain.volume == []
     assert [one[0] for one in went_on.volume] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["similarity_every", "volume_every", "outer_every"])
-def test_contributions_that_are_not_seen_are_not_measured(name: str, corpus: Path) -> None:
-    every: dict[str, Any] = {name: 1}
+@pytest.mark.parametrize("kind", ["similarity", "volume", "outer"])
+def test_contributions_that_are_not_seen_are_not_measured(kind: str, corpus: Path) -> None:
+    every = Every(**{kind: 1})
     with pytest.raises(ConfigError, match="found 2 ranks, expected one process"):
-        Measured(_spec(corpus, SPARSE), **every, world=2)
-    with pytest.raises(ConfigError, match=f"found adamw_ddp with `{name}`, expected one that contributes differences"):
-        Measured(_spec(corpus, {"method": "adamw_ddp"}), **every)
+        Measured(_spec(corpus, SPARSE), every, world=2)
+    with pytest.raises(ConfigError, match=f"found adamw_ddp with `{kind}_every`, expected one that contributes diff"):
+        Measured(_spec(corpus, {"method": "adamw_ddp"}), every)
 
 
 def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="found cuda, expected --device cpu"):
-        Measured(_spec(corpus, SPARSE), volume_every=1, device=torch.device("cuda"))
+        Measured(_spec(corpus, SPARSE), every=Every(volume=1), device=torch.device("cuda"))
 
 
 @pytest.fixture

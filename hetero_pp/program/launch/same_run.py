@@ -66,7 +66,7 @@ def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: 
 
 
 def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:
-    """Yield a line for each key that has a value in the YAML which the run never had, with how to change it."""
+    """Yield a line for each key that the YAML sets to a value that the run never had. It says how to change the key."""
     began = values_of(agreement.first)
     for key, value in values_of(config).items():
         had = [*agreement.changes.had(key, began[key]), *([agreement.wanted[key]] if key in agreement.wanted else [])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +43,9 @@ class Catalog:
             called = path.relative_to(scales).with_suffix("").as_posix()
             if not own & {called, called.partition("/")[0]}:
                 self._add(path, called)
-        unknown = {name: self._unknown_reason(experiment) for name, experiment in self.experiments.items()}
-        for name, error in unknown.items():
-            if error is not None:
-                del self.experiments[name]
-                self.broken[name] = error
+        unknown = {name: error for name, one in self.experiments.items() if (error := self._unknown_reason(one))}
+        self.experiments = {name: one for name, one in self.experiments.items() if name not in unknown}
+        self.broken |= unknown
 
     def _unknown_reason(self, experiment: Experiment) -> ConfigError | None:
         """Return the error of a claim whose `shown_by` names a table or a row that does not exist."""
@@ -123,8 +121,4 @@ def _find(name: str, known: Mapping[str, Kind], broken: Mapping[str, ConfigError
         return known[name]
     if name in broken:
         raise broken[name]
-    raise ConfigError((), f"found no {what} `{name}`, expected one of {', '.join(_names(known, broken))}")
-
-
-def _names(*groups: Mapping[str, object]) -> Iterator[str]:
-    yield from sorted({name for group in groups for name in group})
+    raise ConfigError((), f"found no {what} `{name}`, expected one of {', '.join(sorted({*known, *broken}))}")

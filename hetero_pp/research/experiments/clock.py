@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Experiment
-from hetero_pp.run.changes import Override
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
@@ -28,11 +26,12 @@ def predicted_hours(experiment: Experiment) -> dict[str, float]:
     if clock is None:
         return {}
     deployments, changes = deployments_of(experiment), Sweep.of_rows({"clock": clock.cells}).overrides("clock")
-    return {
-        row.name: 24 * _days([*changes, *deployments.overrides(row.timed)], experiment.beside(clock.run))
-        for row in experiment.rows
-        if row.timed is not None
-    }
+    path, hours = experiment.beside(clock.run), dict[str, float]()
+    for row in experiment.rows:
+        if row.timed is not None:
+            file = ConfigFile(path, [*changes, *deployments.overrides(row.timed)])
+            hours[row.name] = 24 * predict(spec_of(file)).days
+    return hours
 
 
 def deployments_of(experiment: Experiment) -> Sweep:
@@ -49,10 +48,6 @@ def deployments_of(experiment: Experiment) -> Sweep:
             told = f"found `{row.timed}`, expected a row of `simulate.rows` in {path}: {', '.join(known)}"
             raise experiment.located(ConfigError(("rows", number, "timed"), told))
     return Sweep.of_rows(known)
-
-
-def _days(overrides: Sequence[Override], path: Path) -> float:
-    return predict(spec_of(ConfigFile(path, overrides))).days
 
 
 def loss_at(losses: Sequence[float], share: float) -> float:

@@ -12,6 +12,7 @@ from hetero_pp.config.settings import Ratio, Settings
 from hetero_pp.config.topology import EmbeddingTraining, Rank
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.rates import Method
+from hetero_pp.research.settings import Every
 from hetero_pp.run.yaml_lines import YamlLines
 
 Cells = dict[str, Any]
@@ -364,6 +365,11 @@ class Experiment(Definition):
     def folder(self) -> str:
         """Return the folder in the experiment's name, which is the paper's; an empty string without one."""
         return self.name.rpartition("/")[0]
+
+    @property
+    def every(self) -> Every:
+        """Rounds between measurements."""
+        return Every(self.bias_every, self.similarity_every, self.volume_every, self.outer_every)
 
     def has_scale(self, name: str) -> bool:
         """Return whether the experiment is defined for a scale."""

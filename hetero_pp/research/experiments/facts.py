@@ -9,7 +9,7 @@ from fractions import Fraction
 from hetero_pp.core.units import format_number
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.research.participation import replicas_in
+from hetero_pp.research.participation import sequences_in
 from hetero_pp.research.settings import research_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -64,8 +64,7 @@ def parameter_count(spec: RunSpec) -> int:
 
 def token_count(spec: RunSpec) -> int:
     """Return the number of training tokens of all replicas together."""
-    rounds = range(1, spec.latest.outer.rounds + 1)
-    sequences = sum(replica.batch_size for round_ in rounds for replica in replicas_in(spec.config, round_))
+    sequences = sequences_in(spec.config, spec.latest.outer.rounds)
     return sequences * spec.config.data.sequence_length * spec.inner_steps
 
 

@@ -110,7 +110,6 @@ Row = Mapping[str, Any]
 
 
 def _losses(row: Row, forward: str) -> Mapping[str, float]:
-    """Return a row's losses by seed."""
     found: Mapping[str, float] = row["ours"]["seeds"] if forward == "own" else row[f"{forward}_seeds"]
     return found
 

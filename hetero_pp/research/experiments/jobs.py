@@ -23,6 +23,7 @@ from hetero_pp.research.experiments.identity import settings_of
 from hetero_pp.research.experiments.outcomes import Outcome, add_outcome
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.settings import Every
 from hetero_pp.research.vectorized.together import constraint_of
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
@@ -47,10 +48,7 @@ class Job:
     name: str
     seed: int
     config: RunConfig
-    bias_every: int | None
-    similarity_every: int | None
-    volume_every: int | None
-    outer_every: int | None
+    every: Every
     cache: Path
     rows: Path
     """File that outcomes are kept in."""
@@ -58,7 +56,6 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Return the key of the job's outcome."""
         return key_of(self.identity)
 
     def outcome(self, result: FastResult, device: torch.device, commit: str) -> Outcome:
@@ -82,37 +79,12 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
     """Return the job of a row; `rows` is the file that outcomes are kept in."""
     config = setting.config(row, seed)
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
-    experiment = setting.experiment
-    return Job(
-        experiment.name,
-        row.name,
-        seed,
-        config,
-        bias_every=experiment.bias_every,
-        similarity_every=experiment.similarity_every,
-        volume_every=experiment.volume_every,
-        outer_every=experiment.outer_every,
-        cache=corpus.cache,
-        rows=rows,
-        identity=identity_of(
-            config,
-            corpus,
-            experiment.bias_every,
-            experiment.similarity_every,
-            experiment.volume_every,
-            experiment.outer_every,
-        ),
-    )
+    every = setting.experiment.every
+    identity = identity_of(config, corpus, every)
+    return Job(setting.experiment.name, row.name, seed, config, every, corpus.cache, rows, identity)
 
 
-def identity_of(
-    config: RunConfig,
-    corpus: Corpus,
-    bias_every: int | None = None,
-    similarity_every: int | None = None,
-    volume_every: int | None = None,
-    outer_every: int | None = None,
-) -> dict[str, Any]:
+def identity_of(config: RunConfig, corpus: Corpus, every: Every) -> dict[str, Any]:
     """Return everything that determines a row's outcome as JSON, without defaults.
 
     `steps_of` marks synchronous rows with several kinds of replicas, whose older outcomes have the first replica's step
@@ -121,10 +93,8 @@ def identity_of(
     settings = settings_of(config, corpus.source.vocabulary)
     tokenizer = corpus.tokenizer
     named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
-    measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
-    measured |= {} if similarity_every is None else {"similarity_every": similarity_every}
-    measured |= {} if volume_every is None else {"volume_every": volume_every}
-    measured |= {} if outer_every is None else {"outer_every": outer_every}
+    measured = {f"{kind}_every": rounds for kind, rounds in every._asdict().items() if rounds is not None}
+    measured |= {} if every.bias is None else {"bias_of": "products of two replicas"}
     is_mixed = len(set(map(constraint_of, config.replicas))) > 1
     together = {"steps_of": "every replica"} if config.outer.source == "gradient" and is_mixed else {}
     return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **together, **measured, "settings": settings}
@@ -179,10 +149,7 @@ def train_job(
         source,
         on_round,
         compiles=training.compiles,
-        bias_every=job.bias_every,
-        similarity_every=job.similarity_every,
-        volume_every=job.volume_every,
-        outer_every=job.outer_every,
+        every=job.every,
         device=device,
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def _entry(setting: Setting, request: Request) -> dict[str, Any]:
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "claims": []}
     done = sum(row["ours"] is not None for row in known["rows"])
     verdicts = {claim["text"]: claim["verdict"] for claim in known["claims"]}
-    representable = [row for row in experiment.rows if setting.not_representable(row) is None]
+    representable = setting.representable()
     hours = sum(_hours(setting, _spec(setting, row)) for row in representable) * request.seeds
     return {
         "name": experiment.name,
@@ -81,29 +80,12 @@ def _entry(setting: Setting, request: Request) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of training a row."""
-
-    parameters: int
-    tokens: int
-    flops: float
-    sent_bytes: int
-    hours: float
-
-    @classmethod
-    def of(cls, setting: Setting, row: Row) -> Cost:
-        """Return a row's cost by the usual estimate of 6 FLOPs per parameter and token."""
-        spec = _spec(setting, row)
-        sent = contribution_bytes(spec, spec.config.outer.rounds)
-        return cls(parameter_count(spec), token_count(spec), _flops(spec), sent, _hours(setting, spec))
-
-
 def _spec(setting: Setting, row: Row) -> RunSpec:
     return RunSpec(setting.config(row), setting.scale.vocabulary)
 
 
 def _flops(spec: RunSpec) -> float:
+    """Return the FLOPs of training by the usual estimate of 6 per parameter and token."""
     return 6.0 * parameter_count(spec) * token_count(spec)
 
 
@@ -149,7 +131,8 @@ def _cost_cells(setting: Setting, row: Row) -> Iterator[str]:
     if reason is not None:
         yield from ("", "", "", "", "", reason)
         return
-    cost = Cost.of(setting, row)
-    yield from (f"{cost.parameters:,}", f"{cost.tokens:,}", format_flops(cost.flops), format_bytes(cost.sent_bytes))
-    yield format_number(cost.hours, 2)
+    spec = _spec(setting, row)
+    yield from (f"{parameter_count(spec):,}", f"{token_count(spec):,}", format_flops(_flops(spec)))
+    yield format_bytes(contribution_bytes(spec, spec.config.outer.rounds))
+    yield format_number(_hours(setting, spec), 2)
     yield setting.why_not(row) or "ready"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def add_outcome(path: Path, outcome: Outcome) -> None:
             _append(path, b"\n" + _line(outcome))
             raise
         known.setdefault(outcome["key"], outcome)
-        _write(path, known.values())
+        ordered = sorted(known.values(), key=lambda one: (one["row"], one["seed"], one["key"]))
+        write_whole(path, b"".join(map(_line, ordered)))
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -85,11 +86,6 @@ def alone(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
         yield
-
-
-def _write(path: Path, outcomes: Iterable[Outcome]) -> None:
-    ordered = sorted(outcomes, key=lambda one: (one["row"], one["seed"], one["key"]))
-    write_whole(path, b"".join(map(_line, ordered)))
 
 
 def _line(outcome: Outcome) -> bytes:

@@ -56,15 +56,10 @@ def write_overview(folder: Path, path: Path, experiments: Path) -> None:
     write_whole(path, ("\n".join(lines) + "\n").encode())
 
 
-def _family(result: dict[str, Any]) -> str:
-    """Return the folder in an experiment's name, or an empty string."""
-    return str(result["name"].rpartition("/")[0])
-
-
 def _place(named: tuple[str, dict[str, Any]]) -> tuple[int, str, str, str]:
     """Sort key: the papers in order, then names, then scales."""
     path, result = named
-    family = _family(result)
+    family = result["name"].rpartition("/")[0]
     first = FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
     return first, family, result["name"], path
 

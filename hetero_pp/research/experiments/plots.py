@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.core.units import format_bytes, format_ratio
 from hetero_pp.research.experiments.axis import Place, lay_out, places_of
-from hetero_pp.research.experiments.outcomes import Outcomes
+from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
-    if any(_similarity(outcomes.get(row["name"])) for row in result["rows"]):
+    if any(outcome.get("similarity") for _, _, outcome in _firsts(result, outcomes)):
         panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
     panels += _outer_panels(result, outcomes)
     if any("hours" in row for row in result["rows"]):
@@ -63,9 +64,8 @@ def _name_rows(figure: Figure) -> None:
     Its title says to which panels it belongs if some have a legend of their own, which gives colours other meanings.
     """
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    own = [axes for axes in figure.axes if axes.get_legend() is not None]
-    title = "rows (panels without an own legend)" if own else "rows"
-    columns = _legend_columns(len(labels))
+    some_have_own = any(axes.get_legend() is not None for axes in figure.axes)
+    title, columns = "rows (panels without an own legend)" if some_have_own else "rows", _legend_columns(len(labels))
     figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=columns, title=title)
 
 
@@ -84,13 +84,19 @@ def _known(result: Mapping[str, Any]) -> list[tuple[Row, dict[str, Any]]]:
     return [(row, _style(number)) for number, row in enumerate(result["rows"]) if row["ours"] is not None]
 
 
-def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
-    """Draw the loss of each row's first seed; its end has the row's marker in the other panels."""
+def _firsts(result: Mapping[str, Any], outcomes: Outcomes) -> Iterator[tuple[Row, dict[str, Any], Outcome]]:
+    """Yield each trained row with its style and the outcome of its first seed."""
     for number, row in enumerate(result["rows"]):
         if seeds := outcomes.get(row["name"]):
-            losses = seeds[min(seeds)]["validation_loss"]
-            along = [round_ * _steps_of(result, row) for round_ in range(1, len(losses) + 1)]
-            axes.plot(along, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
+            yield row, _style(number), seeds[min(seeds)]
+
+
+def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Draw the loss of each row's first seed; its end has the row's marker in the other panels."""
+    for row, style, outcome in _firsts(result, outcomes):
+        losses = outcome["validation_loss"]
+        along = [round_ * _steps_of(result, row) for round_ in range(1, len(losses) + 1)]
+        axes.plot(along, losses, **style, markevery=[len(losses) - 1], label=row["name"])
     axes.set(xlabel=_progress(result), ylabel="validation loss of the first seed, nats per token")
 
 
@@ -110,11 +116,11 @@ def _steps_of(result: Mapping[str, Any], row: Row) -> int:
 
 def _draw_by_time(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw the loss of each row's first seed against predicted hours: Het-PP's Figure 3."""
-    for number, row in enumerate(result["rows"]):
-        if (seeds := outcomes.get(row["name"])) and "hours" in row:
-            losses = seeds[min(seeds)]["validation_loss"]
+    for row, style, outcome in _firsts(result, outcomes):
+        if "hours" in row:
+            losses = outcome["validation_loss"]
             along = [row["hours"] * round_ / len(losses) for round_ in range(1, len(losses) + 1)]
-            axes.plot(along, losses, **_style(number), markevery=[len(losses) - 1])
+            axes.plot(along, losses, **style, markevery=[len(losses) - 1])
     axes.set(xlabel="predicted hours", ylabel="validation loss of the first seed, nats per token")
 
 
@@ -131,12 +137,10 @@ def _outer_panels(result: Mapping[str, Any], outcomes: Outcomes) -> list[Callabl
 
 def _draw_momentum(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw the cosine of the replicas' memories and the reference momentum by round: SparseLoCo, A.1."""
-    for number, row in enumerate(result["rows"]):
-        seeds = outcomes.get(row["name"], {})
-        found = seeds[min(seeds)].get("outer_gradients", ()) if seeds else ()
+    for _, style, outcome in _firsts(result, outcomes):
         for place, width in ((3, 1.5), (4, 0.7)):
-            rounds = [(one[0], one[place]) for one in found if one[place] is not None]
-            axes.plot(*zip(*rounds, strict=True), **_style(number) | {"marker": ""}, linewidth=width)
+            rounds = [(one[0], one[place]) for one in outcome.get("outer_gradients", ()) if one[place] is not None]
+            axes.plot(*zip(*rounds, strict=True), **style | {"marker": ""}, linewidth=width)
     for bound in {claim["bound"] for claim in result["claims"] if "bound" in claim}:
         axes.axhline(bound, color="gray", linestyle=":")
     axes.set(xlabel="outer round", ylim=(0, 1))
@@ -161,10 +165,9 @@ def _draw_norm(axes: Axes, result: Mapping[str, Any]) -> None:
 
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw the cosines of each row's first seed, with the deviation over pairs: the papers' Figures 10 and 11."""
-    for number, row in enumerate(result["rows"]):
-        if measured := _similarity(outcomes.get(row["name"])):
+    for row, style, outcome in _firsts(result, outcomes):
+        if measured := outcome.get("similarity"):
             rounds, means, spreads = zip(*measured, strict=True)
-            style = _style(number)
             along = [round_ * _steps_of(result, row) for round_ in rounds]
             axes.plot(along, means, **style, markevery=[len(along) - 1])
             low, high = (
@@ -173,11 +176,6 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
             axes.fill_between(along, low, high, color=style["color"], alpha=0.15)
     axes.set_xlabel(_progress(result))
     axes.set_ylabel("cosine of two contributions of the first seed\n(band: standard deviation over pairs)")
-
-
-def _similarity(seeds: Mapping[int, Mapping[str, Any]] | None) -> Sequence[tuple[int, float, float]]:
-    """Return (round, mean, spread) of a row's first seed; empty if it was not measured."""
-    return (seeds[min(seeds)].get("similarity") or ()) if seeds else ()
 
 
 _WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
@@ -319,10 +317,8 @@ def _widths(trend: Mapping[str, Any]) -> list[int]:
 
 def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
     """Return a panel for each numeric setting that rows vary alone."""
-    return [
-        lambda axes, key=key, lines=lines: _draw_varied(axes, result, key, lines)  # type: ignore[misc]
-        for key, lines in result.get("varied", {}).items()
-    ]
+    varied = result.get("varied", {})
+    return [partial(_draw_varied, result=result, key=key, lines=lines) for key, lines in varied.items()]
 
 
 def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequence[Sequence[tuple[str, float]]]) -> None:
@@ -360,7 +356,7 @@ def _place(key: str, value: float) -> Place:
 def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
     """Return a panel for each swept cell, if the table is a sweep."""
     cells = dict.fromkeys(cell for row in result["rows"] for cell in row.get("swept", {}))
-    return [lambda axes, cell=cell: _draw_sweep(axes, result, cell) for cell in cells]  # type: ignore[misc]
+    return [partial(_draw_sweep, result=result, cell=cell) for cell in cells]
 
 
 def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:

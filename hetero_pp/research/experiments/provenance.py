@@ -57,7 +57,6 @@ def describe(entry: Trained) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return the description of this machine."""
     import torch
 
     return {

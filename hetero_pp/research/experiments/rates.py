@@ -58,7 +58,6 @@ def rate_cell(config: ResearchConfig) -> tuple[str, str]:
 
 
 def rate_of(config: ResearchConfig) -> float:
-    """Return the learning rate of a row."""
     section, key = rate_cell(config)
     return float(getattr(getattr(config, section), key))
 

@@ -42,13 +42,14 @@ def result_of(
     """
     experiment, scale = setting.experiment, setting.scale
     values, hours = known_values(outcomes), predicted_hours(experiment)
+    configs = [setting.config(row) for row in setting.representable()]
     return {
         "name": experiment.name,
         "title": experiment.title,
         "paper": experiment.paper,
         "note": experiment.note,
         "scale": scale.name,
-        "facts": _facts(setting),
+        "facts": facts(configs, scale.vocabulary) if configs else "has no selected rows",
         "command": command,
         "corpus": None if corpus is None else _corpus_result(setting, corpus),
         "baseline": experiment.baseline,
@@ -66,16 +67,10 @@ def result_of(
 
 def _axes(setting: Setting) -> dict[str, Any]:
     """Return the picture's axes for rows that differ in steps between rounds or in one numeric setting; else empty."""
-    rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
+    rows = setting.representable()
     steps = {row.name: setting.config(row).inner.steps for row in rows}
     varied = lines_of(setting, rows)
     return ({"inner_steps": steps} if len(set(steps.values())) > 1 else {}) | ({"varied": varied} if varied else {})
-
-
-def _facts(setting: Setting) -> str:
-    """Describe the rows that the scale can represent."""
-    rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
-    return facts([setting.config(row) for row in rows], setting.scale.vocabulary) if rows else "has no selected rows"
 
 
 def _corpus_result(setting: Setting, corpus: Corpus) -> dict[str, Any]:
@@ -175,7 +170,6 @@ def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> N
 
 
 def print_result(console: Console, result: Mapping[str, Any], path: Path) -> None:
-    """Print the table."""
     where = "; ".join(part for part in (result["paper"], f"scale {result['scale']}") if part)
     say(console, f"{result['name']}: {result['title']} ({where})", bold=result["name"])
     say(console, result["facts"], style="dim", indent="  ")

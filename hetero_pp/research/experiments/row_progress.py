@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import Queue
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -50,9 +48,7 @@ class RowProgress:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *cause: object) -> None:
         self._progress.stop()
 
     def follow(self, told: Queue[Told]) -> None:
@@ -78,8 +74,7 @@ class RowProgress:
             self._progress.update(self._bars[index], description=f"  {text}", completed=round_)
         else:
             if index not in self._lines:
-                later = partial(_twice, MOST_BETWEEN)
-                self._lines[index] = NowAndThen(lambda doing, _: self._say(doing), FIRST_LINE, later, self._clock)
+                self._lines[index] = NowAndThen(lambda doing, _: self._say(doing), FIRST_LINE, _later, self._clock)
             self._lines[index](f"{text}, round {round_}/{rounds}", round_ / rounds)
 
     def finished(self, index: int, end: str) -> None:
@@ -100,5 +95,5 @@ def _name(job: Job) -> str:
     return f"{job.name}, seed {job.seed}"
 
 
-def _twice(most: float, seconds: float) -> float:
-    return min(2 * seconds, most)
+def _later(seconds: float) -> float:
+    return min(2 * seconds, MOST_BETWEEN)

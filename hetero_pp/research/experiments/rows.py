@@ -103,9 +103,13 @@ class Setting:
                 return f"not representable: k = {row.rank * width:.2g} of {width} dimensions"
         return None
 
+    def representable(self) -> list[Row]:
+        """Return the rows that the scale can represent."""
+        return [row for row in self.experiment.rows if self.not_representable(row) is None]
+
     def rows(self) -> list[Row]:
         """Return the rows that can be trained."""
-        return [row for row in self.experiment.rows if self.why_not(row) is None]
+        return self.representable() if self.can_train else []
 
     def cells(self, row: Row) -> Iterator[tuple[str, Any]]:
         """Yield the cells that change the scale's base, in the order in which they are applied."""

@@ -13,7 +13,7 @@ from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, require_tokenizer
 from hetero_pp.research.experiments.facts import rounded
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.participation import replicas_in
+from hetero_pp.research.participation import sequences_in
 from hetero_pp.run.config import RunConfig
 
 MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"
@@ -24,9 +24,7 @@ SURE = 1.25
 def tokens_read(config: RunConfig) -> int:
     """Return the number of tokens that a run reads, including the last token of each row of a batch."""
     steps = config.inner.require_steps("rows are compared after equal numbers of steps")
-    rounds = range(1, config.outer.rounds + 1)
-    sequences = sum(replica.batch_size for round_ in rounds for replica in replicas_in(config, round_))
-    return steps * (config.data.sequence_length + 1) * sequences
+    return steps * (config.data.sequence_length + 1) * sequences_in(config, config.outer.rounds)
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ class Supply:
 
     @cached_property
     def _configs(self) -> list[RunConfig]:
-        rows = self.setting.experiment.rows
-        return [self.setting.config(row) for row in rows if self.setting.not_representable(row) is None]
+        return [self.setting.config(row) for row in self.setting.representable()]
 
     @cached_property
     def needed(self) -> int:
@@ -155,7 +152,7 @@ class Estimates:
 
         Raises ConfigError if the corpus, or a tokenizer that it needs, is missing.
         """
-        rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
+        rows = setting.representable()
         if not rows:
             return None
         data = setting.config(rows[0]).data

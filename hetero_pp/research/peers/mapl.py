@@ -58,7 +58,6 @@ class Mapl(OwnParameters):
         self.momenta = {name: one.to(device) for name, one in self.momenta.items()}
 
     def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """Return the receiver's input for a sender's output [B, L, D]."""
         projection_DK = self.projections[f"projection.{hop}"]
         z_BLK = self.wire.cross((x_BLD - self._told(hop, tokens_BL)) @ projection_DK, tokens_BL, key)
         return z_BLK @ projection_DK.T + self._told(hop + 1, tokens_BL)

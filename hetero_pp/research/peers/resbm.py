@@ -45,7 +45,6 @@ class ResBM(OwnParameters):
         super().__init__(parameters, inner, total_steps)
 
     def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
-        """Return the receiver's input for a sender's output [B, L, D]."""
         encoded = F.silu(x_BLD @ self.parameters[f"{hop}.encoder.in"]) @ self.parameters[f"{hop}.encoder.out"]
         z_BLK = self.wire.cross(encoded + x_BLD[..., : self.wire.dimensions], tokens_BL, key)
         decoded = F.silu(z_BLK @ self.parameters[f"{hop}.decoder.in"]) @ self.parameters[f"{hop}.decoder.out"]

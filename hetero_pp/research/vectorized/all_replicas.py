@@ -22,12 +22,11 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.step import OuterOptimizer, start_before_mean
 from hetero_pp.research.ablations import AblatedBoundary, grassmann_step
 from hetero_pp.research.outer import PretrainedOptimizer, RenewedWarmup, average_moments
-from hetero_pp.research.participation import Weights, replicas_in, share_of, table_batches
+from hetero_pp.research.participation import Weights, replicas_in, sequences_in, share_of, table_batches
 from hetero_pp.research.peers.peer import average_peers
-from hetero_pp.research.settings import research_of
+from hetero_pp.research.settings import UNMEASURED, Every, research_of
 from hetero_pp.research.vectorized.bias import BiasMeter, require_rounds_together
 from hetero_pp.research.vectorized.build import build_whole, can_stack, forward_of
-from hetero_pp.research.vectorized.contributions import Contributions
 from hetero_pp.research.vectorized.hostile import contributions_of
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.research.vectorized.stack import Stack, is_faster
@@ -46,17 +45,15 @@ class AllReplicas:
         spec: RunSpec,
         source: Source,
         compiles: bool = False,
-        bias_every: int | None = None,
+        every: Every = UNMEASURED,
         device: torch.device = CPU,
         ranks: Ranks = ALONE,
         stacks: bool | None = None,
-        similarity_every: int | None = None,
-        volume_every: int | None = None,
-        outer_every: int | None = None,
     ) -> None:
-        if bias_every is not None:
+        """The arguments are those of `train_fast`."""
+        if every.bias is not None:
             require_rounds_together(spec)
-        self.spec, self.ranks, self.bias_every = spec, ranks, bias_every
+        self.spec, self.ranks, self.every = spec, ranks, every
         self.research = research_of(spec.config)
         self.count = len(spec.config.replicas)
         """Number of replicas on all ranks."""
@@ -78,11 +75,9 @@ class AllReplicas:
         if self.is_compiled:
             compile_layers(replica.module for replica in self.replicas)
         self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
-        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world, outer_every)
+        self.measured = Measured(spec, every, device, ranks.world)
         names = [own.name for own in self.settings]
-        self.contributions: Contributions = contributions_of(
-            spec, names, self.theta, ranks, self.measured, self.batches
-        )
+        self.contributions = contributions_of(spec, names, self.theta, ranks, self.measured, self.batches)
         outer, pretraining = spec.config.outer, self.research.pretraining
         self.together = StepsTogether(spec.config.replicas, self.replicas, ranks)
         self.outer = PretrainedOptimizer(outer, pretraining) if pretraining else OuterOptimizer(outer)
@@ -95,20 +90,27 @@ class AllReplicas:
         """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the vectorized trainer has no clock")
         if self.research.warms_up_again:
-            since, warmup = pretraining * self.inner_steps, spec.config.inner.warmup_steps or 0
-            for replica in self.replicas:
-                replica.optimizer.follow(RenewedWarmup(replica.optimizer.rates, since, warmup))
+            self._warm_up_again()
         self._weights = Weights(spec, source)
         self._enter(1)
         self.stacks: list[Stack] = []
         self.loose = list(range(len(self.replicas)))
         """Indices of replicas in no stack, which take their steps one after the other."""
         self._split()
+        if self._may_stack() and (stacks or (stacks is None and device.type == "cuda")):
+            self._stack(is_measured=stacks is None)
+
+    def _warm_up_again(self) -> None:
+        since, warmup = self.research.pretraining * self.inner_steps, self.spec.config.inner.warmup_steps or 0
+        for replica in self.replicas:
+            replica.optimizer.follow(RenewedWarmup(replica.optimizer.rates, since, warmup))
+
+    def _may_stack(self) -> bool:
+        """Return whether nothing in the run acts on replicas one by one."""
         own = self.research
         excludes = own.attacks is not None and own.attacks.excludes
-        is_one_by_one = own.counts or own.averages_moments or excludes or spec.config.inner.optimizer == "muon"
-        if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
-            self._stack(is_measured=stacks is None)
+        is_one_by_one = own.counts or own.averages_moments or excludes or self.spec.config.inner.optimizer == "muon"
+        return self.every.bias is None and not is_one_by_one
 
     def _enter(self, round_: int) -> None:
         """Set which replicas take part in a round, and their weights."""
@@ -123,8 +125,8 @@ class AllReplicas:
 
     def tokens_in(self, rounds: int) -> int:
         """Return the training tokens of all replicas, on all ranks, in the first `rounds` rounds."""
-        counted = (replicas_in(self.spec.config, round_) for round_ in range(1, rounds + 1))
-        return sum(self._weights.tokens[replica.name] for replicas in counted for replica in replicas)
+        config = self.spec.config
+        return sequences_in(config, rounds) * config.data.sequence_length * self.inner_steps
 
     @property
     def errors(self) -> list[dict[str, Tensor]]:
@@ -189,7 +191,7 @@ class AllReplicas:
             _copy(local, self.replicas[index].parameters)
         self.local = {}
         meter = None
-        if self.bias_every is not None and round_ % self.bias_every == 0:
+        if self.every.bias is not None and round_ % self.every.bias == 0:
             fresh = self.inner_steps * self.spec.config.outer.rounds
             meter = BiasMeter(self.replicas, self.batches, steps, fresh, len(self._compressed))
         if not all(self.ranks.gather(self._inner_steps(steps))):
@@ -273,7 +275,10 @@ class AllReplicas:
         self.outer.begin(round_, self.weights)
         missed = self.contributions.missed if self.outer.settings.keep_local else frozenset()
         apart = [i for i, own in enumerate(self.settings) if own.name in missed]
-        self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
+        self.local = {
+            index: {name: tensor.detach().clone() for name, tensor in self.replicas[index].parameters.items()}
+            for index in apart
+        }
         for name, start in self.theta.items():
             mean = self.contributions.mean(name, self._deltas(name))[0]
             self.outer.take(self.theta, name, mean)
@@ -431,10 +436,6 @@ class AllReplicas:
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
             if replica.boundary.rank != "full" or has_peer
         ]
-
-
-def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in parameters.items()}
 
 
 @torch.no_grad()

@@ -76,11 +76,10 @@ class Contributions:
         `deltas` are the pseudo-gradients of replicas here, by their index.
         """
         shape, outer = self._spec.parameter_shapes[name], self._spec.config.outer
-        elects = research_of(self._spec.config).elects_signs
         mean: Mean
         if outer.is_robust:
             mean = RobustMean(shape, outer)
-        elif elects:
+        elif research_of(self._spec.config).elects_signs:
             mean = ElectedMean(shape, self._device)
         else:
             mean = WeightedMean(shape, outer.divides_by, self._device)
@@ -120,7 +119,6 @@ class Contributions:
         """Resume from the result of `state`."""
 
     def finish(self) -> None:
-        """End the round."""
         self._measured.finish()
 
 

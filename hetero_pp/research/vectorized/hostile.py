@@ -124,7 +124,6 @@ class HostileContributions(Contributions):
         self._counted = sum(weights[name] for name, scale in self._scales.items() if scale > 0)
 
     def state(self) -> dict[str, Any]:
-        """Return what later rounds depend on."""
         records = {} if self._bounds is None else self._bounds.records
         return {
             "told": asdict(self.told),
@@ -136,7 +135,6 @@ class HostileContributions(Contributions):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of `state`."""
         self.told, self._until, self._first = Told(**state["told"]), dict(state["until"]), dict(state["first"])
         if self._bounds is not None:
             records = state["records"].items()

@@ -18,7 +18,6 @@ class HostileReplica(TableReplica):
     attack = Attack()
 
     def turn(self, attack: Attack) -> None:
-        """Make the replica hostile."""
         self.attack = attack
         if attack.activations is not None:
             layers = list(self.module.layers.values())

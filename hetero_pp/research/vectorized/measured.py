@@ -15,7 +15,7 @@ from hetero_pp.outer.volume import RoundVolume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection
 from hetero_pp.research.participation import replicas_in
-from hetero_pp.research.settings import research_of
+from hetero_pp.research.settings import Every, research_of
 from hetero_pp.research.vectorized.outer_gradients import OuterGradients
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.run.spec import RunSpec
@@ -26,27 +26,18 @@ from replica_groups.outer.ranks import CPU
 class Measured:
     """Measurements at intervals over a run; they do not affect training."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        similarity_every: int | None = None,
-        volume_every: int | None = None,
-        device: torch.device = CPU,
-        world: int = 1,
-        outer_every: int | None = None,
-    ) -> None:
+    def __init__(self, spec: RunSpec, every: Every, device: torch.device = CPU, world: int = 1) -> None:
         """Raises ConfigError if contributions are not visible: they are on other ranks, or gradients are averaged."""
-        self._spec, self._similarity_every, self._volume_every = spec, similarity_every, volume_every
-        measured = {"similarity_every": similarity_every, "volume_every": volume_every, "outer_every": outer_every}
-        for name, every in measured.items():
-            if every is not None and world > 1:
+        self._spec, self._every = spec, every
+        for name in (f"{kind}_every" for kind in ("similarity", "volume", "outer") if getattr(every, kind) is not None):
+            if world > 1:
                 raise ConfigError(
                     (name,), f"found {world} ranks, expected one process: `{name}` needs all contributions"
                 )
-            if every is not None and spec.config.outer.source == "gradient":
+            if spec.config.outer.source == "gradient":
                 told = f"found {spec.config.outer.method} with `{name}`, expected one that contributes differences"
                 raise ConfigError(("outer", "method"), told)
-        if volume_every is not None and device.type != "cpu":
+        if every.volume is not None and device.type != "cpu":
             raise ConfigError(
                 ("volume_every",), f"found {device.type}, expected --device cpu, which encodes contributions"
             )
@@ -58,14 +49,14 @@ class Measured:
         self._alike: Similarities | None = None
         self._volume: RoundVolume | None = None
         self._device = device
-        self.outer = None if outer_every is None else OuterGradients(spec.config.outer.compression, outer_every)
+        self.outer = None if every.outer is None else OuterGradients(spec.config.outer.compression, every.outer)
 
     def begin(self, round_: int) -> None:
         """Begin a round; the calls below are about it."""
         self._round = round_
         self._senders: set[str] = set()
-        self._alike = Similarities() if _is_due(self._similarity_every, round_) else None
-        self._volume = RoundVolume() if _is_due(self._volume_every, round_) else None
+        self._alike = Similarities() if _is_due(self._every.similarity, round_) else None
+        self._volume = RoundVolume() if _is_due(self._every.volume, round_) else None
         if self.outer is not None:
             self.outer.begin(round_)
 
@@ -91,7 +82,6 @@ class Measured:
             self._volume.add(shape, sent)
 
     def finish(self) -> None:
-        """End the round."""
         if self.outer is not None:
             self.outer.finish()
         if self._alike is not None and (found := self._alike.of_pairs()) is not None:
@@ -107,12 +97,10 @@ class Measured:
         return len(encode_blob(address, tensors, self._spec.config.outer.compression))
 
     def state(self) -> dict[str, Any]:
-        """Return the measurements, for AllReplicas.state."""
         outer = {} if self.outer is None else self.outer.state()
         return {"similarity": self.similarity, "volume": self.volume, **outer}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the measurements, for AllReplicas.load."""
         self.similarity, self.volume = state.get("similarity", []), state.get("volume", [])
         if self.outer is not None:
             self.outer.load(state, self._device)

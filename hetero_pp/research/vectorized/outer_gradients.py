@@ -42,7 +42,6 @@ class OuterGradients:
         self.reference: dict[str, Tensor] = {}
 
     def begin(self, round_: int) -> None:
-        """Begin a round."""
         self._round = round_
         self._squares, self._own_squares, self._weight = 0.0, 0.0, 0.0
         self._angles: dict[str, _Angles] = {}
@@ -69,7 +68,6 @@ class OuterGradients:
         self._waiting, self._sum = [], None
 
     def finish(self) -> None:
-        """End the round."""
         if self._round % self._every == 0 and self._weight > 0:
             norms = math.sqrt(self._squares), math.sqrt(self._own_squares) / self._weight
             before, after = (
@@ -82,7 +80,6 @@ class OuterGradients:
         return {"outer_gradients": self.found, "reference": self.reference}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the result of `state`."""
         self.found = state.get("outer_gradients", [])
         self.reference = {name: tensor.to(device) for name, tensor in state.get("reference", {}).items()}
 

@@ -24,7 +24,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.attacks.training import success
 from hetero_pp.research.peers.peer import bytes_per_token
-from hetero_pp.research.settings import ablations_of
+from hetero_pp.research.settings import UNMEASURED, Every, ablations_of
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.research.vectorized.hostile import HostileContributions
@@ -79,15 +79,12 @@ def train_fast(
     source: Source,
     on_round: Callable[[int, float], None] = lambda round_, loss: None,
     compiles: bool = False,
-    bias_every: int | None = None,
+    every: Every = UNMEASURED,
     device: torch.device = CPU,
     ranks: Ranks = ALONE,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 300.0,
     stacks: bool | None = None,
-    similarity_every: int | None = None,
-    volume_every: int | None = None,
-    outer_every: int | None = None,
     on_result: Callable[[FastResult], object] = lambda result: None,
 ) -> FastResult:
     """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
@@ -95,8 +92,7 @@ def train_fast(
     `compiles`: use torch.compile where it works. Losses then differ by rounding.
     `stacks`: replicas of one kind take their inner steps together where they can. Losses then differ by rounding. By
     default they do so on a GPU if a measurement finds it faster.
-    `bias_every`, `similarity_every`, `volume_every`, `outer_every`: rounds between measurements of equation 5's
-    bias, of the similarity and the size of contributions, and of the outer gradient.
+    `every`: rounds between measurements.
     `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
     `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
     resumes from it, bitwise equal on a CPU. It is removed once `on_result`, which stores the result, returns.
@@ -107,15 +103,11 @@ def train_fast(
     started, worked = time.monotonic(), time.process_time()
     kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), ranks, checkpoint_seconds)
     saved = None if kept is None else kept.load()
+    stacks = stacks if saved is None else saved["group"]["is_stacked"]
+    group = AllReplicas(spec, source, compiles, every, device, ranks, stacks)
+    losses: list[float] = [] if saved is None else saved["losses"]
     if saved is not None:
-        stacks = saved["group"]["is_stacked"]
-    every = {"similarity_every": similarity_every, "volume_every": volume_every, "outer_every": outer_every}
-    group = AllReplicas(spec, source, compiles, bias_every, device, ranks, stacks, **every)
-    losses: list[float] = []
-    if saved is not None:
-        losses = saved["losses"]
-        started -= saved["seconds"]
-        worked -= saved.get("cpu_seconds", 0.0)
+        started, worked = started - saved["seconds"], worked - saved.get("cpu_seconds", 0.0)
         group.load(saved["group"])
     del saved  # otherwise everything would be held twice
 
