@@ -5,9 +5,12 @@ The header of the first blob names the others in `following`, and their bytes fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import TypeVar
 
 from hetero_pp.messages.messages_pb2 import BlobHeader
+
+Data = TypeVar("Data", bound=Sized)
 
 TOGETHER_BYTES_MAX = 4 << 20
 """Bytes of blobs in one deposit, at most. A larger blob is deposited alone."""
@@ -41,9 +44,9 @@ def apart(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]
         start += size
 
 
-def batches(blobs: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    """Yield blobs by block as they are made, those together that fit in one deposit."""
-    batch, room = list[tuple[str, bytes]](), TOGETHER_BYTES_MAX
+def batches(blobs: Iterable[tuple[str, Data]]) -> Iterator[list[tuple[str, Data]]]:
+    """Yield blobs by block as they are made, those together that fit in one deposit. Only their lengths matter."""
+    batch, room = list[tuple[str, Data]](), TOGETHER_BYTES_MAX
     for block, data in blobs:
         if batch and len(data) > room:
             yield batch

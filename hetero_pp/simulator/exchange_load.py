@@ -14,10 +14,10 @@ from itertools import pairwise
 from hetero_pp.config.links import RELAYED, is_loopback
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.pseudo_gradient.contribution import kept_values
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.exchange_memory import is_freed_at_once, memory_of_exchange
 from hetero_pp.simulator.fleets import message_bytes
-from hetero_pp.simulator.loads import snapshot_bytes
+from hetero_pp.simulator.loads import Messages, exchange_calls, snapshot_bytes
 from hetero_pp.simulator.memory import outer_moment_bytes, parameters_of_model, representatives
 from hetero_pp.simulator.volumes import (
     RINGS,
@@ -119,7 +119,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
             messages, size = outer_messages(spec, member), snapshot_bytes(spec, member)
             own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * count
             gathered += own
-            calls += count * sum(times for way in messages.values() for _, times in way)
+            calls += count * _calls(spec, member, messages)
             elsewhere += Carried() if is_beside_exchange(spec, member) else own
             largest, first = max(largest, size), first + size * count
     way: str = simulate.exchange
@@ -147,6 +147,14 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         memory_bytes=memory_of_exchange(spec, members, links, way).held(),
         cpu_seconds=_cpu_seconds(spec, calls, served, relayed or Carried(), way),
     )
+
+
+def _calls(spec: RunSpec, member: MemberSpec, messages: Messages) -> int:
+    """Return the calls in which a member submits and fetches blobs in a round; by the store each has its own."""
+    simulate = spec.config.simulate
+    if simulate.exchange != "gather" or _goes_by_store(spec):
+        return sum(times for way in messages.values() for _, times in way)
+    return exchange_calls(spec, member, {name: fleet.count for name, fleet in simulate.fleets.items()})
 
 
 def _goes_by_store(spec: RunSpec) -> bool:
@@ -196,7 +204,7 @@ def _decoding_seconds(spec: RunSpec) -> float:
 
 
 def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, way: str) -> dict[str, float]:
-    """Return the CPU seconds of a round, by purpose. `calls` counts the blobs that are submitted and fetched."""
+    """Return the CPU seconds of a round, by purpose. `calls`: those that submit or fetch blobs."""
     parameters = parameters_of_model(spec)
     members = sum(count * len(replica.members) for replica, count in representatives(spec))
     snapshot = (4 + outer_moment_bytes(spec.config)) * parameters / spec.config.snapshots.every

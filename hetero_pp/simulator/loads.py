@@ -14,7 +14,11 @@ from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.pseudo_gradient.together import batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
+
+_FOLLOWING_BYTES_MAX = 4 << 20
+"""Bytes of blobs that follow the first one in the reply to a fetch: replica_groups/exchange/decided.py."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,36 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
 
     `counts` is the number of replicas that a name stands for, if not one.
     """
-    sizes = blob_sizes(spec)
+    blocks, sizes = {block_of(name) for name in member.owned}, blob_sizes(spec)[member.replica.name]
+    fetched = _fetched(spec, member, counts).values()
+    received = [(size, count) for found in fetched for size, count in found.items() if count]
+    return {"forward": [(sizes[block], 1) for block in blocks], "backward": received}
+
+
+def exchange_calls(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None = None) -> int:
+    """Return the calls in which a member submits and fetches these blobs. Small blobs cross in one call.
+
+    Blobs of one block that are fetched have almost equal sizes, so that their mean is used.
+    """
+    sizes, blocks = blob_sizes(spec)[member.replica.name], {block_of(name) for name in member.owned}
+    own = ((block, range(sizes[block])) for block in shapes_by_block(spec.parameter_shapes) if block in blocks)
+    calls = sum(1 for _ in batches(own))
+    for found in _fetched(spec, member, counts).values():
+        count, total = sum(found.values()), sum(size * times for size, times in found.items())
+        calls += math.ceil(count / (1 + _FOLLOWING_BYTES_MAX * count // total)) if total else 0
+    return calls
+
+
+def _fetched(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None) -> dict[str, Counter[int]]:
+    """Return block -> size -> number of such blobs of other replicas that a member fetches in a round."""
     own, blocks, wanted = member.replica.name, {block_of(name) for name in member.owned}, wanted_blocks(spec, member)
     down = {block: Counter[int]() for block in wanted}
     for blobs, count in _distinct_blobs(spec, tuple((counts or {}).items())):
         for block in wanted:
             down[block][blobs[block]] += count
     for block in blocks & wanted:
-        down[block][sizes[own][block]] -= 1
-    received = [(size, count) for found in down.values() for size, count in found.items() if count]
-    return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": received}
+        down[block][blob_sizes(spec)[own][block]] -= 1
+    return down
 
 
 def wanted_blocks(spec: RunSpec, member: MemberSpec) -> set[str]:

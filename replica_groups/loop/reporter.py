@@ -15,6 +15,9 @@ from hetero_pp.outer.exchange_service import ExchangeService
 
 SECONDS_BETWEEN_SAMPLES = 0.5
 
+SECONDS_TO_REPORT = 2.0
+"""Time that a member that was asked to stop waits for the delivery of its reports."""
+
 
 class Reporter:
     """Sends reports in batches, at least every `interval` seconds."""
@@ -51,12 +54,17 @@ class Reporter:
         """Queue a report."""
         self._queue.put(report)
 
-    def flush(self, seconds: float = math.inf) -> None:
-        """Wait until the exchange has all reports sent so far or is gone, for at most `seconds`."""
-        sent, until = threading.Event(), time.monotonic() + seconds
+    def flush(self, is_asked: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the exchange has all reports sent so far.
+
+        If the exchange is gone, wait until it is back. Once `is_asked` returns True, because the member was asked to
+        stop, wait for SECONDS_TO_REPORT at most.
+        """
+        sent, until = threading.Event(), math.inf
         self._queue.put(sent)
         while not sent.wait(0.1) and self._thread.is_alive() and time.monotonic() < until:
-            pass
+            if is_asked():
+                until = min(until, time.monotonic() + SECONDS_TO_REPORT)
 
     def close(self) -> None:
         """Send the queued reports, and stop."""

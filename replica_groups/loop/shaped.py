@@ -46,14 +46,11 @@ class ShapedExchange(ForwardedExchange):
         self.backward = Ledger()
 
     def call(self, request: Message, caller: Caller) -> Any:
-        """Make a call. Stopped may interrupt it while it waits.
+        """Make a call. Stopped may interrupt it while it waits for a reply, or for an exchange that is gone.
 
         A member that is asked to stop and gets no reply to its hashes continues without one: it has applied the round.
         """
         match request:
-            case pb.AssignRequest():
-                with self._stopping.allowed():
-                    return super().call(request, caller)
             case pb.RecordRequest():
                 with self._stopping.allowed(request.round):
                     return super().call(request, caller)
@@ -61,7 +58,11 @@ class ShapedExchange(ForwardedExchange):
                 with suppress(Stopped), self._stopping.allowed(request.round):
                     super().call(request, caller)
                 return pb.HashReply()
-        return super().call(request, caller)
+            case pb.NewestSnapshotRequest():
+                with self._stopping.allowed(0):  # the member is recovering, and can save its state afterwards
+                    return super().call(request, caller)
+        with self._stopping.allowed():
+            return super().call(request, caller)
 
     def read_snapshot(
         self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
@@ -75,7 +76,8 @@ class ShapedExchange(ForwardedExchange):
             message.transmit(wire_bytes(raw_frames(n_bytes)))
             arrived(n_bytes)
 
-        tensors = super().read_snapshot(request, caller, carry)
+        with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
+            tensors = super().read_snapshot(request, caller, carry)
         size = sum(tensor.nbytes for tensor in tensors.values())
         wire = wire_bytes(raw_frames(size))
         self.backward.add(0, size, wire, busy_seconds(self._down.shape, wire))

@@ -22,6 +22,16 @@ SECONDS_TO_FETCH = 10.0
 
 The other members may have applied the round. The exchange may be gone.
 """
+SECONDS_TO_LEAVE = 2.0
+"""Seconds for which a member with nothing left to save continues after it was asked to stop.
+
+Its last reports may reach the exchange. The exchange may be gone.
+"""
+_SECONDS_UNTIL_AGAIN = 0.5
+"""Seconds after which Stopped is raised again in a block that goes on, because Python dropped it.
+
+Python drops exceptions that are raised in destructors and in some callbacks.
+"""
 
 
 class Stopping:
@@ -39,6 +49,8 @@ class Stopping:
         self.leave = leave
         self._number = number
         self._is_allowed = False
+        self._is_through = False
+        """Whether nothing is left to save."""
         self._round: int | None = None
         """The round whose record follows the current block; None if none does."""
         self._seconds = 0.0
@@ -64,7 +76,7 @@ class Stopping:
         have the record. If it is not known whether the round is closed, the block is ended after `seconds`, by default
         SECONDS_TO_AGREE.
         """
-        if self._number is None or threading.current_thread() is not threading.main_thread():
+        if self._number is None or self._is_through or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._is_allowed, self._round = True, round_
@@ -85,19 +97,36 @@ class Stopping:
         if any(ranks.gather(float(self.is_asked and not is_closed))):
             raise Stopped
 
+    def end(self) -> None:
+        """End this process within SECONDS_TO_LEAVE of a request from now on, because nothing is left to save.
+
+        What follows may wait for an exchange that is gone. A request that came before counts from now.
+        """
+        self._is_through = self._number is not None
+        if self.is_asked:
+            self._leave_soon()
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.is_asked = True
-        if self._is_allowed:
+        if self._is_through:
+            self._leave_soon()
+        elif self._is_allowed:
             self._raise_soon()
 
     def _raise_soon(self) -> None:
         if self._round is None or (self.closed is not None and self.closed < self._round):
+            signal.setitimer(signal.ITIMER_REAL, _SECONDS_UNTIL_AGAIN, _SECONDS_UNTIL_AGAIN)
             raise Stopped
         if self.closed is None:
-            signal.setitimer(signal.ITIMER_REAL, self._seconds)
+            signal.setitimer(signal.ITIMER_REAL, self._seconds, _SECONDS_UNTIL_AGAIN)
+
+    def _leave_soon(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_LEAVE)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._is_allowed:
+        if self._is_through:
+            self.leave()
+        elif self._is_allowed:
             raise Stopped
 
 

@@ -152,6 +152,7 @@ def take_part(
             stopping.leave()
             raise
         finally:
+            stopping.end()
             if copies is not None:
                 copies.end()
             reporter.close()

@@ -34,9 +34,6 @@ SECONDS_BETWEEN_LINK_REPORTS = 0.5
 SECONDS_TO_SHOW = 600.0
 """Longest time for which a member stays after the last round to show a checkpoint to an audit."""
 
-_SECONDS_TO_REPORT = 2.0
-"""Time that a member that was asked to stop waits for the delivery of its reports."""
-
 
 class _Position(Enum):
     """Where a member is between the rounds `holds` and `holds + 1`."""
@@ -102,11 +99,12 @@ class TrainingLoop:
         self.holds, self._saved = holds, saved
         try:
             self._train_rounds(spec)
+            if self.commitments is not None:
+                with self._allowed_to_stop():
+                    self.commitments.wait(SECONDS_TO_SHOW)
         except Stopped:
             self._save_before_the_end()
             raise
-        if self.commitments is not None:
-            self.commitments.wait(SECONDS_TO_SHOW)
         self.seat.pulse.finished()
         over = self.reporter.new()
         over.finished.SetInParent()
@@ -150,7 +148,7 @@ class TrainingLoop:
         except (Suspended, TermOver, LinkError) as error:
             print(f"{self.reporter.member}: its state was not saved: {error}", file=sys.stderr, flush=True)
             return
-        self.reporter.flush(_SECONDS_TO_REPORT)
+        self.reporter.flush(lambda: True)
         self._save_state(self.holds)
 
     def _catch_up_before_the_end(self, missed: range) -> None:
@@ -272,7 +270,7 @@ class TrainingLoop:
         self._finish(round_, times, started + spent_ahead)
         # A run may be extended after its last round, so that one is always saved.
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:
-            self.reporter.flush()  # a run that resumes from here has lost no report
+            self.reporter.flush(lambda: self.stopping.is_asked)  # a run that resumes from here has lost no report
             self._save_state(round_)
 
     def _inner_loop_of(self, work: AssignReply, spec: RunSpec) -> InnerLoop:

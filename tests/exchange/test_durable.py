@@ -22,6 +22,7 @@ from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.loop import reporter as reporter_module
 from replica_groups.loop.reporter import Reporter
 from replica_groups.loop.saved_states import SavedStates
 from replica_groups.outer.ranks import ALONE
@@ -231,3 +232,28 @@ def test_a_flush_waits_until_all_was_heard() -> None:
     assert exchange.heard == 3
     reporter.close()
     reporter.flush()  # the exchange gets no more reports: this returns at once
+
+
+def test_a_flush_of_a_member_that_is_asked_to_stop_does_not_wait_for_an_exchange_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The member then saves its state, and ends."""
+    monkeypatch.setattr(reporter_module, "SECONDS_TO_REPORT", 0.01)
+    exchange, looks, is_asked = _Slow(), threading.Semaphore(0), threading.Event()
+    reporter = Reporter(exchange, "dc", interval=0.0)  # type: ignore[arg-type]
+    reporter.send(reporter.new())
+
+    def look() -> bool:
+        looks.release()
+        return is_asked.is_set()
+
+    flushed = threading.Thread(target=reporter.flush, args=[look], daemon=True)
+    flushed.start()
+    assert all(looks.acquire(timeout=60) for _ in range(3))
+    assert flushed.is_alive()
+    is_asked.set()
+    flushed.join(60)
+    assert not flushed.is_alive()
+    assert exchange.heard == 0
+    exchange.lets.set()
+    reporter.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ import replica_groups.loop.stopping
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import Stopped
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.outer.exchange_service import ExchangeService
 from replica_groups.loop import shaped
 from replica_groups.loop.shaped import ShapedExchange
 from replica_groups.loop.stopping import Stopping
@@ -135,3 +138,101 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
     with pytest.raises(Stopped):
         ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping).fetch("a", 1, "b", "layer")
     assert not is_over.is_set()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda exchange: exchange.assign("a", 1),
+        lambda exchange: exchange.broken("a", 1, "its neighbour is gone"),
+        lambda exchange: exchange.changes(),
+        lambda exchange: exchange.join("a", ""),
+        lambda exchange: exchange.newest_snapshot(),
+        lambda exchange: exchange.snapshot(["weight"], 1),
+    ],
+)
+def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone(
+    ask: Callable[[ExchangeService], object], stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((shaped, "SECONDS_TO_FETCH"), (replica_groups.loop.stopping, "SECONDS_TO_AGREE")):
+        monkeypatch.setattr(module, name, 0.01)
+
+    class Gone:
+        def call(self, *_: object) -> None:
+            stopping.ask(None)
+            threading.Event().wait(60)
+
+        read_snapshot = call
+
+    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
+    with pytest.raises(Stopped):
+        ask(ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping))
+
+
+def test_a_recovering_member_that_is_stopped_waits_for_an_exchange_that_is_there(stopping: Stopping) -> None:
+    """Once it has recovered it can save its state. The exchange is there if it has told its last closed round."""
+
+    class Slow:
+        def call(self, *_: object) -> Any:
+            stopping.ask(3)
+            return pb.NewestSnapshotReply(round=3)
+
+    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
+    assert ShapedExchange(cast(Any, Slow()), link, 1, Lines(), stopping).newest_snapshot() == (3, [])
+
+
+class _Left(Exception):
+    """Is raised where a process would end."""
+
+
+@pytest.mark.parametrize("is_asked_before", [False, True])
+def test_a_member_with_nothing_left_to_save_ends_wherever_it_waits(
+    is_asked_before: bool, stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for an exchange that is gone, to tell it that the member failed, or to deliver its last reports."""
+    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_LEAVE", 0.01)
+
+    def leave() -> None:
+        raise _Left
+
+    stopping.leave = leave
+    if is_asked_before:
+        stopping.ask(None)
+    with pytest.raises(_Left):
+        stopping.end()
+        if not is_asked_before:
+            stopping.ask(None)
+        with stopping.allowed():
+            threading.Event().wait(60)
+
+
+class _Asks:
+    """Asks a member to stop in its destructor, where Python drops exceptions."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self._stopping = stopping
+
+    def __del__(self) -> None:
+        self._stopping.ask(None)
+
+
+@pytest.mark.parametrize("round_", [None, 5])
+def test_a_block_is_ended_although_python_drops_the_first_exception(
+    round_: int | None, stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round 5: the alarm comes while a destructor runs."""
+    dropped: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: dropped.append(one.exc_type))
+    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
+
+    class Waits(_Asks):
+        def __del__(self) -> None:
+            super().__del__()
+            threading.Event().wait(60)
+
+    with pytest.raises(Stopped), stopping.allowed(round_):
+        one = (_Asks if round_ is None else Waits)(stopping)
+        del one
+        threading.Event().wait(60)
+    assert dropped == [Stopped]
