@@ -31,8 +31,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_dig
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.store import Store
-from replica_groups.exchange.audits import audit_key, audited
-from replica_groups.exchange.kept_scores import scored, scores_key
+from replica_groups.exchange.audits import audit_key, audited, scored, scores_key
 
 TERMS = "terms"
 TERMS_KEPT = 64

@@ -6,7 +6,6 @@ The first stage decides before a step begins, because the later stages learn it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.outer.ranks import Ranks
@@ -15,15 +14,11 @@ StepsOf = Callable[[str, int], int]
 """Function (replica, round) -> number of inner steps that the replica took in the round."""
 
 
-class Clock(Protocol):
-    """A monotonic clock."""
+class RoundLength:
+    """Decides the end of an inner loop. A member asks before and after every inner step.
 
-    def now(self) -> float:
-        """Return the time in seconds; it never decreases."""
-
-
-class RoundLength(Protocol):
-    """Decides the end of an inner loop. A member asks before and after every inner step."""
+    This one is for later stages: it ends the inner loop when the previous stage announces the last step.
+    """
 
     def begin(self, elapsed: float) -> None:
         """Note that the member starts a round, `elapsed` seconds after it was opened."""
@@ -33,29 +28,14 @@ class RoundLength(Protocol):
 
     def is_last(self, round_: int, step: int) -> bool | None:
         """Return whether the step that begins now, counted from 0 in its round, is the last; None if unannounced."""
-
-    def is_over(self, step: int, told: bool) -> bool:
-        """Return whether the inner loop ends with a step. `told`: whether the step was announced as the last."""
-
-
-class AsTold:
-    """Ends the inner loop of a later stage when the previous stage announces the last step."""
-
-    def begin(self, elapsed: float) -> None:
-        """Do nothing: at most the first stage measures time."""
-
-    def contributed(self, seconds: float) -> None:
-        """Do nothing: at most the first stage measures time."""
-
-    def is_last(self, round_: int, step: int) -> bool | None:
-        """Return None: the step itself tells it, or its number."""
         return None
 
     def is_over(self, step: int, told: bool) -> bool:
+        """Return whether the inner loop ends with a step. `told`: whether the step was announced as the last."""
         return told
 
 
-class SoManySteps(AsTold):
+class SoManySteps(RoundLength):
     """H steps in every round, known to all members."""
 
     def __init__(self, steps: int) -> None:
@@ -65,7 +45,7 @@ class SoManySteps(AsTold):
         return step + 1 == self.steps
 
 
-class SoMuchTime(AsTold):
+class SoMuchTime(RoundLength):
     """As many steps as fit into `seconds` since the round opened, including the time to contribute; at least one.
 
     All replicas thus contribute at about the same time, however slow their lines are, and none waits for the others.
@@ -75,22 +55,22 @@ class SoMuchTime(AsTold):
     cannot estimate the step time before the second.
     """
 
-    def __init__(self, seconds: float, clock: Clock) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self.seconds = seconds
         self._clock = clock
-        self._opened = clock.now()
-        self._began = clock.now()
+        self._opened = clock()
+        self._began = clock()
         self._a_step: float | None = None
         self._to_contribute = 0.0
 
     def begin(self, elapsed: float) -> None:
-        self._opened = self._clock.now() - elapsed
+        self._opened = self._clock() - elapsed
 
     def contributed(self, seconds: float) -> None:
         self._to_contribute = seconds
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        now = self._clock.now()
+        now = self._clock()
         if step == 0:
             self._began = now
         else:
@@ -99,7 +79,7 @@ class SoMuchTime(AsTold):
         return self._a_step is not None and 2 * self._a_step > left
 
 
-class AsRecorded(AsTold):
+class AsRecorded(RoundLength):
     """As many steps in each round as the replica took before, so that a repeated run reproduces the same bits."""
 
     def __init__(self, replica: str, steps_of: StepsOf) -> None:
@@ -110,7 +90,7 @@ class AsRecorded(AsTold):
         return step + 1 >= self._steps_of(self._replica, round_)
 
 
-class OfFirstRank(AsTold):
+class OfFirstRank(RoundLength):
     """Broadcasts the decision of the first rank to all ranks."""
 
     def __init__(self, length: RoundLength, ranks: Ranks) -> None:
@@ -129,14 +109,14 @@ class OfFirstRank(AsTold):
 
 
 def round_length(
-    spec: RunSpec, member: MemberSpec, clock: Clock, ranks: Ranks, steps_of: StepsOf | None = None
+    spec: RunSpec, member: MemberSpec, clock: Callable[[], float], ranks: Ranks, steps_of: StepsOf | None = None
 ) -> RoundLength:
     """Return the round length of one member. `steps_of`, if set, gives the number of steps and overrides the clock."""
     inner = spec.config.inner
     if inner.steps is not None:
         return SoManySteps(inner.steps)
     if member.stage is not None and not member.stage.is_first:
-        return AsTold()
+        return RoundLength()
     assert inner.seconds is not None
     own: RoundLength = SoMuchTime(inner.seconds, clock)
     if steps_of is not None:

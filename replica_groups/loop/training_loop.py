@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import AssignReply, Doing, MemberRound
+from hetero_pp.messages.messages_pb2 import AssignReply, Doing, Evaluation, LinkUse, MemberRound, StateSaving
 from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.run.snapshot import MOMENTUM, momentum_of
 from hetero_pp.run.spec import RunSpec
@@ -354,9 +355,7 @@ class TrainingLoop:
             is_last = self.length.is_last(round_, steps)
             with computing("inner step", self.outer.ranks.device):
                 done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
-            report = self.reporter.new()
-            report.inner_step.CopyFrom(done)
-            self.reporter.send(report)
+            self.reporter.tell(inner_step=done)
             if steps == 0:
                 self.faults.reached(Phase.TRAINING, round_)
             is_over = self.length.is_over(steps, done.is_last)
@@ -378,11 +377,9 @@ class TrainingLoop:
             self._return(error)
         times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.calls.blocked
         times.evaluation_seconds = time.monotonic() - synchronised
-        report = self.reporter.new()
-        report.member_round.CopyFrom(times)
         self.member.timing()
         self._report_links(round_)  # first, so that the link use is known once the round is reported
-        self.reporter.send(report)
+        self.reporter.tell(member_round=times)
 
     def _save_state(self, round_: int) -> None:
         """Save the state after a round. If the disk fails, the member trains on and reports it at growing intervals."""
@@ -393,9 +390,7 @@ class TrainingLoop:
             is_told = self._unsaved & (self._unsaved - 1) == 0
             print(f"{self.reporter.member}: its state after round {round_} was not saved: {failure}", file=sys.stderr)
         if is_told and self.outer.ranks.is_first:
-            report = self.reporter.new()
-            report.state_saving.round, report.state_saving.failure = round_, failure
-            self.reporter.send(report)
+            self.reporter.tell(state_saving=StateSaving(round=round_, failure=failure))
 
     def _save(self, round_: int, folder: Path) -> None:
         self.faults.write()
@@ -412,11 +407,8 @@ class TrainingLoop:
             outcome = self.member.evaluate(round_)
         if outcome is None:
             return
-        report = self.reporter.new()
-        report.evaluation.replica = self.replica
-        report.evaluation.round = round_
-        report.evaluation.loss, report.evaluation.tokens = outcome
-        self.reporter.send(report)
+        loss, tokens = outcome
+        self.reporter.tell(evaluation=Evaluation(replica=self.replica, round=round_, loss=loss, tokens=tokens))
 
     def _allowed_to_stop(self, round_: int | None = None) -> AbstractContextManager[None]:
         """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together.
@@ -428,9 +420,4 @@ class TrainingLoop:
     def _report_links(self, round_: int) -> None:
         for link, direction, ledger in self.seat.links.ledgers:
             count = ledger.of_round(round_)
-            report = self.reporter.new()
-            use = report.link_use
-            use.link, use.direction, use.round = link, direction, round_
-            use.messages, use.busy_seconds = count.messages, count.busy_seconds
-            use.payload_bytes, use.wire_bytes = count.payload_bytes, count.wire_bytes
-            self.reporter.send(report)
+            self.reporter.tell(link_use=LinkUse(link=link, direction=direction, round=round_, **asdict(count)))

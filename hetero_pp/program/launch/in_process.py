@@ -13,8 +13,8 @@ from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, stage_link_name
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFailed
-from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.in_process import InProcessLink
+from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, Report, Standing
 from hetero_pp.program.launch.watcher import Watcher
@@ -169,7 +169,7 @@ class MemberThreads:
         self.gate.wait_for_members()
         if round_ == self._spec.latest.outer.rounds and not self._errors:
             self.join()  # also wait for the auditor, because no member does
-        self._watcher.catch_up(self.exchange.reported)
+        self._watcher.catch_up(self.exchange.reports.watchers.reported)
         self.raise_first_error()
 
     def join(self, seconds: float | None = None) -> None:

@@ -33,9 +33,8 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.chains import Chains
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
-from replica_groups.audit.recompute.group import RoundStart
 from replica_groups.audit.recompute.hops import blame
-from replica_groups.audit.recompute.replica import Recomputed, recompute
+from replica_groups.audit.recompute.replica import Recomputed, RoundStart, recompute
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.showing import ARRIVED, AUTHORITY, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
