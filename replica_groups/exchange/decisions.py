@@ -31,7 +31,7 @@ from hetero_pp.pseudo_gradient.contribution import contribution_digest, scale_of
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before
-from replica_groups.exchange.obstacles import Obstacles
+from replica_groups.exchange.patience import Obstacles
 from replica_groups.exchange.waits import CLOCK, EVERYBODY, Waits
 from replica_groups.protocol import events as e
 from replica_groups.protocol.coordinator import Coordinator

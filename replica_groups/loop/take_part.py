@@ -26,12 +26,11 @@ from hetero_pp.store.faults import NO_FAULTS, Faults
 from replica_groups.loop.commitments import Commitments, CommittedExchange
 from replica_groups.loop.exchanges import CarriedExchange, CollectiveExchange, HeldBack, ShapedExchange
 from replica_groups.loop.gate import Gate
+from replica_groups.loop.inner_loops import StepsOf, StepsTaken, round_length
 from replica_groups.loop.reporter import Reporter
-from replica_groups.loop.round_length import StepsOf, round_length
 from replica_groups.loop.saved_states import SavedStates, newest_usable_state
 from replica_groups.loop.seat import Connections, Links, Seat
 from replica_groups.loop.state_copies import StateCopies
-from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.loop.training_loop import TrainingLoop
 from replica_groups.member.build_member import Start, build_member

@@ -35,8 +35,8 @@ from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.services import BULK_CALLS_MAX, REQUEST_BYTES_MAX, call_path
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from replica_groups.exchange import server as served_exchange
+from replica_groups.exchange.reports import REMEMBERED_REPORTS, Watchers
 from replica_groups.exchange.server import MOST_OPEN, MOST_REPORTS, serve_exchange
-from replica_groups.exchange.watchers import REMEMBERED_REPORTS, Watchers
 
 SECRET = Secret("a secret")
 

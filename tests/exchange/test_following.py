@@ -51,7 +51,7 @@ def _replies(run: Run) -> list[tuple[str, list[str]]]:
         found.append((request.replica, [one.replica for one in header.following]))
         return header, parts
 
-    run.exchange.decided.fetch_many = noted
+    run.exchange.decided.fetch_many = noted  # type: ignore[method-assign]
     return found
 
 

@@ -23,7 +23,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import Missed, Phase
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.loop import seat as seat_module
-from replica_groups.loop.seat import LedgerOf, Pulse, Seat
+from replica_groups.loop.seat import LedgerOf, Links, Pulse, Seat
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
@@ -89,7 +89,7 @@ class _Waiting:
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
     """The member has trained nothing in this generation yet."""
     exchange = Heard(BeatReply(suspended=4, cause="home.0 is gone"))
-    seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, _Waiting())
+    seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, cast(Links, _Waiting()))
     with seat.pulse.beating(), pytest.raises(LinkClosed, match=r"home\.0 is gone"):
         seat.form(AssignReply(round=1, epoch=4))
 
