@@ -1,4 +1,4 @@
-"""One end of a link between two neighbouring stages: the interface of the in-process link and the gRPC link."""
+"""Messages between two neighbouring stages, and the interface of a link end: in process or over gRPC."""
 
 from __future__ import annotations
 

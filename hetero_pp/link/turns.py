@@ -3,6 +3,8 @@
 A bucket serves in the order of reservations. No stream reserves more before its quantum has left. So active streams
 take turns and get equal shares, and they use the capacity of idle ones. This works between processes as well as between
 threads, because they share only the bucket.
+
+`Shaper` does the same for contributions and snapshots, which are no messages between stages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Limits for each caller of a server: its rate of calls or messages, and its open calls. No other caller is affected.
+"""Limits for each caller of a server: its rate of calls, its open calls, and streams without progress.
 
 gRPC bounds no rate of calls: a stream that is opened and reset at once costs its sender two small frames, and the
-server a Python call. The connection of a caller that exceeds the rate of calls is closed.
+server a Python call. The connection of a caller that exceeds the rate of calls is closed. No other caller is affected.
 """
 
 from __future__ import annotations

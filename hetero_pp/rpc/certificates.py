@@ -1,6 +1,7 @@
 """Certificates of one run, signed by an authority that follows from the run's secret.
 
-Each process keeps its key to itself. Keys are of the curve P-256, which every TLS library supports.
+Each process keeps its key to itself. Keys are of the curve P-256, which every TLS library supports. With its key a
+member also signs statements, so that others can prove what the member said.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _AUTHORITY = "the run's authority"
 _FIRST, _LAST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 
 
-_MOST_BYTES = 4096
-"""Largest certificate that is read; a member's takes less than 1000 bytes."""
+_CERTIFICATE_BYTES_MAX = 4096
+"""Largest certificate of a statement that is read; a member's takes less than 1000 bytes."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,7 @@ class Authority:
         `now`: the date on which it is signed; by default that of this machine.
         """
         subject = x509.Name(
-            [
-                x509.NameAttribute(NameOID.COMMON_NAME, name),
-                x509.NameAttribute(NameOID.SERIAL_NUMBER, str(holder)),
-            ]
+            [x509.NameAttribute(NameOID.COMMON_NAME, name), x509.NameAttribute(NameOID.SERIAL_NUMBER, str(holder))]
         )
         signed = datetime.now(UTC) if now is None else datetime.fromtimestamp(now, UTC)
         since = signed - timedelta(seconds=CLOCKS_DIFFER)
@@ -234,7 +232,7 @@ def check_statement(statement: Statement, data: bytes, member: str, authority: s
     """
     pem = statement.certificate
     try:
-        if len(pem) > _MOST_BYTES:
+        if len(pem) > _CERTIFICATE_BYTES_MAX:
             raise ValueError(f"found a certificate of {len(pem)} bytes")
         x509.load_pem_x509_certificate(pem).verify_directly_issued_by(
             x509.load_pem_x509_certificate(authority.encode())

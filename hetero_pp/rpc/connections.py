@@ -236,5 +236,5 @@ class NetworkConnections:
 
     def _report_refusal(self, refusal: Refusal) -> None:
         """Report a refusal of a neighbour, so that the run counts it."""
-        with suppress(HeteroPPError):  # who is refused is no reason to fail
+        with suppress(HeteroPPError):  # a refused neighbour is no reason to fail
             self.exchange.report([Report(member=self._member.name, refusal=refusal)])

@@ -91,7 +91,7 @@ class RelayedDialler(Relayed):
     def close(self) -> None:
         """Close the listener as well."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
         self._address.close()
         super().close()

@@ -349,7 +349,7 @@ class Judgements(NoAudits):
 
 
 def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:
-    """Yield the losses of each replica: of each number the median over the validators."""
+    """Yield the losses of each replica: the median of each number over the validators."""
     for name in sorted({name for one in told for name in one}):
         yield name, median_of([one[name] for one in told if name in one])
 

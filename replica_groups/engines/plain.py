@@ -62,12 +62,7 @@ class WholeReplica:
     """A model and its inner optimizer."""
 
     def __init__(
-        self,
-        name: str,
-        module: Transformer,
-        inner: InnerSettings,
-        total_steps: int | None,
-        micro_batches: int = 1,
+        self, name: str, module: Transformer, inner: InnerSettings, total_steps: int | None, micro_batches: int = 1
     ) -> None:
         self.name = name
         self.module = module

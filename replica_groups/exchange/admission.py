@@ -148,7 +148,7 @@ class Admission:
         over = threading.Timer(PROBE_SECONDS, context.cancel)
         over.start()
         try:
-            probe = Probe(frames)  # once it has said something: who says nothing keeps nobody waiting
+            probe = Probe(frames)  # returns with the first frame, so that a silent caller keeps no line busy
             self._lobby.begin_probe(ticket, context.cancel)
             try:
                 yield from probe.frames()

@@ -1,4 +1,4 @@
-"""Assignments of work to members, with the neighbours of each, and the neighbours that a member blames."""
+"""Assignments of work to members: which of two neighbours dials the other, and which neighbour a member blames."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ class _Obstacle:
 class Obstacles:
     """Operations of one exchange that fail. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._found: dict[Hashable, _Obstacle] = {}
 
     def failed(self, operation: Hashable, why: str) -> None:
         """Note that an operation has failed and will be retried. Prints its failures at intervals."""
         with self._lock:
-            now, known = self._clock(), self._found.get(operation)
+            now, known = time.monotonic(), self._found.get(operation)
             if known is None:
                 known = self._found[operation] = _Obstacle(why, now, now, -LONGEST_PAUSE)
             is_due = why != known.why or now - known.told >= LONGEST_PAUSE
@@ -66,7 +66,7 @@ class Obstacles:
     def oldest(self) -> tuple[str, float] | None:
         """Return the cause of the operation that has failed for longest, and its seconds; None if nothing fails."""
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             self._found = {key: one for key, one in self._found.items() if now - one.tried < _FORGOTTEN}
             first = min(self._found.values(), key=lambda one: one.since, default=None)
             return None if first is None else (first.why, now - first.since)

@@ -185,7 +185,7 @@ class _Servicer:
         return self.exchange.call(request, self.callers.of(context))
 
     def _answer_later(self, request: Message, context: grpc.ServicerContext) -> Any:
-        """The same for a request whose reply may have to be waited for."""
+        """Answer a request whose reply may have to wait."""
         return self.exchange.call(request, self._waiting(context))
 
     Agree = Confirm = _answer

@@ -1,4 +1,4 @@
-"""Draws rounds that are computed again, and takes the checkpoints that members show for them, as objects of the store.
+"""Draws rounds that are computed again, takes the checkpoints that members show for them, and keeps commitments.
 
     draws/<end>.json                         the end of a chain of secrets, and settings, before the first round
     draws/round-000007.json                  the secret of round 7, and the replicas that it drew

@@ -1,4 +1,8 @@
-"""A member's link to the exchange, shaped and counted like any other link."""
+"""The exchange as the loop of one member sees it: layers around the client, of which each adds one thing.
+
+`ShapedExchange` shapes and counts traffic like any other link, and `CarriedExchange` also carries a round while the
+member trains the next one. `CollectiveExchange` shares replies with all ranks. `HeldBack` injects faults.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +132,11 @@ def _carry(shaper: Shaper, ledger: Ledger, round_: int, size: int) -> None:
 
 
 class CarriedExchange(ShapedExchange):
-    """The exchange of one member, which asks for one round after the other."""
+    """Carries a round while the member trains the next one. The member asks for one round after the other.
+
+    Contributions wait until all of a member's are there. Then a thread deposits them, waits for the round's record and
+    fetches the blobs that the record names. They are here when the record is asked for, unless training took less time.
+    """
 
     _waiting: tuple[_Blob, ...] = ()
     """Blobs that were not deposited yet."""
@@ -151,7 +159,7 @@ class CarriedExchange(ShapedExchange):
                 fetched = self._fetch_all(member, record, replica, blocks, found.cancelled)
                 with suppress(InvalidStateError):  # it was given up
                     found.set_result((record, fetched))
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the record gets it
+            except BaseException as error:  # noqa: BLE001 (raised by the call for the record)
                 with suppress(InvalidStateError):
                     found.set_exception(error)
 
@@ -189,12 +197,7 @@ class CarriedExchange(ShapedExchange):
         return record
 
     def _fetch_all(
-        self,
-        member: str,
-        record: pb.RoundRecord,
-        replica: str,
-        blocks: Collection[str],
-        is_over: Callable[[], bool],
+        self, member: str, record: pb.RoundRecord, replica: str, blocks: Collection[str], is_over: Callable[[], bool]
     ) -> _Fetched:
         fetch = super().fetch_blob
         return {
@@ -208,7 +211,7 @@ class CarriedExchange(ShapedExchange):
 
 
 class HeldBack(ForwardedExchange):
-    """Delivers contributions of `faults.missed` rounds late, after the round record exists."""
+    """Injects faults: reports phases, and delivers contributions of `faults.missed` rounds after the round record."""
 
     def __init__(self, exchange: ExchangeService, faults: Faults) -> None:
         super().__init__(exchange)

@@ -87,9 +87,9 @@ class Pulse:
                 progress = (self._progress << 32) + done
                 found = self._exchange.beat(self._member, self._round, epoch, progress, is_busy)
             except LinkError:
-                continue  # the exchange is gone, or late: whoever needs it waits for it
+                continue  # the exchange is gone, or late: calls that need it wait for it
             except HeteroPPError as error:
-                self._say(EVERY_EPOCH, str(error))  # it is over; whoever waits for a neighbour hears why
+                self._say(EVERY_EPOCH, str(error))  # the member is out: threads that wait for a neighbour get the cause
                 return
             if found.is_over or (found.HasField("suspended") and found.suspended == epoch):
                 self._say(epoch + 1, found.cause or "its incarnation is over")

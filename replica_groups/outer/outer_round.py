@@ -103,11 +103,7 @@ class OuterRound:
     # ---- a round ----
 
     def synchronise(
-        self,
-        round_: int,
-        epoch: int | None = None,
-        steps: int = 0,
-        on_contributed: Callable[[], object] = lambda: None,
+        self, round_: int, epoch: int | None = None, steps: int = 0, on_contributed: Callable[[], object] = lambda: None
     ) -> RoundRecord:
         """Contribute `steps` inner steps and apply the round, so that all replicas hold the same parameters.
 

@@ -1,4 +1,7 @@
-"""Slots (`Place`) and replicas: the holder of each slot, its incarnation, its presence, and its work."""
+"""Slots (`Place`) and replicas: the holder of each slot, its incarnation, its presence, and its work.
+
+Time limits are learned from the run itself: the delay of late contributions, and the silence of members.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ Until then a process that was frozen or cut off continues its round where it was
 REMEMBERED = 64
 """Number of recent observations that count."""
 
+QUANTILE = 0.9
+"""Share of late contributions for which the grace window suffices."""
+
 
 class Lateness:
     """Delay of contributions after the quorum; determines the grace window."""
 
-    def __init__(self, window: Window, quantile: float = 0.9) -> None:
-        self._window, self._quantile = window, quantile
+    def __init__(self, window: Window) -> None:
+        self._window = window
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
         self.grace = window.of(None)
         """Grace window in seconds; the largest allowed one until something was observed."""
@@ -34,7 +40,7 @@ class Lateness:
         """Note a contribution that came `seconds` after the quorum."""
         self._seen.append(max(0.0, seconds))
         ordered = sorted(self._seen)
-        self.grace = self._window.of(ordered[math.ceil(self._quantile * len(ordered)) - 1])
+        self.grace = self._window.of(ordered[math.ceil(QUANTILE * len(ordered)) - 1])
 
 
 class Silence:

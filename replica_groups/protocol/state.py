@@ -1,4 +1,4 @@
-"""State of a run as the coordinator knows it, and the questions that its transitions ask about it."""
+"""State of a run as the coordinator knows it, the questions that transitions ask, and frozen views for readers."""
 
 from __future__ import annotations
 

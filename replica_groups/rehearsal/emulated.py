@@ -1,4 +1,8 @@
-"""Timed waits that take the place of the computation of one member."""
+"""Members of a rehearsal that compute nothing: timed waits take the place of their work.
+
+An emulated stage sends messages of the true shapes. An emulated engine waits as long as all accelerators of its replica
+would compute.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def losses_of(
 
 
 def median_of(told: Sequence[Losses]) -> Losses:
-    """Return of each number the median over what several validators told about one contribution."""
+    """Return the median of each number over the losses that several validators measured for one contribution."""
     names = [number.name for number in Losses.DESCRIPTOR.fields]
     return Losses(**{name: median(getattr(one, name) for one in told) for name in names})
 
