@@ -215,7 +215,6 @@ class NetworkConnections:
             neighbour.give_up(before, cause)
 
     def _neighbours(self, exchange: str) -> tuple[Neighbour | None, Neighbour | None]:
-        """Return the stages before and after."""
         replica, stage = self._member.replica, self._member.stage
         if stage is None:
             return None, None

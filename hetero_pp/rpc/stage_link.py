@@ -277,7 +277,6 @@ class _Door:
         return caller
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """Count a refusal."""
         self._servers[0].refuse(sender, reason, kind)
 
     def Open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:

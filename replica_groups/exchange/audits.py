@@ -67,7 +67,6 @@ class KeptScores(BaseModel):
 
     @property
     def scores(self) -> Scores:
-        """Scores of all replicas."""
         return ParseDict(self.table, Scores(), ignore_unknown_fields=True)
 
 
@@ -110,12 +109,10 @@ def newest_scores(store: Store, last_round: int | None = None) -> KeptScores | N
 
 
 def audited(store: Store) -> set[int]:
-    """Return the audited rounds."""
     return _rounds(store, "round")
 
 
 def scored(store: Store) -> set[int]:
-    """Return the rounds that have scores."""
     return _rounds(store, "scores")
 
 

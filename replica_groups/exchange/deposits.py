@@ -41,7 +41,6 @@ class Offer:
 
     @property
     def key(self) -> str:
-        """Key of the blob in the log."""
         own = self.address
         return blob_key(own.round, own.replica, self.epoch, own.block, self.sha256)
 

@@ -171,7 +171,6 @@ class ContributionLog:
         return record_key(round_).rpartition("/")[2] in self.store.names(round_key(round_))
 
     def _rounds(self) -> set[int]:
-        """Return the rounds that have any object."""
         found = (re.fullmatch(r"round-(\d{6,12})/", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
@@ -203,7 +202,6 @@ class ContributionLog:
     # ---- snapshots ----
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the snapshot after its round."""
         with writing(self.store, snapshot_key(snapshot.round)) as path:
             save_snapshot(snapshot, path)
 
@@ -247,7 +245,6 @@ class ContributionLog:
 
 
 def snapshot_key(round_: int) -> str:
-    """Return the key of the snapshot after a round."""
     return f"snapshot-{round_:06d}.safetensors"
 
 
@@ -256,12 +253,10 @@ def record_key(round_: int) -> str:
 
 
 def blob_key(round_: int, replica: str, epoch: int, block: str, sha256: bytes) -> str:
-    """Return the key of one blob of a contribution."""
     return f"{round_key(round_)}/{replica}/{epoch}/{block}.{sha256.hex()[:_NAMED_DIGITS]}.blob"
 
 
 def key_of(record: RoundRecord, entry: ContributionEntry, blob: BlobEntry) -> str:
-    """Return the key of a blob that a record names."""
     return blob_key(record.round, entry.replica, entry.epoch, blob.block, blob.sha256)
 
 

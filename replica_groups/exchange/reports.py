@@ -285,7 +285,6 @@ def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Re
 
 
 def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
-    """Return why no round can close."""
     return f"{len(there)} of {replicas} replicas are present, {needed} are required"
 
 

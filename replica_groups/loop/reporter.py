@@ -47,7 +47,6 @@ class Reporter:
         self._doing = doing if callable(doing) else lambda: doing
 
     def send(self, report: Report) -> None:
-        """Queue a report."""
         self._queue.put(report)
 
     def flush(self, seconds: float = math.inf) -> None:

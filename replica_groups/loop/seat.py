@@ -51,7 +51,6 @@ class Pulse:
         self.progressed()
 
     def progressed(self) -> None:
-        """Note progress."""
         self._progress += 1
 
     def finished(self) -> None:

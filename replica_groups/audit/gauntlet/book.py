@@ -144,7 +144,6 @@ class ScoreBook:
         self._exclude(here, facts)
 
     def scores(self) -> dict[str, Score]:
-        """Return the score of every replica."""
         return {
             name: Score(
                 replica=name,
@@ -193,7 +192,6 @@ class ScoreBook:
         self._entries[replica] = _Entry()
 
     def to_json(self) -> str:
-        """Return the whole state."""
         entries = {name: asdict(entry) for name, entry in self._entries.items()}
         return json.dumps({"round": self._round, "replicas": entries}, sort_keys=True)
 

@@ -259,10 +259,10 @@ class Recomputation:
             for block, shapes in shapes_by_block(self.spec.parameter_shapes).items()
         }
         found = compare(entry, differences, again, tolerance)
-        if found.is_equal or len(again.here.members) == 1:
-            return (
-                found if found.is_equal else Comparison(found.difference, found.cause, next(iter(again.here.members)))
-            )
+        if found.is_equal:
+            return found
+        if len(again.here.members) == 1:
+            return Comparison(found.difference, found.cause, next(iter(again.here.members)))
         differing = [block for block, one in differences.items() if one > tolerance]
         is_text = "another text" in found.cause
         holders = {one.member: one.holder for one in entry.commitments}

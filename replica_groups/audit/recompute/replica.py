@@ -202,7 +202,6 @@ class Recomputed:
 
     @property
     def blobs(self) -> Mapping[str, bytes]:
-        """The contribution, by block."""
         return self.here.blobs
 
 
