@@ -14,7 +14,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_trained
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
-from replica_groups.exchange.log import open_log
+from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import snapshot_after
 
 

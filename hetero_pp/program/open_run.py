@@ -10,7 +10,8 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_trained
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
-from replica_groups.exchange.log import ContributionLog, open_log
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log
 
 
 def open_run(run: str) -> tuple[RunSpec, ContributionLog]:

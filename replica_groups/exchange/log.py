@@ -25,11 +25,9 @@ from collections.abc import Callable, Mapping
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from hetero_pp.core.bounded import before_gap
-from hetero_pp.core.errors import ConfigError, DamagedFile, StoreError
+from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.store import Store
@@ -42,37 +40,6 @@ newest claims must not succeed with an older number."""
 
 _NAMED_DIGITS = 16
 """Digits of a blob's digest in its name, enough to tell the blobs of one member, round and generation apart."""
-
-
-def open_log(config: RunConfig, folder: RunFolder) -> ContributionLog:
-    """Return the log. Raises ConfigError or StoreError, one line, if there is no such store."""
-    return ContributionLog(config.store.open(config.name, folder.log))
-
-
-def keep_configuration(config: RunConfig, folder: RunFolder, log: ContributionLog) -> None:
-    """Write the run's configuration into a log that is not in the run's folder."""
-    if config.store.url is not None:
-        for path in (folder.config, folder.changes):
-            if path.is_file():
-                log.store.put_file(path.name, path)
-
-
-def fetch_configuration(config: RunConfig, folder: RunFolder) -> None:
-    """Create the folder of a run that began on another machine, if its log has the run's configuration."""
-    if config.store.url is not None and not folder.config.is_file():
-        store = open_log(config, folder).store
-        for path in (folder.config, folder.changes):
-            if path.name in store.names():
-                store.get_to(path.name, path)
-
-
-def require_unused(log: ContributionLog) -> None:
-    """Raise ConfigError if the store of a new run has a run already, because nothing is ever overwritten."""
-    if log.last_record() or log.snapshots():
-        raise ConfigError(
-            ("store", "url"),
-            f"found a run in {log.store.url()}, expected none; resume it with --resume, or use another `name`",
-        )
 
 
 class ContributionLog:

@@ -19,7 +19,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.log import open_log
+from replica_groups.exchange.open_log import open_log
 from replica_groups.outer.outer_round import OuterRound
 
 LIAR = "liar"

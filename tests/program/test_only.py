@@ -28,7 +28,7 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from replica_groups.exchange.log import open_log
+from replica_groups.exchange.open_log import open_log
 
 CONFIG = """
 name: hosts

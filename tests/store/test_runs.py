@@ -26,7 +26,8 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.lease import acting_for
 from hetero_pp.store.settings import StoreSettings
-from replica_groups.exchange.log import open_log, record_key, snapshot_key
+from replica_groups.exchange.log import record_key, snapshot_key
+from replica_groups.exchange.open_log import open_log
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 2

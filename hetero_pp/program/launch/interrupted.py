@@ -10,7 +10,7 @@ from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.run.folder import RunFolder
-from replica_groups.exchange.log import open_log
+from replica_groups.exchange.open_log import open_log
 from replica_groups.loop.saved_states import SavedStates
 
 

@@ -29,7 +29,7 @@ from hetero_pp.run.membership import described, require_known_basis
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
-from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
+from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
 
 MOST_REFUSALS = 20
 """Number of the exchange's refusals that are shown; metrics.jsonl has all of them."""

@@ -20,8 +20,8 @@ from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import config_of
-from replica_groups.exchange.log import fetch_configuration, open_log
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.open_log import fetch_configuration, open_log
 
 CONTINUE, NEW, QUIT = "continue", "new", "quit"
 

@@ -19,7 +19,7 @@ from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.program.report.flat import report_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from replica_groups.exchange.log import open_log
+from replica_groups.exchange.open_log import open_log
 
 _KEPT = (
     "begun",
